@@ -45,7 +45,7 @@ from ppo_cli.engine.models import pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
-from ppo_cli.records import Prompt, Scored
+from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
@@ -231,7 +231,11 @@ class EngineFactory:
             if self._engine is None:
                 self.tell(f"Loading {self.config.model.path}")
                 self._base = self._make()
-                self._engine = self._ahead(self._base)
+                # Async rollouts wrap the engine of the run.
+                steps, tokens = self.config.trainer.async_steps, self.config.rollout.partial_tokens
+                self._engine = self._base
+                if steps:
+                    self._engine = AheadEngine(self._base, self._upcoming, steps, tokens)
             return self._engine
 
     def renew(self) -> Engine:
@@ -292,11 +296,6 @@ class EngineFactory:
             rollout = self.config.rollout.model_copy(update={"weight_transfer": "memory"})
             self.config = self.config.model_copy(update={"rollout": rollout})
         return engine
-
-    def _ahead(self, engine: Engine) -> Engine:
-        # Async rollouts wrap the engine of the run.
-        steps, partial = self.config.trainer.async_steps, self.config.rollout.partial_tokens
-        return AheadEngine(engine, self._upcoming, steps, partial) if steps else engine
 
     def _upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
         """Return prompts and sampling of a future training step; None after the last step."""
@@ -470,7 +469,7 @@ def _open_job(
         pad_token_id=pad_token_id(start.tokenizer, vocabulary_size(config.model.path)),
         total_steps=start.total_steps,
         decode=partial(decode_text, start.tokenizer),
-        diagnose=_diagnose(folder, config),
+        diagnose=partial(explain_no_reward, look=commands(folder.path, config.data.train_files)),
         stop_requested=stop.reason,
         resume_command=_resume_command(start.resolved),
         fingerprint=start.identity,
@@ -487,10 +486,6 @@ def _claim_folder(start: Start, screen: Screen) -> None:
             moved = earlier / "checkpoints" / start.checkpoint.name
             screen.note(_new_run_note(start.changed, moved, start.identity))
     folder.write_config(f"{WRITTEN_BY}{describe_machine()}\n{config_yaml(start.resolved)}")
-
-
-def _diagnose(folder: RunFolder, config: Config) -> Callable[[Sequence[Scored]], str | None]:
-    return partial(explain_no_reward, look=commands(folder.path, config.data.train_files))
 
 
 def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:

@@ -179,8 +179,8 @@ def default_out(source: str) -> Path:
 
 
 def check_out(out: Path, source: str) -> None:
-    # Every reason why the file could not be written at the end.
     """Raise UserError when `out` cannot be written, before any paid call."""
+    # Every reason why the file could not be written at the end.
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file in it.")
     if not out.parent.is_dir():

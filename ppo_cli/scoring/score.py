@@ -203,8 +203,8 @@ def resume_advice(settings: RewardSettings) -> str:
 
 
 def scored_row(row: ResponseRow, score: Score) -> dict[str, Any]:
-    # A score's columns in the form that JSON and tables can hold.
     """The row of the file, with the columns of its score added."""
+    # A score's columns in the form that JSON and tables can hold.
     columns: dict[str, Any] = plain(
         {
             "score": score.value,

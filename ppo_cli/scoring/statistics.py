@@ -376,7 +376,9 @@ def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> di
     pairs = [
         (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
         for row, score in zip(rows, scores, strict=True)
-        if _is_number(row.record.get("score")) and (value := judged_value(score)) is not None
+        if isinstance(row.record.get("score"), int | float)
+        and math.isfinite(row.record["score"])
+        and (value := judged_value(score)) is not None
     ]
     if len(pairs) < 2:
         return None
@@ -416,7 +418,3 @@ def compare_rankings(rows: Sequence[ResponseRow], scores: Sequence[Score]) -> di
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     before, now = zip(*pairs, strict=True)
     return spearman(before, now)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

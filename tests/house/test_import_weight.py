@@ -56,4 +56,7 @@ def test_a_plan_loads_the_rewards_that_it_names(root: Path, tmp_path: Path) -> N
     for absent in ("rewards.judge", "rewards.code.check", "rewards.pool", "cli.bridge"):
         assert not [name for name in modules if name.startswith(f"ppo_cli.{absent}")]
     judged = ["plan", "--preset", "judge", "--model", "embedded", "--train_files", "embedded"]
-    assert "ppo_cli.rewards.judge.prompt" in modules_of(root, tmp_path, *judged, exit_code=0)
+    modules = modules_of(root, tmp_path, *judged, exit_code=0)
+    assert {"ppo_cli.rewards.judge.prompt", "ppo_cli.scoring.forecast"} <= set(modules)
+    loaded = {name.split(".")[0] for name in modules}
+    assert loaded.isdisjoint(HEAVY - {"numpy"} | {"google", "aiohttp"})

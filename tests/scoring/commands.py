@@ -1,4 +1,4 @@
-"""`ppo reward` as users type it: in this process, or in a separate one that Ctrl-C stops.
+"""`ppo` as users type it: in this process, or in a separate one that gets a signal.
 
 The conftest of each room that types it imports the fixtures.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,9 +18,11 @@ from ppo_cli.cli.app import main
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
+from tests.scoring.scripted import write_rows
+from tests.waiting import wait_until
 
-Run = Callable[..., tuple[int, str, str]]
 KEY = "sk-only-for-tests-1234"
+PROVIDERS = ("openai", "claude", "gemini")
 
 
 def run_reward(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -32,10 +32,82 @@ def run_reward(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str
     return code, out, err
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`ppo reward` with the arguments of the call: exit code, output, errors."""
-    return partial(run_reward, capsys)
+class Outcome(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `--json` printed."""
+        summary: dict[str, Any] = json.loads(self.out)
+        return summary
+
+    @property
+    def checks(self) -> dict[str, dict[str, Any]]:
+        """The checks of an audit by their names."""
+        return {check["name"]: check for check in self.summary["checks"]}
+
+
+class Bench:
+    """A folder, a judge on loopback, and the commands that are typed there."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], server: JudgeServer, folder: Path
+    ) -> None:
+        self.server, self.folder, self._capsys = server, folder, capsys
+
+    def ppo(self, *args: str, code: int = 0) -> Outcome:
+        """Type a command that must end with this exit code."""
+        actual = main(list(args))
+        outcome = Outcome(*self._capsys.readouterr())
+        assert actual == code, outcome.err or outcome.out
+        assert "Traceback" not in outcome.err
+        return outcome
+
+    def reward(self, *args: str, code: int = 0) -> Outcome:
+        """Type `ppo reward ARGS`, which must end with this exit code."""
+        return self.ppo("reward", *args, code=code)
+
+    def signal_when(self, ready: Callable[[], bool], number: signal.Signals, *args: str) -> Forked:
+        """Run `ppo ARGS` as a process, send it a signal when `ready` holds, wait for its end."""
+        process = Forked(PPO, args, os.environ, folder=self.folder)
+        wait_until(lambda: ready() or process.poll() is not None, 300)
+        assert process.poll() is None, process.output()
+        process.send_signal(number)
+        process.wait(300)
+        return process
+
+    def write(self, *rows: dict[str, Any]) -> str:
+        """Write rows to the file of the folder that is scored; returns its path."""
+        return write_rows(self.folder / "a.jsonl", *rows)
+
+    def sums(self, count: int, first: int = 10) -> str:
+        """Write responses to sums; those to odd numbers are right."""
+        rows = [
+            {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "good": bool(n % 2),
+             "response": f"It is {n + n % 2}."}
+            for n in range(first, first + count)
+        ]  # fmt: skip
+        return self.write(*rows)
+
+    def scored(self) -> list[dict[str, Any]]:
+        """The rows of that file with their scores."""
+        return read(self.folder / "a.scored.jsonl")
+
+    def judge(self, kind: str = "openai", cache: str = "verdicts.db") -> list[str]:
+        """Flags of a judge that asks the server and remembers its verdicts in the folder."""
+        return [
+            *("--rm_api_type", kind, "--rm_model", "a-judge", "--rm_base_url"),
+            *(self.server.url(kind), "--rm_cache", str(self.folder / cache)),
+            *("--rm_prompt_preset", "math"),
+        ]
+
+    def priced(self, kind: str, cache: str = "v.db") -> list[str]:
+        """Flags of a judge alone, with a price."""
+        price = ("--rm_price_input", "1", "--rm_price_output", "2")
+        return ["--use_api_reward", *price, *self.judge(kind, cache)]
 
 
 @pytest.fixture
@@ -48,45 +120,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
 
 
 @pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], server: JudgeServer, tmp_path: Path) -> Bench:
+    return Bench(capsys, server, tmp_path)
+
+
+@pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.scoring.statistics.RESAMPLES", 100)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def judge_at(server: JudgeServer, folder: Path) -> list[str]:
-    """Flags of a judge that asks a server and remembers its verdicts in a folder."""
-    return [
-        *("--rm_api_type", "openai", "--rm_model", "a-judge"),
-        *("--rm_base_url", server.url("openai"), "--rm_cache", str(folder / "verdicts.db")),
-        *("--rm_prompt_preset", "math"),
-    ]
-
-
-def priced_judge(server: JudgeServer, kind: str, cache: Path) -> list[str]:
-    """Flags of a judge of one kind, with a price."""
-    return [
-        *("--use_api_reward", "--rm_api_type", kind, "--rm_model", "a-judge"),
-        *("--rm_base_url", server.url(kind), "--rm_cache", str(cache)),
-        *("--rm_prompt_preset", "math", "--rm_price_input", "1", "--rm_price_output", "2"),
-    ]
-
-
-def score_until_ctrl_c(
-    server: JudgeServer, file: str, *flags: str, calls: int
-) -> list[dict[str, Any]]:
-    """Score a file, press Ctrl-C after some calls, and return the rows that it left."""
-    server.state.latency = 0.1
-    args = ["reward", "score", file, *flags, "--rm_concurrency", "1"]
-    process = Forked(PPO, args, os.environ, folder=Path(file).parent, merged=False)
-    waited = time.monotonic() + 300
-    while server.count < calls and time.monotonic() < waited:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 3, err
-    assert "Stopped by Ctrl-C." in err
-    assert "Traceback" not in err
-    return read(Path(file).with_suffix(".scored.jsonl"))

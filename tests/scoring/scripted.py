@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
@@ -35,30 +34,14 @@ class Scripted(Reward):
                 future.set_result(answer)
         return future
 
-    def start(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to try out."""
-
-    def begin_step(self, step: int) -> None:
-        """Nothing to begin."""
-
     def end_round(self, kind: RoundKind = "train") -> None:
         """Count."""
         self.settled += 1
-
-    def attach(self, folder: Path) -> None:
-        """Nothing to keep."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing was kept."""
 
     def close(self) -> None:
         """Nothing to free."""
 
 
-def write_rows(path: Path, *rows: Mapping[str, Any]) -> str:
+def write_rows(path: Path, *rows: object) -> str:
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return str(path)

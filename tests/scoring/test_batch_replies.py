@@ -8,73 +8,64 @@ from pathlib import Path
 
 import pytest
 
-from tests.judge_server import JudgeServer
 from tests.judge_server.wire import default_score, fenced
-from tests.scoring.commands import Run, priced_judge, read
+from tests.scoring.commands import PROVIDERS, Bench, read
 from tests.scoring.scripted import write_rows
 
-PROVIDERS = ("openai", "claude", "gemini")
 WAYS = (
     "missing", "doubled", "foreign", "errored", "expired", "cancelled", "cut", "prose",
     "no_content", "refusal", "schema", "out_of_range",
 )  # fmt: skip
 
 
-def a_run(folder: Path, count: int) -> list[int]:
+def write_step(folder: Path, count: int) -> list[float]:
     """The rollouts of one step, in groups of four; returns what a judge makes of each."""
-    rows, scores = [], []
-    for n in range(count):
-        answer = 100 + n + n % 3
-        scores.append(10 if n % 3 == 0 else 1)
-        rows.append(
-            {"step": 7, "uid": f"u{n // 4}", "sample": n % 4, "prompt": f"{100 + n} + 0 = ?",
-             "ground_truth": f"{100 + n}", "response": f"It is {answer}.", "score": n % 2}
-        )  # fmt: skip
-    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts").mkdir()
+    rows = [
+        {"step": 7, "uid": f"u{n // 4}", "sample": n % 4, "prompt": f"{100 + n} + 0 = ?",
+         "ground_truth": f"{100 + n}", "response": f"It is {100 + n + n % 3}.", "score": n % 2}
+        for n in range(count)
+    ]  # fmt: skip
     write_rows(folder / "rollouts" / "step_000007.jsonl", *rows)
-    return scores
+    return [float(n % 3 == 0) for n in range(count)]
 
 
 @pytest.mark.parametrize("kind", PROVIDERS)
-def test_one_wrong_line_in_ten_makes_no_silent_number(
-    kind: str, server: JudgeServer, tmp_path: Path, run: Run
-) -> None:
+def test_one_wrong_line_in_ten_makes_no_silent_number(kind: str, bench: Bench) -> None:
     """Each way is there once; asked again by the same command, nothing more is paid for."""
-    right = a_run(tmp_path / "run", 120)
+    right, server = write_step(bench.folder, 120), bench.server
     wrong = {10 * at + 5: way for at, way in enumerate(WAYS)}
+    row_of = {way: n for n, way in wrong.items()}
     server.batches.looks = 0
     server.batches.spoil = {f"{100 + n} + 0 = ?": way for n, way in wrong.items()}
 
     def score(system: str, user: str) -> int | str:
-        schema = f"{100 + 10 * WAYS.index('schema') + 5} + 0 = ?" in user
+        schema = f"{100 + row_of['schema']} + 0 = ?" in user
         return '{"grade": "A"}' if schema else default_score(system, user)
 
     server.score = score
-    flags = [str(tmp_path / "run"), "--step", "7", *priced_judge(server, kind, tmp_path / "v.db")]
-    flags += ["--batch", "--rm_budget_usd", "0.5"]
-    code, out, err = run("score", *flags, "--json")
-    assert code == 0 and "Traceback" not in err, err
-    scored, summary = read(tmp_path / "run" / "scored.jsonl"), json.loads(out)
+    args = ["score", str(bench.folder), "--step", "7", *bench.priced(kind), "--batch"]
+    args += ["--rm_budget_usd", "0.5"]
+    summary = bench.reward(*args, "--json").summary
+    scored = read(bench.folder / "scored.jsonl")
     for n, row in enumerate(scored):
-        if n in wrong:
-            assert row["score"] is None and row["failure"], (wrong[n], row)
-        else:
-            assert row["score"] == (right[n] - 1) / 9, row
+        assert row["score"] == (None if n in wrong else right[n]), (wrong.get(n), row)
+        assert bool(row["failure"]) is (n in wrong)
     assert (summary["scored"], summary["rankings"]["rows"]) == (108, 108)
     assert 0 < summary["cost_usd"] <= 0.5
     jobs = server.batches.jobs
     assert [len(job.rows) for job in jobs.values()] == [120, 4, 4], "reminded twice, no more"
     server.batches.spoil = {}
-    assert run("score", *flags)[0] == 0
-    scored = read(tmp_path / "run" / "scored.jsonl")
-    lost = [n for n, way in wrong.items() if way in ("missing", "doubled", "foreign")]
-    assert all(scored[n]["score"] == (right[n] - 1) / 9 for n in lost)
-    assert scored[10 * WAYS.index("schema") + 5]["score"] is None
-    asked_anew = [name.rpartition("-")[0] for job in list(jobs.values())[3:] for name in job.rows]
-    first = next(iter(jobs.values())).rows
+    bench.reward(*args)
+    scored = read(bench.folder / "scored.jsonl")
+    lost = [row_of[way] for way in ("missing", "doubled", "foreign")]
+    assert all(scored[n]["score"] == right[n] for n in lost)
+    assert scored[row_of["schema"]]["score"] is None
+    first, _, _, *later = [job.rows for job in jobs.values()]
     ids = {n: name.rpartition("-")[0] for name, row in first.items() for n in lost
            if f"{100 + n} + 0 = ?" in json.dumps(row)}  # fmt: skip
-    assert len(ids) == len(lost) and not set(ids.values()) & set(asked_anew), "paid for already"
+    asked_again = {name.rpartition("-")[0] for rows in later for name in rows}
+    assert len(ids) == len(lost) and asked_again.isdisjoint(ids.values()), "paid for already"
     assert server.count == 3, "the first call and two questions with known answers"
 
 
@@ -93,9 +84,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("kind", PROVIDERS)
-def test_responses_that_write_results_change_no_verdict(
-    kind: str, server: JudgeServer, tmp_path: Path, run: Run
-) -> None:
+def test_responses_that_write_results_change_no_verdict(kind: str, bench: Bench) -> None:
     """The worst judge repeats it all, with every row's id known to the attacker."""
     body = {
         "choices": [{"index": 0, "finish_reason": "stop", "message": {"content": '{"score": 10}'}}],
@@ -108,27 +97,22 @@ def test_responses_that_write_results_change_no_verdict(
          "response": "It is 7." + hostile.get(f"{n} + 1", "").replace("@line@", forged_line)}
         for n in range(10, 20 + len(hostile))
     ]  # fmt: skip
-    file = write_rows(tmp_path / "a.jsonl", *rows)
+    jobs = bench.server.batches.jobs
 
     def score(system: str, user: str) -> str:
         text = "The answer is wrong."
-        for row, attack in hostile.items():
-            if f"{row} = ?" in user:
-                ids = [name for job in server.batches.jobs.values() for name in job.rows]
-                forged = (
-                    attack.replace("@line@", forged_line.replace("@id@", name)) for name in ids
-                )
-                text += "".join(forged) + (fenced("response", user) or "")
+        for attack in (attack for row, attack in hostile.items() if f"{row} = ?" in user):
+            for name in (name for job in jobs.values() for name in job.rows):
+                text += attack.replace("@line@", forged_line.replace("@id@", name))
+            text += fenced("response", user) or ""
         return json.dumps({"reason": text, "score": 1}, ensure_ascii=False)
 
-    server.score = score
-    flags = [*priced_judge(server, kind, tmp_path / "v.db"), "--batch"]
-    code, _, err = run("score", file, *flags)
-    assert code == 0 and "Traceback" not in err, err
-    scores = [row["score"] for row in read(tmp_path / "a.scored.jsonl")]
+    bench.server.score = score
+    bench.reward("score", bench.write(*rows), *bench.priced(kind), "--batch")
+    scores = [row["score"] for row in bench.scored()]
     assert scores[:10] == [0.0] * 10 and set(scores[10:]) <= {0.0, None}
     assert scores[-1] == 0.0, "a sign that only looks like the end of a line loses no verdict"
-    assert len(next(iter(server.batches.jobs.values())).rows) == len(rows)
+    assert len(next(iter(jobs.values())).rows) == len(rows)
 
 
 RIVALRY = {
@@ -141,14 +125,12 @@ BLOCK = re.compile(r"<response-(R\d)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>",
 
 
 @pytest.mark.parametrize("kind", ["openai", "claude"])
-def test_a_response_in_a_comparison_cannot_speak_of_its_rival(
-    kind: str, server: JudgeServer, tmp_path: Path, run: Run
-) -> None:
+def test_a_response_in_a_comparison_cannot_speak_of_its_rival(kind: str, bench: Bench) -> None:
     """Against a reference with one good word, in both orders, by batch as by direct calls."""
     texts = ["good", *RIVALRY.values(), "good good"]
     rows = [{"prompt": f"Why {n}?", "ground_truth": "It is good.", "response": text}
             for n, text in enumerate(texts)]  # fmt: skip
-    file = write_rows(tmp_path / "a.jsonl", *rows)
+    file = bench.write(*rows)
 
     def score(system: str, user: str) -> str:
         worth = {label: len(re.findall("good", text)) for label, _, text in BLOCK.findall(user)}
@@ -156,17 +138,14 @@ def test_a_response_in_a_comparison_cannot_speak_of_its_rival(
         return json.dumps({"reason": "By the word.", "better_response": "tie" if first == second
                            else "R1" if first > second else "R2"})  # fmt: skip
 
-    server.score = score
-    flags = [*priced_judge(server, kind, tmp_path / "a.db"), "--rm_mode", "compare"]
-    flags = [word for word in flags if word not in ("--rm_prompt_preset", "math")]
-    flags += ["--rm_compare", "ground_truth"]
+    bench.server.score = score
     scores = {}
-    for way in ("batch", "direct"):
-        flags[flags.index("--rm_cache") + 1] = str(tmp_path / f"{way}.db")
-        code, _, err = run("score", file, *flags, *(["--batch"] if way == "batch" else []))
-        assert code == 0 and "Traceback" not in err, err
-        scores[way] = [row["score"] for row in read(tmp_path / "a.scored.jsonl")]
+    for name, flags in (("batch", ("--batch",)), ("direct", ())):
+        judge = bench.priced(kind, cache=f"{name}.db")[:-2]  # a comparison has its own prompt
+        bench.reward("score", file, *judge, "--rm_mode", "compare", "--rm_compare", "ground_truth",
+                     *flags)  # fmt: skip
+        scores[name] = [row["score"] for row in bench.scored()]
     assert scores["batch"] == scores["direct"]
-    assert sum(len(job.rows) for job in server.batches.jobs.values()) == 2 * len(rows)
+    assert sum(len(job.rows) for job in bench.server.batches.jobs.values()) == 2 * len(rows)
     even, *hostile, best = scores["batch"]
     assert max(hostile) < even < best

@@ -1,8 +1,9 @@
-"""Rows with responses: read whole or refused by name, written back with nothing lost."""
+"""Rows with responses: read whole, written back with nothing lost; labels as people write them."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.errors import DataError, UserError
-from ppo_cli.scoring.rows import check_out, default_out, read_responses, write_rows
+from ppo_cli.errors import DataError
+from ppo_cli.scoring import rows as ours
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -26,13 +27,10 @@ def write(path: Path, *rows: object) -> str:
 
 def test_a_row_becomes_a_rollout(tmp_path: Path) -> None:
     row = {**ROW, "extra_info": {"level": 3}}
-    responses = read_responses(write(tmp_path / "a.jsonl", "", row))
-    (answered,) = responses.rows
-    rollout = answered.rollout
-    assert rollout.text == "#### 2"
-    assert rollout.key == ("a:2", 0)
-    assert rollout.token_ids == () and rollout.sampler_logprobs.size == 0
-    prompt = rollout.prompt
+    (answered,) = ours.read_responses(write(tmp_path / "a.jsonl", "", row)).rows
+    rollout, prompt = answered.rollout, answered.rollout.prompt
+    assert (rollout.text, rollout.key, rollout.token_ids) == ("#### 2", ("a:2", 0), ())
+    assert rollout.sampler_logprobs.size == 0
     assert (prompt.text, prompt.ground_truth, prompt.data_source) == ("1 + 1 = ?", "2", "gsm8k")
     assert prompt.messages == ({"role": "user", "content": "1 + 1 = ?"},)
     assert prompt.extra_info == {"level": 3}
@@ -47,43 +45,17 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
     }
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist([row]), path)
-    (answered,) = read_responses(str(path)).rows
-    assert answered.rollout.prompt.text == "Hi"
-    assert len(answered.rollout.prompt.messages) == 2
-    assert answered.rollout.prompt.ground_truth == "Hello"
-    assert answered.rollout.text == "", "an empty response is a response"
-
-
-@pytest.mark.parametrize(
-    ("column", "hint"),
-    [("responses", "Did you mean 'responses'?"), ("completion", "It may be 'completion'.")],
-)
-def test_no_response_column(tmp_path: Path, column: str, hint: str) -> None:
-    row = {"prompt": "x", column: "y"}
-    with pytest.raises(DataError, match="no column 'response'") as caught:
-        read_responses(write(tmp_path / "a.jsonl", row))
-    assert hint in str(caught.value)
-    assert "--response_key" in str(caught.value)
-
-
-def test_every_bad_row_is_named(tmp_path: Path) -> None:
-    bad = [{**ROW, "response": 3}, {**ROW, "response": None}, {**ROW, "prompt": 5}, "{oops"]
-    file = write(tmp_path / "a.jsonl", ROW, *bad)
-    with pytest.raises(DataError) as caught:
-        read_responses(file)
-    text = str(caught.value)
-    assert "4 bad rows" in text
-    assert "line 2, column response: is a number, not text" in text
-    assert "line 3, column response: is missing or null" in text
-    assert "line 4, column prompt" in text
-    assert "line 5: not JSON" in text
+    (rollout,) = ours.read_responses(str(path)).rollouts
+    assert (rollout.prompt.text, rollout.prompt.ground_truth) == ("Hi", "Hello")
+    assert len(rollout.prompt.messages) == 2
+    assert rollout.text == "", "an empty response is a response"
 
 
 def test_other_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x"}, ROW)
-    assert [r.text for r in read_responses(file, response_key=None).rollouts] == ["", "#### 2"]
+    assert [r.text for r in ours.read_responses(file, response_key=None).rollouts] == ["", "#### 2"]
     file = write(tmp_path / "a.jsonl", {"question": "x", "completion": "y", "score": 1})
-    responses = read_responses(file, response_key="completion")
+    responses = ours.read_responses(file, response_key="completion")
     assert responses.rollouts[0].text == "y"
     assert "the prompt is read from column 'question'" in responses.notes[0]
     assert responses.notes[1].endswith("new scores replace: score.")
@@ -92,31 +64,22 @@ def test_other_columns(tmp_path: Path) -> None:
 def test_where_scores_go(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.json.gz", "a.parquet"):
         (tmp_path / name).touch()
-        assert default_out(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
-    assert default_out("some/hub-set") == Path("hub-set.scored.jsonl")
-
-
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", ROW)
-    for out in (tmp_path, tmp_path / "nowhere" / "b.jsonl", tmp_path / "a.jsonl"):
-        with pytest.raises(UserError, match="--out"):
-            check_out(out, file)
-    check_out(tmp_path / "b.jsonl", file)
+        assert ours.default_out(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
+    assert ours.default_out("some/hub-set") == Path("hub-set.scored.jsonl")
 
 
 def test_rows_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "b.jsonl"
     out.write_text("before\n")
-    broken = [{"a": 1}, {"a": {1: object}, "loop": None}]
-    broken[1]["loop"] = broken
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
     with pytest.raises((ValueError, RecursionError)):
-        write_rows(out, broken)
+        ours.write_rows(out, [{"a": 1}, loop])
     assert out.read_text() == "before\n"
     assert [p.name for p in tmp_path.iterdir()] == ["b.jsonl"]
-    write_rows(out, [{"t": "naïve ½", "half": "\ud800"}, {"t": 2}])
-    first, second = out.read_text(encoding="utf-8").splitlines()
-    assert json.loads(first) == {"t": "naïve ½", "half": "\ud800"}
-    assert json.loads(second) == {"t": 2}
+    rows = [{"t": "naïve ½", "half": "\ud800"}, {"t": 2}]
+    ours.write_rows(out, rows)
+    assert [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] == rows
     assert [p.name for p in tmp_path.iterdir()] == ["b.jsonl"]
 
 
@@ -124,8 +87,77 @@ def test_rows_with_the_same_prompt_are_samples_of_one(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     rows = [ROW, {**ROW, "prompt": "x"}, {**ROW, "prompt": messages, "ground_truth": "3"}]
     file = write(tmp_path / "a.jsonl", *rows)
-    responses = read_responses(file)
+    responses = ours.read_responses(file)
     assert [r.key for r in responses.rollouts] == [("a:1", 0), ("a:2", 0), ("a:1", 1)]
     assert [r.prompt.ground_truth for r in responses.rollouts] == ["2", "2", "3"]
-    tasks = read_responses(file, response_key=None)
+    tasks = ours.read_responses(file, response_key=None)
     assert len({r.prompt.uid for r in tasks.rollouts}) == 3, "without responses each is a task"
+
+
+def labelled(tmp_path: Path, cells: list[Any], positive: str | None = None) -> ours.LabelledRows:
+    rows = [{"prompt": "x", "response": "y", "label": cell} for cell in cells]
+    responses = ours.read_responses(write(tmp_path / "a.jsonl", *rows))
+    return ours.read_labels(responses, "label", positive)
+
+
+def good_rows(labels: ours.LabelledRows) -> list[bool]:
+    assert labels.positive is not None
+    return list(labels.positive.tolist())
+
+
+@pytest.mark.parametrize(
+    ("cells", "good"),
+    [
+        ([True, False, True], [True, False, True]),
+        ([0, 1, 1], [False, True, True]),
+        ([-1, 1, -1], [False, True, False]),
+        (["yes", "No", " YES "], [True, False, True]),
+        (["bad", "good"], [False, True]),
+        (["rejected", "chosen"], [False, True]),
+        (["1", "0"], [True, False]),
+        (["false", "true"], [False, True]),
+    ],
+)
+def test_two_classes(tmp_path: Path, cells: list[Any], good: list[bool]) -> None:
+    assert good_rows(labelled(tmp_path, cells)) == good
+
+
+def test_graded_numbers(tmp_path: Path) -> None:
+    labels = labelled(tmp_path, [1, 2.5, 4])
+    assert labels.positive is None
+    assert labels.values.tolist() == [1.0, 2.5, 4.0]
+    assert labels.description == "3 levels from 1 to 4"
+
+
+def test_named_positive_makes_all_others_bad(tmp_path: Path) -> None:
+    labels = labelled(tmp_path, ["A", "b", "c", "a"], positive="a")
+    assert good_rows(labels) == [True, False, False, True]
+    assert labels.description == "'a' is good (2 of 4)"
+    assert good_rows(labelled(tmp_path, [0, 1, 0], positive="0")) == [True, False, True]
+
+
+def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
+    labels = labelled(tmp_path, [1, None, 0])
+    assert len(labels.rows) == 2
+    assert labels.notes == ("1 rows have no label and are left out.",)
+
+
+def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
+    def held_out(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+        result = ours.read_held_out(write(tmp_path / "a.jsonl", *rows))
+        return [int(row.prompt.text[1:]) for row, _ in result], [label for _, label in result]
+
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"p{n}", "response": "y", "label": "yes" if n % 3 else "no"} for n in range(100)
+    ]
+    numbers, labels = held_out(rows)
+    assert len(numbers) == 32 and numbers[0] == 0 and numbers[-1] == 96
+    assert {b - a for a, b in pairwise(numbers)} == {3, 4}
+    assert labels == [float(n % 3 > 0) for n in numbers]
+    levels = [row | {"label": 5 + 3 * (n % 2)} for n, row in enumerate(rows[:8])]
+    assert held_out(levels)[1] == [5.0, 8.0] * 4
+    assert len(held_out(rows[:8])[0]) == 8
+    with pytest.raises(DataError, match="7 different labelled responses; at least 8"):
+        held_out(rows[:7] * 2)  # a reading counts each once
+    with pytest.raises(DataError, match="no column 'label'"):
+        held_out([{"prompt": "a", "response": "b"}] * 8)

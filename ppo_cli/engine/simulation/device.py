@@ -8,7 +8,7 @@ which all other ranks behave like this one. Uses private parts of torch, tried w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -149,7 +149,9 @@ class Simulator(Watch):
         values = pytree.tree_leaves((args, kwargs))
         is_fake = any(isinstance(value, FakeTensor) for value in values)
         if func is aten._local_scalar_dense.default and is_fake:
-            return _answer(args[0].dtype)
+            # Any value will do, of the type that the real tensor would give.
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is aten._pin_memory.default:
             return aten.clone.default(args[0])
         if func is aten.copy_.default and is_fake:
@@ -216,10 +218,6 @@ class FakeHostCounter(MemoryCounter):
         """Count a fake tensor."""
         if isinstance(tensor, FakeTensor):
             super().record(tensor)
-
-
-def _answer(dtype: torch.dtype) -> float | int | bool:
-    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 # Registrations end when their Library objects are freed.
@@ -332,13 +330,10 @@ def _cast_widest(args: Any, kwargs: Any) -> Any:
 
 
 def _ask_for_float32(args: Any, kwargs: Any) -> Any:
-    if _is_cast(args[0]) and kwargs.get("dtype") is None and _has_no_dtype(args):
+    has_dtype = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
+    if _is_cast(args[0]) and not has_dtype:
         kwargs = {**kwargs, "dtype": torch.float32}
     return args, kwargs
-
-
-def _has_no_dtype(args: Sequence[Any]) -> bool:
-    return not any(isinstance(value, torch.dtype) for value in args)
 
 
 def _attend(

@@ -423,10 +423,11 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
         elif key in OUR_ENGINE_ONLY or (key.startswith("reward.") and key not in WRITERS):
             continue  # only for our engine, or read by the reward function
         elif verl_names_by_key()[key] or key in WRITERS:
+            # An unset number of steps is left out: verl computes it itself.
             values |= {
                 name: value
                 for name in verl_names_by_key()[key]
-                if not _is_computed_by_verl(name, value)
+                if value is not None or not name.endswith("optim.total_training_steps")
             }
         elif value != table()[key].default:
             problems.append(
@@ -442,11 +443,6 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
         values = dict(_rename_for_engine(values, other))
     remaining = {name: value for name, value in values.items() if name not in words_by_name}
     return VerlOverrides(dict(sorted(remaining.items())), tuple(verl_words), tuple(problems))
-
-
-def _is_computed_by_verl(name: str, value: Any) -> bool:
-    """Whether verl computes an unset number itself."""
-    return value is None and name.endswith("optim.total_training_steps")
 
 
 # Megatron's names for settings of FSDP and its optimizer.

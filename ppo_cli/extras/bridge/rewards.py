@@ -128,7 +128,9 @@ class RewardServer:
 
     async def score(self, row: str, response: str) -> dict[str, Any]:
         """Score one response for verl; the result has the same keys for every sample."""
-        self._raise_if_stopped()
+        stopped = self._folder / STOPPED
+        if stopped.exists():
+            raise RuntimeError(stopped.read_text(encoding="utf-8").strip())
         assert self._reward is not None
         if self._watching is None:
             self._watching = asyncio.create_task(self._end_round_when_quiet())
@@ -202,10 +204,6 @@ class RewardServer:
         if not (self._folder / STOPPED).exists():
             (self._folder / STOPPED).write_text(f"{redact(str(error))}\n", encoding="utf-8")
 
-    def _raise_if_stopped(self) -> None:
-        if (self._folder / STOPPED).exists():
-            raise RuntimeError((self._folder / STOPPED).read_text(encoding="utf-8").strip())
-
 
 def read_and_delete_keys(folder: Path) -> dict[str, str]:
     """Return the keys in the file from node 0's script, and delete the file."""
@@ -236,7 +234,8 @@ class ScoreImputation:
         for name in self._names:
             value = raw.get(name)
             if value is None:
-                values[name] = self._mean_so_far(uid, name)
+                same_prompt = self._of_prompt[uid][name]
+                values[name] = fmean(same_prompt) if same_prompt else self._of_all[name].mean
                 put_in = put_in or name == "score"
                 continue
             values[name] = float(value)
@@ -254,10 +253,6 @@ class ScoreImputation:
             "reason": redact(score.reason),
             "parts": json.dumps({n: [p.raw, p.scaled] for n, p in score.parts.items()}),
         }
-
-    def _mean_so_far(self, uid: str, name: str) -> float:
-        values = self._of_prompt[uid][name]
-        return fmean(values) if values else self._of_all[name].mean
 
 
 def score_line(rollout: Rollout, score: Score) -> dict[str, Any]:
@@ -338,10 +333,10 @@ def read_back(folder: Path) -> tuple[int, int]:
     replace_lines(folder / METRICS_FILE, [steps[number] for number in sorted(steps)])
     # Scores by response and ground truth, because verl's dump has no ids.
     scores: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in reversed(
-        read_lines(folder / SCORES)
-    ):  # reversed, so that pop() takes the earliest of equal responses
-        scores[line["response"], _ground_truth_text(line)].append(line)
+    # Reversed, so that pop() takes the earliest of equal responses.
+    for line in reversed(read_lines(folder / SCORES)):
+        truth = "" if line["ground_truth"] is None else str(line["ground_truth"])
+        scores[line["response"], truth].append(line)
     count = 0
     for dump in sorted((folder / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem)):
         lines = [_rollout_line(line, scores) for line in read_lines(dump)]
@@ -359,10 +354,6 @@ def _metric_lines(folder: Path) -> Iterator[dict[str, Any]]:
         for line in read_lines(log):
             values = {NAMES.get(name, name): value for name, value in line["data"].items()}
             yield measured[line["step"]] | values | {"step": line["step"]}
-
-
-def _ground_truth_text(line: dict[str, Any]) -> str:
-    return "" if line["ground_truth"] is None else str(line["ground_truth"])
 
 
 def _rollout_line(

@@ -378,7 +378,7 @@ class Trainer:
         )
         self._nonfinite_steps = 0
         self.skipped = 0
-        self._optimizer = Optimizer(
+        self.optimizer = Optimizer(
             network.module,
             Optim(
                 lr=lr, lr_warmup_steps_ratio=recipe.warmup, lr_scheduler_type="cosine",
@@ -392,10 +392,10 @@ class Trainer:
     def step(self, number: int, pairs: Sequence[EncodedPair]) -> FitStep:
         """Run step `number`, counted from 0; a step that is not finite changes no weights."""
         # Gradient, then clipped update with the scheduled rate.
-        self._optimizer.set_progress(number)
-        self._optimizer.zero_grad()
-        chosen_P, rejected_P = self._backward(pairs)
-        norm, updated = self._optimizer.apply()
+        self.optimizer.set_progress(number)
+        self.optimizer.zero_grad()
+        chosen_P, rejected_P = self.backward(pairs)
+        norm, updated = self.optimizer.apply()
         margin_P = torch.tensor([pair.margin for pair in pairs])
         loss = float(pair_losses(chosen_P, rejected_P, margin_P, self._recipe.center).mean())
         # Single bad steps are skipped; several in a row mean that training has diverged.
@@ -409,7 +409,7 @@ class Trainer:
             )
         return FitStep(summarise_pairs(chosen_P, rejected_P, margin_P), loss, norm, updated)
 
-    def _backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
+    def backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
         """Accumulate the gradient of the mean loss; returns the scores."""
         scores = torch.empty(2, len(pairs))
 
@@ -417,7 +417,7 @@ class Trainer:
             scores[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
 
         run_within_memory(
-            [pair.length for pair in pairs], self._budget, work, self._optimizer.zero_grad
+            [pair.length for pair in pairs], self._budget, work, self.optimizer.zero_grad
         )
         return scores[0], scores[1]
 

@@ -9,18 +9,17 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from ppo_cli.config.resolve import resolve
-from ppo_cli.extras.bridge.folder import node_scripts, write_folder
-from ppo_cli.extras.bridge.overrides import build_overrides
+from ppo_cli.extras.bridge.folder import node_scripts
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, RewardServer
-from tests.extras.bridge.settled import settled
+from tests.extras.bridge.settled import settled, write_judged_run
 from tests.judge_server.server import JudgeServer, digest
+from tests.waiting import wait_until
 
 PYTHON = """#!/bin/bash
 case "$*" in
@@ -43,168 +42,160 @@ echo "$NODE python $*" >> "$BOARD/calls"
 case "$*" in *main_ppo*) exec /bin/sleep "${TRAINS:-0.3}" ;; esac
 """
 SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
-Start = Callable[..., subprocess.Popen[str]]
+Process = subprocess.Popen[str]
+OTHERS = (1, 2, 3)
 
 
-@pytest.fixture
-def board(tmp_path: Path) -> Path:
-    config = settled("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
-    for name, text in node_scripts(config).items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "overrides").write_text('trainer.nnodes=4\ntrainer.experiment_name="a b"\n')
-    (tmp_path / "bin").mkdir()
-    for name, text in {"python": PYTHON, "sleep": SLEEP}.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "calls").touch()
-    return tmp_path
+class Nodes:
+    """The folder of a run on four nodes, whose scripts run as processes of this machine."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._processes = folder, list[Process]()
+        config = settled("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
+        (folder / "bin").mkdir()
+        scripts = node_scripts(config) | {"bin/python": PYTHON, "bin/sleep": SLEEP}
+        for name, text in scripts.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (folder / "overrides").write_text('trainer.nnodes=4\ntrainer.experiment_name="a b"\n')
+        (folder / "calls").touch()
 
-@pytest.fixture
-def start(board: Path) -> Iterator[Start]:
-    begun: list[subprocess.Popen[str]] = []
-
-    def begin(rank: int, **environ: str) -> subprocess.Popen[str]:
-        around = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON"))}
-        around |= {
-            "PATH": f"{board / 'bin'}:{os.environ['PATH']}", "BOARD": str(board),
+    def start(self, rank: int, **environ: str) -> Process:
+        """Run the script of a node."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON"))}
+        variables |= {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "BOARD": str(self.folder),
             "NODE": str(rank), "MASTER_ADDR": "10.0.0.1", "NODE_TIMEOUT": "20", **environ,
         }  # fmt: skip
-        begun.append(
-            subprocess.Popen(
-                ["bash", str(board / f"node_{rank}.sh")],
-                env=around,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-        )
-        return begun[-1]
+        process = subprocess.Popen(
+            ["bash", str(self.folder / f"node_{rank}.sh")], env=variables, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._processes.append(process)
+        return process
 
-    yield begin
-    for process in begun:
-        if process.poll() is None:
+    def touch(self, *names: str) -> None:
+        """Make files by which nodes that do not run say that they have joined."""
+        for name in names:
+            (self.folder / name).touch()
+
+    def lines(self) -> list[str]:
+        """What the stand-in was asked, in order, each with the rank of the node."""
+        return (self.folder / "calls").read_text().splitlines()
+
+    def calls(self, words: str) -> list[int]:
+        """Numbers of the lines that have these words."""
+        return [number for number, line in enumerate(self.lines()) if words in line]
+
+    def wait_for_training(self) -> None:
+        wait_until(lambda: self.calls("main_ppo"), 20)
+
+    def close(self) -> None:
+        for process in self._processes:
             process.kill()
-        process.communicate()
+            process.communicate()
 
 
-def calls(board: Path, args: str) -> list[int]:
-    """Where in the log a call stands that has these words."""
-    lines = (board / "calls").read_text().splitlines()
-    return [number for number, line in enumerate(lines) if args in line]
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    created = Nodes(tmp_path)
+    yield created
+    created.close()
+
+
+def finish(process: Process) -> tuple[int, str]:
+    """Exit code and errors of a script that ends by itself."""
+    errors = process.communicate(timeout=30)[1]
+    return process.returncode, errors
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_four_nodes_meet_train_once_and_end(board: Path, start: Start, late: bool) -> None:
-    others = [start(rank) for rank in (1, 2, 3)] if late else []
+def test_four_nodes_meet_train_once_and_end(nodes: Nodes, late: bool) -> None:
+    others = [nodes.start(rank) for rank in OTHERS] if late else []
     if late:
         time.sleep(1.0)  # they find nobody yet
-    head = start(0)
-    others = others or [start(rank) for rank in (1, 2, 3)]
-    assert [process.wait(30) for process in (head, *others)] == [0, 0, 0, 0]
-    (submitted,) = calls(board, "0 python -m verl.trainer.main_ppo")
-    (opened,) = calls(board, "--head --node-ip-address=10.0.0.1 --port=6379")
-    joined = [calls(board, f"{rank} ray start --block") for rank in (1, 2, 3)]
+    head = nodes.start(0)
+    others = others or [nodes.start(rank) for rank in OTHERS]
+    assert [finish(process)[0] for process in (head, *others)] == [0, 0, 0, 0]
+    (submitted,) = nodes.calls("0 python -m verl.trainer.main_ppo")
+    (opened,) = nodes.calls("--head --node-ip-address=10.0.0.1 --port=6379")
+    joined = [nodes.calls(f"{rank} ray start --block") for rank in OTHERS]
     assert all(opened < tries[-1] < submitted for tries in joined)
     assert any(len(tries) > 1 for tries in joined) or not late
-    (read,) = calls(board, f"0 python -m ppo_cli bridge read {board}")
-    assert submitted < read and not (board / "head").exists()
-    lines = (board / "calls").read_text().splitlines()
+    (read,) = nodes.calls(f"0 python -m ppo_cli bridge read {nodes.folder}")
+    assert submitted < read and not (nodes.folder / "head").exists()
+    lines = nodes.lines()
     assert all("--address=10.0.0.1:6379" in lines[tries[-1]] for tries in joined)
-    line = lines[submitted]
-    assert 'trainer.nnodes=4 trainer.experiment_name="a b"' in line
-    assert f'VERL_FILE_LOGGER_PATH="{board}/verl/metrics_' in line
+    assert 'trainer.nnodes=4 trainer.experiment_name="a b"' in lines[submitted]
+    assert f'VERL_FILE_LOGGER_PATH="{nodes.folder}/verl/metrics_' in lines[submitted]
 
 
-def test_a_node_that_never_comes_ends_the_wait_with_a_sentence(board: Path, start: Start) -> None:
-    head = start(0, NODE_TIMEOUT="3")
-    others = [start(1), start(2)]
-    assert head.wait(30) == 3
-    assert [process.wait(30) for process in others] == [0, 0]
-    assert head.stderr is not None
-    output = head.stderr.read()
-    assert "After 3 s only 3 of 4 nodes have joined 10.0.0.1:6379." in output
-    assert "MASTER_ADDR=10.0.0.1" in output and "NODE_TIMEOUT" in output
-    assert calls(board, "main_ppo") == []
-    assert not (board / "head").exists()
+def test_a_node_that_never_comes_ends_the_wait_with_a_sentence(nodes: Nodes) -> None:
+    head = nodes.start(0, NODE_TIMEOUT="3")
+    others = [nodes.start(1), nodes.start(2)]
+    code, errors = finish(head)
+    assert [code, *(finish(process)[0] for process in others)] == [3, 0, 0]
+    assert "After 3 s only 3 of 4 nodes have joined 10.0.0.1:6379." in errors
+    assert "MASTER_ADDR=10.0.0.1" in errors and "NODE_TIMEOUT" in errors
+    assert nodes.calls("main_ppo") == []
+    assert not (nodes.folder / "head").exists()
 
 
-def test_a_head_that_never_comes_ends_the_wait_with_a_sentence(board: Path, start: Start) -> None:
-    node = start(2, NODE_TIMEOUT="1")
-    assert node.wait(30) == 3
-    assert node.stderr is not None
-    output = node.stderr.read()
-    assert "After 1 s there is no Ray head to join at 10.0.0.1:6379. Start node_0.sh" in output
+def test_a_head_that_never_comes_ends_the_wait_with_a_sentence(nodes: Nodes) -> None:
+    code, errors = finish(nodes.start(2, NODE_TIMEOUT="1"))
+    assert code == 3
+    assert "After 1 s there is no Ray head to join at 10.0.0.1:6379. Start node_0.sh" in errors
 
 
-def test_without_the_address_of_node_0_nothing_starts(board: Path, start: Start) -> None:
-    node = start(1, MASTER_ADDR="")
-    assert node.wait(30) != 0 and calls(board, "ray") == []
-    assert node.stderr is not None
-    assert "set MASTER_ADDR to the address of node 0" in node.stderr.read()
+def test_without_the_address_of_node_0_nothing_starts(nodes: Nodes) -> None:
+    code, errors = finish(nodes.start(1, MASTER_ADDR=""))
+    assert code != 0 and "set MASTER_ADDR to the address of node 0" in errors
+    assert nodes.calls("ray") == []
 
 
-def test_a_reward_that_must_stop_ends_the_run_as_resumable(board: Path, start: Start) -> None:
-    others = [start(rank) for rank in (1, 2, 3)]
-    head = start(0, TRAINS="60")
-    ends = time.monotonic() + 20
-    while not calls(board, "main_ppo"):
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-    (board / "stopped").write_text("The budget is used up.\n")
-    assert head.wait(30) == 3
-    assert head.stderr is not None and "The budget is used up." in head.stderr.read()
-    assert [process.wait(30) for process in others] == [0, 0, 0]
+def test_a_reward_that_must_stop_ends_the_run_as_resumable(nodes: Nodes) -> None:
+    others = [nodes.start(rank) for rank in OTHERS]
+    head = nodes.start(0, TRAINS="60")
+    nodes.wait_for_training()
+    (nodes.folder / "stopped").write_text("The budget is used up.\n")
+    code, errors = finish(head)
+    assert code == 3 and "The budget is used up." in errors
+    assert [finish(process)[0] for process in others] == [0, 0, 0]
 
 
-def test_a_second_start_of_the_folder_leaves_the_first_alone(board: Path, start: Start) -> None:
-    for name in ("joined_1", "joined_2", "joined_3"):
-        (board / name).touch()
-    head = start(0, TRAINS="3")
-    ends = time.monotonic() + 20
-    while not calls(board, "main_ppo"):
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-    token = (board / ".ray_token").stat()
-    second = start(0)
-    assert second.wait(30) == 2
-    assert second.stderr is not None and "is already running in" in second.stderr.read()
-    assert (board / ".ray_token").stat().st_mtime_ns == token.st_mtime_ns
-    assert head.wait(30) == 0
-    assert start(0).wait(30) == 0
+def test_a_second_start_of_the_folder_leaves_the_first_alone(nodes: Nodes) -> None:
+    nodes.touch("joined_1", "joined_2", "joined_3")
+    head = nodes.start(0, TRAINS="3")
+    nodes.wait_for_training()
+    token = nodes.folder / ".ray_token"
+    written = token.stat().st_mtime_ns
+    code, errors = finish(nodes.start(0))
+    assert code == 2 and "is already running in" in errors
+    assert token.stat().st_mtime_ns == written
+    assert finish(head)[0] == 0
+    assert finish(nodes.start(0))[0] == 0
 
 
-def test_on_a_cluster_that_exists_no_ray_is_started(board: Path, start: Start) -> None:
-    for name in ("head", "joined_1", "joined_2", "joined_3"):
-        (board / name).touch()
-    head = start(0, RAY_ADDRESS="10.0.0.9:6379")
-    assert head.wait(30) == 0
-    assert calls(board, "ray start") == []
-    assert len(calls(board, "main_ppo")) == 1
+def test_on_a_cluster_that_exists_no_ray_is_started(nodes: Nodes) -> None:
+    nodes.touch("head", "joined_1", "joined_2", "joined_3")
+    assert finish(nodes.start(0, RAY_ADDRESS="10.0.0.9:6379"))[0] == 0
+    assert nodes.calls("ray start") == []
+    assert len(nodes.calls("main_ppo")) == 1
 
 
-def test_the_reward_server_takes_its_key_from_the_file_that_the_script_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "ground_truth": "2"}\n')
+def test_the_server_reads_keys_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "")
+    rows = [{"prompt": "1 + 1?", "ground_truth": "2"}]
+    few = ("rollout.n=1", "data.train_batch_size=1", "actor.ppo_mini_batch_size=1")
     with JudgeServer(score=lambda system, user: 10) as judge:
-        overrides = [
-            "model.path=embedded", f"data.train_files={tmp_path}/rows.jsonl", "rollout.n=1",
-            "trainer.engine=verl", "trainer.n_gpus_per_node=1", "data.train_batch_size=1",
-            "actor.ppo_mini_batch_size=1", "reward.api.enable=true", "reward.api.type=openai",
-            "reward.api.model=m", f"reward.api.base_url={judge.url('openai')}",
-            "reward.api.key_env=OPENAI_API_KEY", "reward.api.cache=off",
-        ]  # fmt: skip
-        resolved = resolve(flags={}, preset=None, config_files=[], overrides=overrides, environ={})
-        write_folder(tmp_path, resolved, build_overrides(resolved.config))
+        key = "reward.api.key_env=OPENAI_API_KEY"
+        write_judged_run(tmp_path, rows, judge.url("openai"), key, *few)
         (tmp_path / KEYS_FILE).write_text("OPENAI_API_KEY=a=b\n")
         (row,) = pq.read_table(tmp_path / "data/train.parquet").to_pylist()
         server = RewardServer(str(tmp_path), str(tmp_path))
         output = asyncio.run(server.score(row["extra_info"][ROW], "It is 2."))
-        assert server._reward is not None
-        server._reward.close()
+        server._reward.close()  # type: ignore[union-attr]
         server._scores.close()
     assert output["score"] == 1.0 and not (tmp_path / KEYS_FILE).exists()
     assert judge.calls[0].key_digest == digest("a=b")

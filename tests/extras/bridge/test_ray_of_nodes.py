@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from ppo_cli import reaper
 from ppo_cli.extras.bridge.folder import node_scripts
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, read_and_delete_keys
 from tests.extras.bridge.settled import settled
+from tests.waiting import free_port, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,20 +53,6 @@ def without_ray() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 class Node:
     """A folder of one node whose script runs, and what a look at its processes finds."""
 
@@ -95,13 +80,6 @@ class Node:
                 stdout=subprocess.DEVNULL, stderr=stderr,
             )  # fmt: skip
 
-    def wait_for(self, name: str) -> None:
-        ends = time.monotonic() + 180
-        while not (self.folder / name).exists():
-            assert self.script.poll() is None, (self.folder / "stderr").read_text()
-            assert time.monotonic() < ends, f"{name} did not come"
-            time.sleep(0.1)
-
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.script.pid).children(recursive=True)
 
@@ -109,11 +87,17 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     created = Node(tmp_path)
+    script = created.script
     try:
-        created.wait_for("begun")
+        wait_until(lambda: (tmp_path / "begun").exists() or script.poll() is not None, 180)
+        assert script.poll() is None, (tmp_path / "stderr").read_text()
         yield created
     finally:
-        end(created.script)
+        script.terminate()
+        try:
+            script.wait(60)
+        finally:
+            script.kill()
         created.temp.rmdir()  # nothing is left in it
 
 
@@ -128,18 +112,14 @@ def test_only_this_machine_and_this_user_reach_it(node: Node) -> None:
     assert node.port in doors and len(doors) > 2
     assert {ip.removeprefix("::ffff:") for ip in doors.values()} == {"127.0.0.1"}
     around = without_ray() | {"HOME": str(node.folder)} | HERE_ONLY
+    command = [sys.executable, "-c", STRANGER, f"127.0.0.1:{node.port}"]
     for mode in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}):
-        stranger = subprocess.Popen(
-            [sys.executable, "-c", STRANGER, f"127.0.0.1:{node.port}"],
-            env=around | mode,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
         try:
-            output = stranger.communicate(timeout=60)[0]
-        except subprocess.TimeoutExpired:
-            stranger.kill()
-            output = stranger.communicate()[0]
-        assert stranger.returncode != 0 and "it ran" not in output
+            stranger = subprocess.run(command, env=around | mode, capture_output=True, timeout=60)
+        except subprocess.TimeoutExpired as error:
+            assert b"it ran" not in (error.stdout or b"")
+        else:
+            assert stranger.returncode != 0 and b"it ran" not in stranger.stdout
     session = Path((node.folder / "session").read_text())
     parents = [folder for folder in session.parents if folder.is_relative_to(node.temp)]
     assert any(folder.stat().st_mode & 0o077 == 0 for folder in parents[:-1])
@@ -166,8 +146,7 @@ def test_secrets_are_in_files_of_the_user_alone(node: Node) -> None:
 def other_ray() -> Iterator[subprocess.Popen[bytes]]:
     """Another Ray of this user: a head of its own folder and ports."""
     with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as folder:
-        numbers = (free_port() for _ in range(2))
-        options = [f"--port={next(numbers)}", f"--ray-client-server-port={next(numbers)}"]
+        options = [f"--port={free_port()}", f"--ray-client-server-port={free_port()}"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options,
                    "--block", "--include-dashboard=false", "--dashboard-agent-listen-port=0",
                    "--num-cpus=1", "--disable-usage-stats", "--temp-dir", folder]  # fmt: skip
@@ -179,10 +158,9 @@ def other_ray() -> Iterator[subprocess.Popen[bytes]]:
                 stdout=stream, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
-            ends = time.monotonic() + 120
-            while "Ray runtime started" not in log.read_text():
-                assert ray.poll() is None and time.monotonic() < ends, log.read_text()
-                time.sleep(0.1)
+            started = "Ray runtime started"
+            wait_until(lambda: started in log.read_text() or ray.poll() is not None, 120)
+            assert ray.poll() is None, log.read_text()
             yield ray
         finally:
             ray.terminate()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ppo_cli.config.resolve import resolve
-from ppo_cli.extras.bridge.folder import write_folder
-from ppo_cli.extras.bridge.overrides import build_overrides
+from tests.extras.bridge.settled import verl_config_dir, write_judged_run
 from tests.judge_server.server import JudgeServer
 
 pytestmark = [
@@ -24,15 +20,6 @@ SAMPLES, WORKERS, AT_ONCE, A_MINUTE = 256, 8, 12, 240
 UNLUCKY = "unspeakable"  # the judge refuses these rows for good: one in 16
 
 
-@pytest.fixture(scope="module")
-def verl_config_dir() -> str:
-    pytest.importorskip("hydra", reason="verl 0.9.1 is not installed here")
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        pytest.skip("verl 0.9.1 is not installed here; see the oracle extra")
-    return str(Path(spec.origin).parent / "trainer" / "config")
-
-
 @pytest.fixture
 def judge() -> Iterator[JudgeServer]:
     with JudgeServer(latency=3.0, score=lambda system, user: 8) as server:
@@ -41,26 +28,19 @@ def judge() -> Iterator[JudgeServer]:
         yield server
 
 
-def composed(folder: Path, url: str, config_dir: str) -> Any:
+def composed(folder: Path, url: str) -> Any:
     """Write the folder of a run with this judge, and compose verl's own configuration from it."""
+    config_dir = verl_config_dir()
     import hydra
 
     rows = [
         {"prompt": f"{UNLUCKY if i % 16 == 3 else 'What'} is number {i}?", "ground_truth": str(i)}
         for i in range(SAMPLES // 4)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [
-        "model.path=embedded", f"data.train_files={folder}/rows.jsonl", "trainer.engine=verl",
-        "trainer.n_gpus_per_node=1", "data.train_batch_size=64", "rollout.n=4",
-        "reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m",
-        f"reward.api.base_url={url}", f"reward.api.concurrency={AT_ONCE}",
-        f"reward.api.max_rpm={A_MINUTE}", "reward.api.cache=off",
-    ]  # fmt: skip
-    resolved = resolve(flags={}, preset=None, config_files=[], overrides=overrides, environ={})
-    bridged = build_overrides(resolved.config)
-    assert bridged.problems == ()
-    write_folder(folder, resolved, bridged)
+    write_judged_run(
+        folder, rows, url, "data.train_batch_size=64", "rollout.n=4",
+        f"reward.api.concurrency={AT_ONCE}", f"reward.api.max_rpm={A_MINUTE}",
+    )  # fmt: skip
     with hydra.initialize_config_dir(config_dir, version_base=None):
         lines = (folder / "overrides").read_text().splitlines()
         return hydra.compose("ppo_trainer", overrides=lines)
@@ -97,14 +77,14 @@ def most_in_a_minute(times: list[float]) -> int:
 
 
 def test_limits_hold_for_all_workers_and_failures_are_flagged(
-    tmp_path: Path, judge: JudgeServer, verl_config_dir: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "for-the-loopback")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    config = composed(tmp_path, judge.url("openai"))
     import ray
     from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 
-    monkeypatch.setenv("OPENAI_API_KEY", "for-the-loopback")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    config = composed(tmp_path, judge.url("openai"), verl_config_dir)
     assert config.reward.num_workers == WORKERS
     ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
     try:

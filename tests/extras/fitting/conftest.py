@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.scoring.scripted import write_rows
+
 
 @pytest.fixture
-def write_sums(tmp_path: Path) -> Callable[[int], str]:
+def write_sums(tmp_path: Path) -> Callable[[int], Path]:
     """Write so many pairs in which the right sum is chosen over 7; returns the file."""
 
-    def write(pairs: int) -> str:
-        file = tmp_path / "sums.jsonl"
+    def write(pairs: int) -> Path:
         rows = (
             {"prompt": f"What is {a} + 20?", "chosen": str(a + 20), "rejected": "7"}
             for a in range(10, 10 + pairs)
         )
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
+        return Path(write_rows(tmp_path / "sums.jsonl", *rows))
 
     return write

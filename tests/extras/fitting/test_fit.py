@@ -1,4 +1,7 @@
-"""A whole fit on the embedded model: what is kept, told and saved, also when it is stopped."""
+"""A whole fit on the embedded model: what is kept, told and saved, also when it is stopped.
+
+A fitted model is whole in its folder or not at all, and nothing else is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +20,44 @@ import torch
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.engine.device import Compute
-from ppo_cli.errors import DataError, Interrupted
+from ppo_cli.errors import ConfigError, DataError, Interrupted, UserError
 from ppo_cli.extras.fitting import fit as fits
-from ppo_cli.extras.fitting.fit import fit
+from ppo_cli.extras.fitting.fit import ModelFolder, fit
 from ppo_cli.extras.fitting.training import FitSettings, Recipe
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.formats import format_for
 from ppo_cli.rewards.models.heads import load_reward_model
 
-WriteSums = Callable[[int], str]
+WriteSums = Callable[[int], Path]
 
 
 class Listener(Screen):
-    """Keeps what is said, and may act on it."""
+    """Keeps what is said, and may send this process a signal at a line that starts so."""
 
-    def __init__(self, act: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, number: int = 0, beginning: str = "") -> None:
         self.heard: list[str] = []
-        self._act = act
+        self._number, self._beginning = number, beginning
 
     def note(self, text: str) -> None:
         self.heard.append(text)
-        self._act(text)
+        if self._number and text.startswith(self._beginning):
+            os.kill(os.getpid(), self._number)
 
 
-def settings(
-    data: str, out: Path, *, recipe: dict[str, Any] | None = None, **extra_args: Any
-) -> Any:
-    """A short fit of the embedded model."""
+def short_fit(data: Path, *, recipe: dict[str, Any] | None = None, **options: Any) -> FitSettings:
+    """Settings of a short fit of the embedded model, into the folder `rm` next to the data."""
     quick = {"batch_size": 8, "epochs": 4, "lr": 3e-3}
-    return FitSettings(
-        **{
-            "data": (data,), "model": "embedded", "out": out, "val_share": 0.2,
-            "recipe": Recipe(**{**quick, **(recipe or {})}), **extra_args,
-        }
-    )  # fmt: skip
+    base = {"model": "embedded", "out": data.with_name("rm"), "val_share": 0.2}
+    return FitSettings(data=(str(data),), recipe=Recipe(**quick | (recipe or {})), **base | options)
 
 
-def test_a_fit_learns_and_its_folder_scores_as_the_record_says(
-    write_sums: WriteSums, tmp_path: Path
-) -> None:
+def test_a_fit_learns_and_its_folder_scores_as_the_record_says(write_sums: WriteSums) -> None:
     """7 is never the sum: easily learnt, so the held-out pairs must come out right."""
-    data, held_out, out = write_sums(40), tmp_path / "held_out.jsonl", tmp_path / "rm"
-    lines = Path(data).read_text().splitlines()
+    data = write_sums(40)
+    held_out, out = data.with_name("held_out.jsonl"), data.with_name("rm")
+    lines = data.read_text().splitlines()
     held_out.write_text("\n".join(lines[:8]))
-    record = fit(settings(data, out, val_data=(str(held_out),)), Screen())
+    record = fit(short_fit(data, val_data=(str(held_out),)), Screen())
     assert record == json.loads((out / "fit.json").read_text())
     assert record["finished"] and record["steps"]["done"] == record["steps"]["all"] == 16
     assert [line["step"] for line in record["history"]] == [4, 8, 12, 16]
@@ -80,18 +78,16 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(
     scores = torch.tensor(result, dtype=torch.float64)
     assert scores.mean().item() == pytest.approx(record["scores"]["mean"], abs=1e-5)
     assert scores.std(correction=0).item() == pytest.approx(record["scores"]["std"], abs=1e-5)
-    extra = {"model": str(out), "val_data": (str(held_out),)}
-    recipe = {"max_steps": 1, "lr": 1e-9}
-    resumed = fit(settings(data, tmp_path / "again", recipe=recipe, **extra), Screen())
+    again = {"model": str(out), "val_data": (str(held_out),), "out": data.with_name("again")}
+    resumed = fit(short_fit(data, recipe={"max_steps": 1, "lr": 1e-9}, **again), Screen())
     assert resumed["before"]["accuracy"] == 1.0
     assert resumed["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
 
 
-def test_the_best_is_kept_not_the_last(write_sums: WriteSums, tmp_path: Path) -> None:
+def test_the_best_is_kept_not_the_last(write_sums: WriteSums) -> None:
     """A rate that is far too high spoils later what was learnt first."""
-    listener = Listener()
-    recipe = {"lr": 0.05, "epochs": 6, "seed": 3}
-    record = fit(settings(write_sums(24), tmp_path / "rm", recipe=recipe), listener)
+    listener, recipe = Listener(), {"lr": 0.05, "epochs": 6, "seed": 3}
+    record = fit(short_fit(write_sums(24), recipe=recipe), listener)
     measured = [(line["accuracy"], -line["loss"]) for line in record["history"]]
     best = measured.index(max(measured))
     assert record["steps"]["kept"] == record["history"][best]["step"]
@@ -100,81 +96,63 @@ def test_the_best_is_kept_not_the_last(write_sums: WriteSums, tmp_path: Path) ->
     assert f"step {record['steps']['kept']}/" in remaining[-1]
 
 
-def test_a_signal_finishes_the_step_and_keeps_a_whole_model(
-    write_sums: WriteSums, tmp_path: Path
-) -> None:
-    def stop(text: str) -> None:
-        if text.startswith("step 3/"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
+def test_a_signal_finishes_the_step_and_keeps_a_whole_model(write_sums: WriteSums) -> None:
+    settings = short_fit(write_sums(40), recipe={"epochs": 5})
     with pytest.raises(Interrupted) as caught:
-        fit(settings(write_sums(40), tmp_path / "rm", recipe={"epochs": 5}), Listener(stop))
+        fit(settings, Listener(signal.SIGTERM, "step 3/"))
     message = str(caught.value)
     assert "SIGTERM: stopped after 3 of 20 steps." in message and "--overwrite" in message
-    record = json.loads((tmp_path / "rm" / "fit.json").read_text())
+    record = json.loads((settings.out / "fit.json").read_text())
     assert not record["finished"] and record["steps"]["kept"] == record["steps"]["done"] == 3
-    assert load_reward_model(ModelReward(path=str(tmp_path / "rm"), device="cpu"))
+    assert load_reward_model(ModelReward(path=str(settings.out), device="cpu"))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_before_the_first_step_saves_nothing(
-    write_sums: WriteSums, tmp_path: Path
-) -> None:
-    def stop(text: str) -> None:
-        if text.startswith("held out after step 0/"):
-            os.kill(os.getpid(), signal.SIGINT)
-
+def test_a_signal_before_the_first_step_saves_nothing(write_sums: WriteSums) -> None:
+    settings = short_fit(write_sums(10))
     with pytest.raises(Interrupted, match="Nothing was saved"):
-        fit(settings(write_sums(10), tmp_path / "rm"), Listener(stop))
-    assert not (tmp_path / "rm").exists()
+        fit(settings, Listener(signal.SIGINT, "held out after step 0/"))
+    assert not settings.out.exists()
 
 
-def test_pairs_that_are_too_long_are_left_out_as_a_whole(
-    write_sums: WriteSums, tmp_path: Path
-) -> None:
-    data = Path(write_sums(12))
-    rows = [
-        {"prompt": "Say", "chosen": "1", "rejected": "2" * 300},
-        {"prompt": "x" * 300, "chosen": "1", "rejected": "2"},
-    ]
-    data.write_text(data.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
-    listener = Listener()
-    recipe = {"max_steps": 1}
-    record = fit(
-        settings(str(data), tmp_path / "rm", recipe=recipe, max_length=64), listener
-    )  # fmt: skip
+def append_rows(data: Path, *rows: dict[str, Any]) -> None:
+    with data.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_pairs_that_are_too_long_are_left_out_as_a_whole(write_sums: WriteSums) -> None:
+    data, listener = write_sums(12), Listener()
+    append_rows(data, {"prompt": "Say", "chosen": "1", "rejected": "2" * 300},
+                {"prompt": "x" * 300, "chosen": "1", "rejected": "2"})  # fmt: skip
+    record = fit(short_fit(data, recipe={"max_steps": 1}, max_length=64), listener)
     assert record["dropped"] == {"too_long": 2} and sum(record["pairs"].values()) == 12
     assert any("longer than 64 tokens" in text for text in listener.heard)
     with pytest.raises(DataError, match=r"no usable training pair\.[\s\S]*--max_length"):
-        fit(settings(str(data), tmp_path / "none", max_length=8), Screen())
+        fit(short_fit(data, max_length=8, overwrite=True), Screen())
 
 
-def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path: Path) -> None:
-    template = tmp_path / "strict.jinja"
+def test_what_the_template_refuses_names_its_row(write_sums: WriteSums) -> None:
+    data = write_sums(12)
+    template = data.with_name("strict.jinja")
     template.write_text(
         "{% for message in messages %}{% if message['role'] == 'system' %}"
         "{{ raise_exception('no system') }}{% endif %}{{ message['content'] }}{% endfor %}"
     )
-    data = Path(write_sums(12))
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    row = {"prompt": messages, "chosen": "1", "rejected": "2"}
-    data.write_text(data.read_text() + json.dumps(row) + "\n")
-    extra = {"template": str(template), "recipe": {"max_steps": 1}}
+    append_rows(data, {"prompt": messages, "chosen": "1", "rejected": "2"})
+    strict = partial(short_fit, data, template=str(template), recipe={"max_steps": 1})
     with pytest.raises(DataError, match=r"sums\.jsonl line 13: .*no system[\s\S]*--skip_bad_rows"):
-        fit(settings(str(data), tmp_path / "rm", **extra), Screen())
-    record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **extra), Screen())
-    assert record["dropped"] == {"refused": 1}
+        fit(strict(), Screen())
+    assert fit(strict(skip_bad_rows=True), Screen())["dropped"] == {"refused": 1}
 
 
-def test_every_setting_reaches_the_part_that_it_is_for(
-    write_sums: WriteSums, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_reach_their_part(write_sums: WriteSums, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: dict[str, Any] = {}
 
-    def note(name: str, real: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def note(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:
             arguments[name] = (args, named)
-            return named if real is None else real(*args, **named)
+            return real(*args, **named)
 
         return noted
 
@@ -184,10 +162,9 @@ def test_every_setting_reaches_the_part_that_it_is_for(
         "batch_size": 4, "batch_tokens": 333, "dtype": "bfloat16", "seed": 9, "freeze_body": True,
         "max_steps": 2, "lr": None, "epochs": 1,
     }  # fmt: skip
-    request = settings(
-        write_sums(12), tmp_path / "rm", recipe=recipe, val_share=0.3, max_length=70,
-        template="chatml",
-    )  # fmt: skip
+    request = short_fit(
+        write_sums(12), recipe=recipe, val_share=0.3, max_length=70, template="chatml"
+    )
     record = fit(request, Screen())
     assert arguments["split_by_prompt"][0][1:] == (0.3, 9)
     (path,), loading = arguments["load_to_fit"]
@@ -200,3 +177,42 @@ def test_every_setting_reaches_the_part_that_it_is_for(
     assert record["steps"]["all"] == 2 and record["max_length"] == 70
     assert record["recipe"] == asdict(request.recipe) | {"lr": 1e-3}
     assert (record["model"], record["data"]) == ("embedded", list(request.data))
+
+
+def write(folder: ModelFolder, text: str, record: dict[str, Any] | None = None) -> None:
+    folder.write(lambda path: (path / "config.json").write_text(text), record or {"finished": 0})
+
+
+def fail_to_write(path: Path) -> None:
+    (path / "config.json").write_text("half")
+    raise OSError(28, "no space left")
+
+
+def test_a_folder_is_made_and_replaced_by_a_better_model(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "rm").mkdir(parents=True)
+    folder = ModelFolder(tmp_path / "deep" / "rm")
+    write(folder, "first")
+    write(folder, "second", {"finished": False})
+    folder.finish({"finished": True})
+    assert (tmp_path / "deep/rm/config.json").read_text() == "second"
+    assert json.loads((tmp_path / "deep/rm/fit.json").read_text()) == {"finished": True}
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["rm"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    folder = ModelFolder(tmp_path / "rm")
+    write(folder, "first")
+    with pytest.raises(UserError, match=r"could not be written.*no space.*--out"):
+        folder.write(fail_to_write, {})
+    assert (tmp_path / "rm" / "config.json").read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["rm"]
+
+
+def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    write(ModelFolder(tmp_path / "rm"), "first")
+    with pytest.raises(ConfigError, match=r"already has a fitted model.*--overwrite"):
+        ModelFolder(tmp_path / "rm")
+    second = ModelFolder(tmp_path / "rm", overwrite=True)
+    assert (tmp_path / "rm" / "config.json").read_text() == "first"
+    write(second, "second")
+    assert (tmp_path / "rm" / "config.json").read_text() == "second"

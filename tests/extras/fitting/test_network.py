@@ -1,4 +1,7 @@
-"""The model under the fit: loads clean, saves clean, and scores the same everywhere."""
+"""The model under the fit: loads clean, saves clean, and scores the same everywhere.
+
+And the chat templates that it gets if its tokenizer has none.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+import transformers
 
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.export import write_weights
 from ppo_cli.errors import ModelError
-from ppo_cli.extras.fitting.training import ScoreNetwork, load_to_fit
+from ppo_cli.extras.fitting.training import ScoreNetwork, load_to_fit, set_template
 from ppo_cli.rewards.models.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
@@ -38,14 +35,14 @@ def scores(network: ScoreNetwork, samples: list[Encoded]) -> list[float]:
     return network.score_samples(samples).tolist()
 
 
-def save_causal(folder: Path, tokenizer: Any, vocab: int) -> str:
+def save_causal(folder: Path, tokenizer: Any, vocab: int = 300) -> str:
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
         tie_word_embeddings=False, attention_dropout=0.3,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -86,12 +83,11 @@ def test_a_frozen_body_is_read_once_and_learns_nothing() -> None:
 def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None:
     network = load()
     save_network(network, tmp_path / "rm")
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "rm", output_loading_info=True
-    )
+    classifier = transformers.AutoModelForSequenceClassification
+    model, info = classifier.from_pretrained(tmp_path / "rm", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.num_labels == 1 and model.config.pad_token_id == network.pad_token_id
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "rm")
     assert tokenizer.chat_template == network.tokenizer.chat_template
     batch = tokenizer.pad({"input_ids": [list(s.ids) for s in SAMPLES]}, return_tensors="pt")
     with torch.no_grad():
@@ -99,14 +95,13 @@ def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None
     assert reference.tolist() == pytest.approx(scores(network, SAMPLES), abs=1e-5)
     resumed = load(str(tmp_path / "rm"), seed=9)
     assert torch.equal(resumed.module.score.weight, network.module.score.weight)
-    assert resumed.notes == (
-        f"{tmp_path / 'rm'} already has a score head: the fit continues from it.",
-    )
+    (note,) = resumed.notes
+    assert note == f"{tmp_path / 'rm'} already has a score head: the fit continues from it."
 
 
 def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) -> None:
-    path = save_causal(tmp_path / "lm", tokenizer, 300)
-    critic = AutoModelForTokenClassification.from_pretrained(path, num_labels=1)
+    path = save_causal(tmp_path / "lm", tokenizer)
+    critic = transformers.AutoModelForTokenClassification.from_pretrained(path, num_labels=1)
     torch.nn.init.constant_(critic.score.weight, 7.0)
     critic.save_pretrained(tmp_path / "critic")
     tokenizer.save_pretrained(tmp_path / "critic")
@@ -115,15 +110,13 @@ def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) 
 
 
 def test_a_network_keeps_its_dropout_and_is_fitted_without(tmp_path: Path, tokenizer: Any) -> None:
-    network = load(save_causal(tmp_path / "lm", tokenizer, 300))
+    network = load(save_causal(tmp_path / "lm", tokenizer))
     assert network.module.config.attention_dropout == 0.3
     assert not any(module.training for module in network.module.modules())
 
 
 @pytest.mark.parametrize("vocab", [260, 300])
-def test_a_pad_token_of_its_own(
-    vocab: int, tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_new_pad_token(vocab: int, tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
     """Padding that is the end-of-text token would move the place where others read the score."""
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -142,22 +135,18 @@ def test_an_unused_unknown_token_pads(tmp_path: Path, make_tokenizer: Callable[.
     tokenizer = make_tokenizer()
     tokenizer.unk_token = "<pad>"
     tokenizer.pad_token = tokenizer.eos_token
-    network = load(save_causal(tmp_path / "lm", tokenizer, 300))
+    network = load(save_causal(tmp_path / "lm", tokenizer))
     assert network.tokenizer.pad_token == "<pad>" and network.pad_token_id == 259
 
 
 def test_the_longest_sample() -> None:
     for expected, length in ((None, 2048), (4096, 4096)):
         assert load(max_length=expected).max_length == length
-    with pytest.raises(ModelError, match="--max_length 5000: the model reads at most 4096 tokens"):
-        load(max_length=5000)
 
 
 def test_what_is_no_model_is_told(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ModelError, match=r"--model: there is no model folder \./nowhere"):
-        load("./nowhere")
-    path = save_causal(tmp_path / "lm", tokenizer, 300)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+    path = save_causal(tmp_path / "lm", tokenizer)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
     model.save_pretrained(tmp_path / "three")
     tokenizer.save_pretrained(tmp_path / "three")
     with pytest.raises(ModelError, match=r"score.weight \[3, 16\] instead of \[1, 16\]"):
@@ -165,3 +154,41 @@ def test_what_is_no_model_is_told(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "lm" / "model.safetensors").write_bytes(b"\0" * 50)
     with pytest.raises(ModelError, match="is damaged or cut off"):
         load(path)
+
+
+CHAT = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye?"},
+]
+JINJA = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+
+
+def render(tokenizer: Any, **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(CHAT, tokenize=False, **options))
+
+
+def test_without_a_template_there_is_one_sentence(make_tokenizer: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match=r"base has no chat template.*--template: transcript"):
+        set_template(make_tokenizer(None), "base", None)
+
+
+def test_templates_by_name(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(JINJA)
+    set_template(tokenizer, "base", None)
+    assert render(tokenizer) == "[Hi?][Hello.][Bye?]"
+    set_template(tokenizer, "base", "chatml")
+    assert render(tokenizer).startswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant")
+    set_template(tokenizer, "base", "transcript")
+    text = "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: Bye?"
+    assert render(tokenizer) == text + "<|im_end|>"
+    assert render(tokenizer, add_generation_prompt=True) == text + "\n\nAssistant: "
+
+
+def test_a_file_and_a_text_are_taken(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(JINJA)
+    for expected in (str(file), JINJA):
+        tokenizer = make_tokenizer(None)
+        set_template(tokenizer, "base", expected)
+        assert render(tokenizer) == "[Hi?][Hello.][Bye?]"

@@ -1,4 +1,8 @@
-"""Pairs are read from every shape that they come in, and bad rows are told with their place."""
+"""Pairs are read from every shape that they come in, and bad rows are told with their place.
+
+Scored responses become pairs. A prompt is on one side of a split only, and the same seed splits the
+same way.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.rows import split_transcript
 from ppo_cli.errors import DataError
-from ppo_cli.extras.fitting.preferences import Pair, load_pairs
+from ppo_cli.extras.fitting import preferences
+from tests.scoring.scripted import write_rows
 
 USER = {"role": "user", "content": "Hi?"}
 GOOD = {"role": "assistant", "content": "Hello."}
@@ -24,24 +30,13 @@ TRANSCRIPT = {
 }
 
 
-def write(path: Path, *rows: object) -> str:
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    return str(path)
+def read(tmp_path: Path, *rows: object) -> preferences.PairSet:
+    return preferences.load_pairs([write_rows(tmp_path / "a.jsonl", *rows)])
 
 
-def read_one(tmp_path: Path, row: dict[str, Any]) -> Pair:
-    (pair,) = load_pairs([write(tmp_path / "a.jsonl", row)]).pairs
+def read_one(tmp_path: Path, row: dict[str, Any]) -> preferences.Pair:
+    (pair,) = read(tmp_path, row).pairs
     return pair
-
-
-def refused(tmp_path: Path, row: dict[str, Any]) -> str:
-    with pytest.raises(DataError) as caught:
-        load_pairs([write(tmp_path / "a.jsonl", PLAIN, row)])
-    text = str(caught.value)
-    assert text.startswith("1 bad row:")
-    assert f"{tmp_path / 'a.jsonl'} line 2" in text
-    assert "A pair is" in text and "--skip_bad_rows" in text
-    return text
 
 
 @pytest.mark.parametrize(
@@ -97,67 +92,95 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
     chat = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
     parquet.write_table(pa.Table.from_pylist([chat]), tmp_path / "c.parquet")
     names = (str(zipped), str(tmp_path / "b.json"), str(tmp_path / "c.parquet"))
-    pairs = load_pairs(names).pairs
+    pairs = preferences.load_pairs(names).pairs
     assert [pair.chosen for pair in pairs] == ["Hello."] * 3
     assert len({pair.prompt_id for pair in pairs}) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({**PLAIN, "chosen": None}, "column chosen: is null, not text or a list of messages"),
-        ({**PLAIN, "rejected": 3}, "column rejected: is a number"),
-        ({**PLAIN, "rejected": []}, "column rejected: is an empty list"),
-        ({"chosen": "Hello.", "rejected": "Go."}, "chosen: is only a reply"),
-        ({**TRANSCRIPT, "chosen": "\n\nHuman: Hi?"}, "column chosen: ends with the user"),
-        (
-            {**TRANSCRIPT, "rejected": "\n\nHuman: Ho?\n\nAssistant: Go."},
-            "column rejected: differs from `chosen` from turn 1 on",
-        ),
-        (
-            {**TRANSCRIPT, "rejected": f"{TRANSCRIPT['chosen']}\n\nHuman: y\n\nAssistant: z"},
-            "column rejected: differs from `chosen` from turn 2 on",
-        ),
-        (
-            {"prompt": "What?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "column chosen: has other turns",
-        ),
-        (
-            {"chosen": [{"role": "bot", "content": "x"}], "rejected": [USER, BAD]},
-            "column chosen[0].role: is 'bot', not one of",
-        ),
-        ({**PLAIN, "images": ["a.png"]}, "column images: holds content that the model never sees"),
-        ({**PLAIN, "margin": "big"}, "column margin: is text, not a number"),
-        ({**PLAIN, "margin": -1}, "column margin: is -1; a margin is a number from 0 up"),
-    ],
-)  # fmt: skip
-def test_bad_rows_are_told(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert message in refused(tmp_path, row)
-
-
 def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "chosen": None}, 7)
-    pairs = load_pairs([file], skip_bad_rows=True)
+    bad = {**PLAIN, "chosen": None}
+    file = write_rows(tmp_path / "a.jsonl", PLAIN, bad, 7)
+    pairs = preferences.load_pairs([file], skip_bad_rows=True)
     assert len(pairs.pairs) == 1 and pairs.dropped == {"bad": 2}
     assert pairs.notes[0].startswith(f"2 bad rows left out, such as {file} line 2, column chosen")
-    bad = {**PLAIN, "chosen": None}
-    files = [write(tmp_path / f"{name}.jsonl", *[bad] * 4) for name in "ab"]
+    files = [write_rows(tmp_path / f"{name}.jsonl", *[bad] * 4) for name in "ab"]
     with pytest.raises(DataError, match=r"8 bad rows:[\s\S]*… and 3 more\."):
-        load_pairs(files)
+        preferences.load_pairs(files)
 
 
 def test_equal_responses_are_dropped_and_counted(tmp_path: Path) -> None:
-    pairs = load_pairs([write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "rejected": "Hello."})])
+    pairs = read(tmp_path, PLAIN, {**PLAIN, "rejected": "Hello."})
     assert len(pairs.pairs) == 1 and pairs.dropped == {"equal": 1}
     assert pairs.notes == ("1 pair left out: chosen and rejected are the same text.",)
-    empty = {"question": "Hi?", "chosen": "a", "rejected": ""}
-    pairs = load_pairs([write(tmp_path / "a.jsonl", empty)])
+    pairs = read(tmp_path, {"question": "Hi?", "chosen": "a", "rejected": ""})
     assert pairs.pairs[0].rejected == ""
     assert pairs.notes[0].endswith("the prompt is read from column 'question'.")
     assert pairs.notes[1] == "1 pair with an empty response; kept."
 
 
-def test_a_missing_column_is_told_with_its_nearest(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": "x", "chosen": "a", "reject": "b"})
-    with pytest.raises(DataError, match=r"no column 'rejected'.*Did you mean 'reject'"):
-        load_pairs([file])
+def scored(prompt: str, response: str, score: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "response": response, "score": score, "failure": None}
+
+
+def test_each_response_is_paired_with_those_below_it(tmp_path: Path) -> None:
+    pairs = read(
+        tmp_path, scored("p", "low", 1), scored("q", "other", 3), scored("p", "high", 3.5),
+        scored("p", "middle", 2), scored("p", "also middle", 2), scored("q", "best", 9),
+    )  # fmt: skip
+    triples = [(p.messages[0]["content"], p.chosen, p.rejected) for p in pairs.pairs]
+    assert len(triples) == 6 and set(triples) == {
+        ("p", "high", "middle"), ("p", "high", "also middle"), ("p", "high", "low"),
+        ("p", "middle", "low"), ("p", "also middle", "low"), ("q", "best", "other"),
+    }  # fmt: skip
+    assert pairs.notes[0].endswith("6 pairs out of scored responses to 2 prompts.")
+
+
+def test_failed_scores_and_repeated_texts_make_no_pairs(tmp_path: Path) -> None:
+    scores = [("a", 1), ("a", 2), ("b", None), ("c", 5)]
+    pairs = read(tmp_path, *(scored("p", text, score) for text, score in scores))
+    assert [(p.chosen, p.rejected) for p in pairs.pairs] == [("c", "a")]
+    assert "to 1 prompts, 1 without a score left out." in pairs.notes[0]
+
+
+def test_a_score_that_is_no_number_is_a_bad_row(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2, column score: is 'high', not a number"):
+        read(tmp_path, scored("p", "a", 1), scored("p", "b", "high"))
+
+
+def test_chosen_and_rejected_come_first(tmp_path: Path) -> None:
+    pair = {"prompt": "p", "chosen": "x", "rejected": "y", "response": "z", "score": 1}
+    assert [(p.chosen, p.rejected) for p in read(tmp_path, pair).pairs] == [("x", "y")]
+
+
+def make(prompt: str, number: int = 1) -> preferences.Pair:
+    messages = ({"role": "user", "content": prompt},)
+    return preferences.Pair(Place("a", number), messages, f"good {number}", "bad")
+
+
+def prompts(pairs: tuple[preferences.Pair, ...]) -> set[str]:
+    return {pair.prompt_id for pair in pairs}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.99])
+def test_all_pairs_of_a_prompt_go_together(share: float) -> None:
+    pairs = [make(f"prompt {i % 40}", i) for i in range(200)]
+    split = preferences.split_by_prompt(pairs, share, seed=1)
+    assert not prompts(split.train) & prompts(split.held_out)
+    assert split.train and split.held_out
+    assert len(split.train) + len(split.held_out) == 200
+    assert abs(len(split.held_out) - share * 200) <= 5
+
+
+def test_the_split_goes_by_seed_and_not_by_the_order_of_rows() -> None:
+    pairs = [make(f"prompt {i}", i) for i in range(50)]
+    first = prompts(preferences.split_by_prompt(pairs, 0.2, seed=1).held_out)
+    assert first == prompts(preferences.split_by_prompt(pairs[::-1], 0.2, seed=1).held_out)
+    assert first != prompts(preferences.split_by_prompt(pairs, 0.2, seed=2).held_out)
+    many = [make(f"prompt {i}", i) for i in range(3 * preferences.MAX_HELD_OUT)]
+    assert len(preferences.split_by_prompt(many, 0.9, seed=1).held_out) == preferences.MAX_HELD_OUT
+
+
+def test_prompts_of_the_held_out_file_leave_the_training() -> None:
+    split = preferences.exclude_held_out([make("a"), make("b")], [make("b", 7), make("c")])
+    assert prompts(split.train) == {make("a").prompt_id}
+    assert len(split.held_out) == 2

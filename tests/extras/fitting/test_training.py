@@ -1,4 +1,7 @@
-"""Steps: the same gradients however they are cut, a seeded order, broken steps change nothing."""
+"""Steps: the same gradients however they are cut, a seeded order, broken steps change nothing.
+
+The loss is compared with numbers worked out by hand, and with torch's own function.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,14 @@ from itertools import chain
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, tensor
 
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError, UserError
+from ppo_cli.extras.fitting import training
 from ppo_cli.extras.fitting.preferences import EncodedPair
-from ppo_cli.extras.fitting.training import (
-    Recipe,
-    ScoreNetwork,
-    Trainer,
-    choose_lr,
-    count_steps,
-    iterate_batches,
-    load_to_fit,
-    pair_losses,
-)
+from ppo_cli.extras.fitting.training import Recipe, ScoreNetwork, Trainer
 from ppo_cli.rewards.models.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
@@ -43,59 +38,58 @@ def make_pairs(count: int) -> list[EncodedPair]:
 
 
 def fresh_network(*, frozen: bool = False) -> ScoreNetwork:
-    return load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
+    return training.load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
 
 
 def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:
     network = fresh_network()
-    Trainer(network, recipe, 1e-3, 10)._backward(pairs)
+    Trainer(network, recipe, 1e-3, 10).backward(pairs)
     return {name: p.grad for name, p in network.module.named_parameters() if p.grad is not None}
 
 
-def test_micro_batches_do_not_change_the_gradient() -> None:
-    pairs = make_pairs(13)
-    full_run = gradient(Recipe(center=0.1), pairs)
-    parts = gradient(Recipe(center=0.1, batch_tokens=80), pairs)
-    assert full_run.keys() == parts.keys() and "score.weight" in full_run
-    for name, expected in full_run.items():
-        gap = (parts[name] - expected).norm() / expected.norm()
-        assert gap < 1e-5, name
-
-
-def test_the_gradient_is_that_of_the_mean_loss() -> None:
-    pairs = make_pairs(5)
-    actual = gradient(Recipe(center=0.2), pairs)["score.weight"]
-    network = fresh_network()
+@pytest.mark.parametrize("batch_tokens", [16384, 80])
+def test_the_gradient_is_that_of_the_mean_loss_however_it_is_cut(batch_tokens: int) -> None:
+    pairs, network = make_pairs(13), fresh_network()
     chosen = network.score_samples([p.chosen for p in pairs])
     rejected = network.score_samples([p.rejected for p in pairs])
     margin = torch.tensor([p.margin for p in pairs])
-    pair_losses(chosen, rejected, margin, 0.2).mean().backward()
-    reference = network.module.score.weight.grad
-    assert torch.allclose(actual, reference, rtol=1e-4, atol=1e-6)
+    training.pair_losses(chosen, rejected, margin, 0.1).mean().backward()
+    expected = {n: p.grad for n, p in network.module.named_parameters() if p.grad is not None}
+    actual = gradient(Recipe(center=0.1, batch_tokens=batch_tokens), pairs)
+    assert actual.keys() == expected.keys() and "score.weight" in actual
+    for name, grad in expected.items():
+        assert (actual[name] - grad).norm() / grad.norm() < 1e-5, name
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Let the device run out of memory on more samples than that; returns the sizes tried."""
+    sizes: list[int] = []
+    real = ScoreNetwork.score_samples
+
+    def limited(self: ScoreNetwork, samples: list[Encoded]) -> Tensor:
+        sizes.append(len(samples))
+        if len(samples) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, samples)
+
+    monkeypatch.setattr(ScoreNetwork, "score_samples", limited)
+    return sizes
 
 
 def test_out_of_memory_is_met_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a gradient left behind by the failed try would show."""
     pairs = make_pairs(8)
     expected = gradient(Recipe(), pairs)["score.weight"]
-    seen: list[int] = []
-    real = ScoreNetwork.score_samples
-
-    def small(self: ScoreNetwork, samples: list[Encoded]) -> Tensor:
-        seen.append(len(samples))
-        if len(samples) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, samples)
-
-    monkeypatch.setattr(ScoreNetwork, "score_samples", small)
+    sizes = limit_memory(monkeypatch, 8)
     result = gradient(Recipe(), pairs)["score.weight"]
-    assert seen == [16, 8, 8]
+    assert sizes == [16, 8, 8]
     assert torch.allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_one_pair_too_much_is_told() -> None:
-    with pytest.raises(UserError, match=r"2 x 900 tokens. Lower --max_length"):
-        Trainer(fresh_network(), Recipe(), 1e-3, 1)._budget.halve(longest=900, most_rows=1)
+def test_one_pair_too_much_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_memory(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"2 x 4 tokens. Lower --max_length"):
+        Trainer(fresh_network(), Recipe(), 1e-3, 1).step(0, make_pairs(1))
 
 
 def test_steps_lower_the_loss_and_two_fits_are_equal() -> None:
@@ -120,10 +114,14 @@ def test_a_frozen_body_stays_as_it_is() -> None:
     assert changed == {"score.weight"}
 
 
+@torch.no_grad()
+def set_first_weight(network: ScoreNetwork, value: float) -> None:
+    network.module.score.weight[0, 0] = value
+
+
 def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
     network = fresh_network()
-    with torch.no_grad():
-        network.module.score.weight[0, 0] = float("nan")
+    set_first_weight(network, math.nan)
     before = {n: p.clone() for n, p in network.module.named_parameters()}
     trainer = Trainer(network, Recipe(), 1e-3, 10)
     for number in range(4):
@@ -133,11 +131,9 @@ def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
         trainer.step(4, make_pairs(3))
     for name, parameter in network.module.named_parameters():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
-    with torch.no_grad():
-        network.module.score.weight[0, 0] = 0.0
+    set_first_weight(network, 0.0)
     assert trainer.step(5, make_pairs(3)).updated
-    with torch.no_grad():
-        network.module.score.weight[0, 0] = float("nan")
+    set_first_weight(network, math.nan)
     assert not trainer.step(6, make_pairs(3)).updated  # the first of a new row
 
 
@@ -151,25 +147,26 @@ def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
     ],
 )
 def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
-    assert count_steps(pairs, recipe) == steps
-    assert len(list(iterate_batches(make_pairs(pairs), recipe, steps))) == steps
+    assert training.count_steps(pairs, recipe) == steps
+    assert len(list(training.iterate_batches(make_pairs(pairs), recipe, steps))) == steps
 
 
 def test_every_epoch_has_every_pair_in_an_order_of_its_own() -> None:
     pairs, recipe = make_pairs(10), Recipe(batch_size=4, epochs=2)
-    result = list(iterate_batches(pairs, recipe, 6))
+    result = list(training.iterate_batches(pairs, recipe, 6))
     first, second = (list(chain(*result[:3])), list(chain(*result[3:])))
     assert [len(batch) for batch in result] == [4, 4, 2, 4, 4, 2]
     assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, pairs))
     assert first != second
-    assert result == list(iterate_batches(pairs, recipe, 6))
-    assert result != list(iterate_batches(pairs, Recipe(batch_size=4, seed=1), 6))
+    assert result == list(training.iterate_batches(pairs, recipe, 6))
+    assert result != list(training.iterate_batches(pairs, Recipe(batch_size=4, seed=1), 6))
 
 
 def test_the_learning_rate_suits_what_is_trained() -> None:
-    assert choose_lr(Recipe(lr=3e-4), 10**9) == 3e-4
-    assert choose_lr(Recipe(), 10**9) == 1e-5
-    assert choose_lr(Recipe(), 10**5) == choose_lr(Recipe(freeze_body=True), 10**9) == 1e-3
+    assert training.choose_lr(Recipe(lr=3e-4), 10**9) == 3e-4
+    assert training.choose_lr(Recipe(), 10**9) == 1e-5
+    assert training.choose_lr(Recipe(), 10**5) == 1e-3
+    assert training.choose_lr(Recipe(freeze_body=True), 10**9) == 1e-3
 
 
 def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
@@ -183,7 +180,7 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
         return real(samples)
 
     network.score_samples = noted  # type: ignore[method-assign, assignment]
-    optimizer, rates = trainer._optimizer, []
+    optimizer, rates = trainer.optimizer, []
     remaining = {n: p.detach().clone() for n, p in network.module.named_parameters()}
     for number in range(8):
         assert trainer.step(number, pairs).grad_norm > 0.0625
@@ -202,3 +199,46 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
     floor = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 6)) for k in range(6)]
     assert rates == pytest.approx([2e-3 * share for share in (1 / 3, 2 / 3, *floor)])
     assert max(sizes) <= 100 and len(sizes) > 8
+
+
+NONE = torch.zeros(3)
+
+
+def test_hand_worked_numbers() -> None:
+    # Differences of 0, ln 3 and -ln 3: chances of 1/2, 3/4 and 1/4 that the chosen one wins.
+    chosen = tensor([1.0, math.log(3), 0.0])
+    rejected = tensor([1.0, 0.0, math.log(3)])
+    expected = [math.log(2), math.log(4 / 3), math.log(4)]
+    losses = training.pair_losses(chosen, rejected, NONE, 0.0)
+    assert losses.tolist() == pytest.approx(expected, rel=1e-6)
+    # The margin is taken off the lead; centring adds the square of the sum, and it alone sees
+    # both scores move together.
+    losses = training.pair_losses(tensor([3.0]), tensor([-1.0]), tensor([4.0]), 0.25)
+    assert losses.item() == pytest.approx(math.log(2) + 0.25 * 4.0)
+    moved = training.pair_losses(chosen + 7, rejected + 7, NONE, 0.0)
+    assert moved.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_equals_torch_and_stays_finite_far_out() -> None:
+    difference = tensor([-1e4, -30.0, 0.3, 30.0, 1e4])
+    losses = training.pair_losses(difference, torch.zeros(5), torch.zeros(5), 0.0)
+    assert torch.equal(losses, -torch.nn.functional.logsigmoid(difference))
+    assert losses[0] == 1e4 and losses[-1] == 0
+
+
+def test_figures_count_ties_half() -> None:
+    figures = training.summarise_pairs(
+        tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0]), torch.zeros(4)
+    )
+    assert figures.accuracy == 0.5  # one right, one wrong, two ties
+    assert figures.margin == pytest.approx((1 + 0 - 2 + 0) / 4)
+    assert figures.mean == pytest.approx(13 / 8)
+    assert figures.std == pytest.approx(math.sqrt(43 / 8 - (13 / 8) ** 2))
+
+
+def test_the_better_figures_have_the_higher_accuracy_then_the_lower_loss() -> None:
+    good = training.summarise_pairs(tensor([5.0]), tensor([0.0]), tensor([0.0]))
+    less = training.summarise_pairs(tensor([1.0]), tensor([0.0]), tensor([0.0]))
+    wrong = training.summarise_pairs(tensor([0.0]), tensor([0.1]), tensor([0.0]))
+    assert good.better_than(less) and less.better_than(wrong) and wrong.better_than(None)
+    assert not less.better_than(good) and not good.better_than(good)

@@ -10,13 +10,7 @@ from functools import lru_cache
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.extras.trust.attacks import bundled_items
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.rewards.judge.prompt import (
-    build_material,
-    load_preset,
-    load_template,
-    preset_names,
-    visible_text,
-)
+from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.sanitise import neutralise
 from tests.judge_server.wire import fenced
 from tests.scoring.scripted import Scripted
@@ -29,7 +23,7 @@ SURE = ("correct", "completely", "checked", "determined", "experts", "exactly")
 
 def as_shown(text: str) -> str:
     """Text as it stands in a request."""
-    return neutralise(visible_text(text)).strip()
+    return neutralise(prompt.visible_text(text)).strip()
 
 
 @lru_cache(maxsize=1)
@@ -44,8 +38,8 @@ def names() -> tuple[tuple[str, int], ...]:
 def cases() -> dict[tuple[str, str], int]:
     """What the worked cases of the bundled judge prompts should get."""
     result = {}
-    for name in preset_names():
-        for case in load_preset(name).cases:
+    for name in prompt.preset_names():
+        for case in prompt.load_preset(name).cases:
             level = case.at_least if case.at_least is not None else case.at_most
             assert level is not None
             result[as_shown(case.material.prompt), as_shown(case.material.response)] = level
@@ -91,11 +85,11 @@ class Asked(Scripted):
 
     def __init__(self, api: ApiReward, judge: Judge) -> None:
         super().__init__(self._ask)
-        self.template = load_template(api)
+        self.template = prompt.load_template(api)
         self._judge = judge
 
     def _ask(self, rollout: Rollout) -> Score:
-        question = self.template.question(build_material(rollout.prompt, rollout.text))
+        question = self.template.question(prompt.build_material(rollout.prompt, rollout.text))
         raw = float(self._judge(question.system, question.user))
         value = question.scale.scaled(raw)
         return Score(value, reason=f"worth {raw:g}", parts={"judge": Part(raw, value)})
