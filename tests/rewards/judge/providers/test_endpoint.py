@@ -17,6 +17,7 @@ from ppo_cli.rewards.judge.providers import (
 )
 from tests.config.settling import settle
 from tests.judge_server.asking import KEYS, SECRET, judge_api
+from tests.rewards.judge.corpora import read_corpus
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,56 +97,19 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
         assert built.base_url == f"https://{host}.aliyuncs.com/api/v1"
 
 
-@pytest.mark.parametrize(
-    ("kind", "typed", "expected"),
-    [
-        ("openai", "http://localhost:8000", "http://localhost:8000/v1"),
-        ("openai", " http://localhost:8000/ ", "http://localhost:8000/v1"),
-        ("openai", "HTTP://h/v1/chat/completions", "http://h/v1"),
-        ("openai", "https://h/gateway/openai", "https://h/gateway/openai"),
-        ("claude", "https://h/v1", "https://h"),
-        ("claude", "https://h/v1/messages/", "https://h"),
-        ("claude", "https://h/anthropic", "https://h/anthropic"),
-        ("gemini", "https://h/v1beta", "https://h/v1beta"),
-        ("gemini", "https://h/v1beta/models/g:generateContent", "https://h/v1beta"),
-        ("gemini", "https://h/", "https://h"),
-        ("dashscope", "https://h", "https://h/api/v1"),
-        (
-            "dashscope",
-            "https://h/api/v1/services/aigc/text-generation/generation",
-            "https://h/api/v1",
-        ),
-        ("dashscope", "https://h/compatible-mode/v1/", "https://h/compatible-mode/v1"),
-        (
-            "dashscope",
-            "https://h/compatible-mode/v1/chat/completions",
-            "https://h/compatible-mode/v1",
-        ),
-    ],
-)
-def test_addresses_are_forgiven(kind: str, typed: str, expected: str) -> None:
-    for url in (typed, expected):
-        assert resolve_base_url(provider_class(kind), judge_api(kind, "m", url), {}) == expected
+@pytest.mark.parametrize("row", read_corpus("addresses", "address"))
+def test_an_address_is_completed(row: dict[str, str]) -> None:
+    kind, address = row["kind"], row["address"]
+    for url in (row["typed"], address):
+        assert resolve_base_url(provider_class(kind), judge_api(kind, "m", url), {}) == address
 
 
-@pytest.mark.parametrize(
-    ("typed", "fragment"),
-    [
-        ("localhost:8000/v1", "'localhost:8000/v1' is not an address"),
-        ("user:hunter2@host/v1", "'host/v1' is not an address"),
-        ("https://user:hunter2@host/v1", "user name or password"),
-        ("https://host/v1?key=hunter2", "after a"),
-        ("ftp://host/v1", "is not an address"),
-        ("http://", "is not an address"),
-        ("http://host:port/v1", "is not an address"),
-    ],
-)
-def test_addresses_that_cannot_be(typed: str, fragment: str) -> None:
-    with pytest.raises(RewardError, match=fragment) as caught:
-        build_provider(judge_api("openai", "m"), environ=KEYS | {"OPENAI_BASE_URL": typed})
+@pytest.mark.parametrize("row", read_corpus("addresses", "fault"))
+def test_an_impossible_address_is_refused(row: dict[str, str]) -> None:
+    environ = KEYS | {"OPENAI_BASE_URL": row["typed"]}
+    with pytest.raises(RewardError, match=rf"OPENAI_BASE_URL.*{row['fault']}") as caught:
+        build_provider(judge_api("openai", "m"), environ=environ)
     assert "hunter2" not in str(caught.value)
-    assert "OPENAI_BASE_URL" in str(caught.value)
-    with pytest.raises(ConfigError, match=fragment) as caught:
-        settle(f"reward.api.base_url={typed}")
+    with pytest.raises(ConfigError, match=rf"reward.api.base_url.*{row['fault']}") as caught:
+        settle(f"reward.api.base_url={row['typed']}")
     assert "hunter2" not in str(caught.value)
-    assert "reward.api.base_url" in str(caught.value)

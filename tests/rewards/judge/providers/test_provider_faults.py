@@ -1,4 +1,4 @@
-"""The table of outcomes: what each kind of failure becomes, at each provider, in one call.
+"""What each kind of failure becomes, at each provider, in one call.
 
 The real SDKs against the loopback server. A call that fails is made once: no SDK retries.
 """
@@ -17,68 +17,42 @@ from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers.replies import refusal
 from ppo_cli.rewards.remote.failures import Failure, parse_retry_after
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import (
-    KEYS,
-    SECRET,
-    WIRES,
-    Ask,
-    ask_once,
-    judge_at,
-    make_question,
-)  # fmt: skip
-
-FATAL, RETRYABLE, REFUSED, UNPARSED = (
-    Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED, Failure.UNPARSED,
-)  # fmt: skip
-# What a judge that has answered before does next -> kind and cause.
-OUTCOMES: dict[Any, tuple[Failure, str]] = {
-    400: (REFUSED, "bad_request"),
-    401: (FATAL, "http_401"),
-    402: (FATAL, "http_402"),
-    403: (FATAL, "http_403"),
-    404: (FATAL, "http_404"),
-    408: (RETRYABLE, "http_408"),
-    409: (RETRYABLE, "http_409"),
-    413: (REFUSED, "too_long"),
-    425: (RETRYABLE, "http_425"),
-    429: (RETRYABLE, "http_429"),
-    500: (RETRYABLE, "http_500"),
-    502: (RETRYABLE, "http_502"),
-    503: (RETRYABLE, "http_503"),
-    504: (RETRYABLE, "http_504"),
-    529: (RETRYABLE, "http_529"),
-    "hang": (RETRYABLE, "timeout"),
-    "cut": (RETRYABLE, "connection"),
-    "html": (RETRYABLE, "bad_body"),
-    "empty": (RETRYABLE, "bad_body"),
-    "not_json": (RETRYABLE, "bad_body"),
-    "no_content": (UNPARSED, "empty"),
-    "refusal": (REFUSED, "refusal"),
-    "content_filter": (REFUSED, "content_filter"),
-}
-# Gemini has one word for both.
-SPECIAL = {("gemini", "refusal"): (REFUSED, "content_filter")}
+from tests.judge_server.asking import KEYS, SECRET, WIRES, Ask, ask_once, judge_at, make_question
+from tests.rewards.judge.corpora import read_corpus
 
 
-def outcome_of(reply: Reply | JudgeError) -> tuple[Failure | None, str]:
-    return (reply.kind, reply.cause) if isinstance(reply, JudgeError) else (None, reply.text)
+def fail_once(server: JudgeServer, ask: Ask, wire: str, fault: Any, **details: Any) -> JudgeError:
+    """Return the error of a call that meets a fault."""
+    server.fail(fault, times=1, **details)
+    error = ask(wire)
+    assert isinstance(error, JudgeError)
+    return error
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_the_table_of_outcomes(server: JudgeServer, ask: Ask, wire: str) -> None:
-    unlike = []
-    for fault, outcome in OUTCOMES.items():
+def test_a_fault_becomes_what_the_corpus_says(server: JudgeServer, ask: Ask, wire: str) -> None:
+    """Of a judge that has answered before; the next call finds it well again."""
+    wrong = []
+    for row in read_corpus("faults"):
+        if wire not in row.get("wires", WIRES):
+            continue
         server.reset()
-        server.fail(fault)
-        error = ask(wire, timeout=0.3 if fault == "hang" else 10.0)
+        server.fail(row["fault"], code=row.get("code"), message=row.get("message"))
+        error = ask(wire, timeout=0.3 if row["fault"] == "hang" else 10.0)
         calls = server.count
         server.heal()
-        status = getattr(error, "status", None)
-        as_told = outcome_of(error) == SPECIAL.get((wire, fault), outcome)
-        right_status = not isinstance(fault, int) or status == fault
-        if not (as_told and right_status and calls == 1 and isinstance(ask(wire), Reply)):
-            unlike.append((fault, outcome_of(error), status, calls))
-    assert not unlike
+        expected = (
+            isinstance(error, JudgeError)
+            and (error.kind.value, error.cause) == (row["kind"], row["cause"])
+            and error.status == (row["fault"] if isinstance(row["fault"], int) else error.status)
+            and row.get("message", "") in str(error) and row.get("says", "") in str(error)
+            and (error.usage.input > 0 or "billed" not in row)
+            # A request that does not fit is tried with fewer tokens.
+            and calls <= (5 if row["cause"] == "too_long" else 1)
+        )  # fmt: skip
+        if not expected or not isinstance(ask(wire), Reply):
+            wrong.append((row, error, calls))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -89,154 +63,73 @@ def test_a_server_that_is_down(server: JudgeServer, ask: Ask, wire: str) -> None
     finally:
         server.resume()
     assert isinstance(error, JudgeError)
-    assert (error.kind, error.cause) == (RETRYABLE, "connection")
+    assert (error.kind, error.cause) == (Failure.RETRYABLE, "connection")
     assert isinstance(ask(wire), Reply)
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_cut_answer_says_so_and_odd_ones_are_for_the_parser(
+def test_a_cut_answer_is_marked_and_odd_ones_are_for_the_parser(
     server: JudgeServer, ask: Ask, wire: str
 ) -> None:
-    server.fail("truncated", times=1)
-    cut = ask(wire)
-    assert isinstance(cut, Reply)
-    assert cut.truncated
-    assert cut.usage is not None and cut.usage.output > 0
-    server.fail("prose", times=1)
-    prose = ask(wire)
-    assert isinstance(prose, Reply)
-    assert "eight" in prose.text
-    server.fail("out_of_range", times=1)
-    far = ask(wire)
-    assert isinstance(far, Reply)
-    assert "97" in far.text
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_tokens_of_a_failed_answer_are_counted(server: JudgeServer, ask: Ask, wire: str) -> None:
-    for fault in ("no_content", "refusal"):
+    for fault, fragment in (("truncated", "{"), ("prose", "eight"), ("out_of_range", "97")):
         server.fail(fault, times=1)
-        error = ask(wire)
-        assert isinstance(error, JudgeError)
-        assert error.usage.input > 0
+        reply = ask(wire)
+        assert isinstance(reply, Reply) and fragment in reply.text
+        assert reply.truncated is (fault == "truncated")
+        assert reply.usage is not None and reply.usage.output > 0
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_the_wait_that_was_asked_for(server: JudgeServer, ask: Ask, wire: str) -> None:
-    server.fail(429, times=1, retry_after=7)
-    assert ask(wire).retry_after == 7.0  # type: ignore[union-attr]
-    server.fail(503, times=1, retry_after=email.utils.formatdate(2_000_000_000, usegmt=True))
-    assert ask(wire).retry_after > 1000  # type: ignore[union-attr, operator]
-    server.fail(429, times=1, retry_after=9, headers={"Retry-After-Ms": "250"})
-    assert ask(wire).retry_after == 0.25  # type: ignore[union-attr]
-    server.fail(500, times=1, retry_after="soon")
-    assert ask(wire).retry_after is None  # type: ignore[union-attr]
-    server.fail(401, times=1, retry_after=7)
-    assert ask(wire).retry_after is None  # type: ignore[union-attr]
+def test_the_requested_wait(server: JudgeServer, ask: Ask, wire: str) -> None:
+    date = email.utils.formatdate(2_000_000_000, usegmt=True)
+    waits = [
+        fail_once(server, ask, wire, status, **hints).retry_after
+        for status, hints in (
+            (429, {"retry_after": 7}), (500, {"retry_after": "soon"}), (401, {"retry_after": 7}),
+            (429, {"retry_after": 9, "headers": {"Retry-After-Ms": "250"}}),
+            (503, {"retry_after": date}),
+        )
+    ]  # fmt: skip
+    assert waits[:4] == [7.0, None, None, 0.25]
+    assert waits[4] is not None and waits[4] > 1000
 
 
-def test_gemini_tells_the_wait_in_its_body(server: JudgeServer, ask: Ask) -> None:
+def test_gemini_gives_the_wait_in_its_body(server: JudgeServer, ask: Ask) -> None:
     info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "7.5s"}
     error = {"code": 429, "message": "m", "status": "RESOURCE_EXHAUSTED", "details": [{}, info]}
     raw = json.dumps({"error": error})
-    server.fail(429, times=1, raw=raw)
-    assert ask("gemini").retry_after == 7.5  # type: ignore[union-attr]
-    server.fail(429, times=1, raw=raw, retry_after=2)
-    assert ask("gemini").retry_after == 2.0  # type: ignore[union-attr]
+    assert fail_once(server, ask, "gemini", 429, raw=raw).retry_after == 7.5
+    assert fail_once(server, ask, "gemini", 429, raw=raw, retry_after=2).retry_after == 2.0
 
 
-def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
-    server.fail(404)
-    message = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
-    assert (
-        "--rm_monitor_model (now 'judge-model')" in message and "--rm_monitor_base_url" in message
-    )
-
-
-def test_seconds_are_never_nonsense() -> None:
+def test_a_wait_that_is_not_a_number_of_seconds_is_ignored() -> None:
     for value in ("-3", "nan", "inf", "", "tomorrow"):
         assert parse_retry_after({"retry-after": value}) is None
     past = email.utils.formatdate(1_000_000_000, usegmt=True)
     assert parse_retry_after({"retry-after": past}) == 0.0
 
 
-CODES = [
-    ("openai", 429, "insufficient_quota", "You exceeded your quota", FATAL, "http_429"),
-    ("openai", 400, "context_length_exceeded", "Too many tokens", REFUSED, "too_long"),
-    ("openai", 400, "content_filter", "The response was filtered", REFUSED, "content_filter"),
-    ("openai", 400, None, "Remove this content and try again", REFUSED, "bad_request"),
-    *(
-        (wire, 400, None, message, RETRYABLE, "http_400")  # a passing overload without a code
-        for wire in ("openai", "gemini")
-        for message in ("The model is overloaded", "Server busy, retry later", "queue is full",
-                        "Too many requests", "Rate limit reached", "We are at capacity",
-                        "temporarily unavailable")
-    ),
-    ("claude", 400, None, "Your credit balance is too low", FATAL, "http_400"),
-    ("claude", 400, None, "Blocked by content filtering policy", REFUSED, "content_filter"),
-    ("claude", 400, None, "prompt is too long: 9 tokens", REFUSED, "too_long"),
-    ("gemini", 400, "API_KEY_INVALID", "API key not valid", FATAL, "http_400"),
-    ("dashscope", 400, "Arrearage", "Access denied", FATAL, "http_400"),
-    ("dashscope", 400, "ModelNotFound", "Model can not be found", FATAL, "http_400"),
-    ("dashscope", 400, "AccessDenied.Unpurchased", "Not bought", FATAL, "http_400"),
-    ("dashscope-compatible", 400, "Arrearage", "Access denied", FATAL, "http_400"),
-    *(
-        (wire, 400, "data_inspection_failed", "Improper", REFUSED, "content_filter")
-        for wire in ("dashscope", "dashscope-compatible")
-    ),
-    *(
-        (wire, "business", code, "", kind, cause)
-        for wire in ("dashscope", "dashscope-compatible")  # with status 200
-        for code, kind, cause in (
-            ("InternalError", RETRYABLE, "business_error"),
-            ("Throttling.RateQuota", RETRYABLE, "http_429"),
-            ("DataInspectionFailed", REFUSED, "content_filter"),
-            ("InvalidApiKey", FATAL, "http_200"),
-        )
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("wire", "fault", "code", "message", "kind", "cause"), CODES)
-def test_error_codes_of_providers(
-    server: JudgeServer, ask: Ask, wire: str, fault: Any, code: str | None, message: str,
-    kind: Failure, cause: str,
-) -> None:  # fmt: skip
-    server.fail(fault, code=code, message=message)
-    error = ask(wire)
-    assert outcome_of(error) == (kind, cause) and message in str(error)
-    # A request that does not fit is tried with fewer tokens.
-    assert server.count <= (5 if cause == "too_long" else 1)
+def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
+    server.fail(404)
+    message = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
+    assert "--rm_monitor_model (now 'judge-model'), and --rm_monitor_base_url" in message
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_hints_tell_what_to_look_at(server: JudgeServer, ask: Ask, wire: str) -> None:
-    server.fail(404, message="No such model.", times=1)
-    message = str(ask(wire))
-    assert "retired or misspelt: check --rm_model (now 'judge-model')" in message
-    assert "No such model." in message
-    server.fail(401, times=1)
-    variable = next(name for name in KEYS if name.startswith(provider_word(wire)))
-    assert f"Check the key in {variable}" in str(ask(wire))
-    server.fail(402, times=1)
-    assert "balance" in str(ask(wire))
-
-
-def provider_word(wire: str) -> str:
-    return {"claude": "ANTHROPIC"}.get(wire, wire.split("-")[0].upper())
+def test_a_rejected_key_is_named_by_its_variable(server: JudgeServer, ask: Ask, wire: str) -> None:
+    provider = {"claude": "ANTHROPIC"}.get(wire, wire.split("-")[0].upper())
+    variable = next(name for name in KEYS if name.startswith(provider))
+    assert f"Check the key in {variable}" in str(fail_once(server, ask, wire, 401))
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_no_secret_in_what_is_said(server: JudgeServer, ask: Ask, wire: str) -> None:
+def test_no_secret_in_a_message(server: JudgeServer, ask: Ask, wire: str) -> None:
     for status in (400, 401, 500):
-        server.fail(status, times=1, message=f"The key {SECRET} (Bearer {SECRET}) is wrong.")
-        error = ask(wire)
-        assert isinstance(error, JudgeError)
+        message = f"The key {SECRET} (Bearer {SECRET}) is wrong."
+        error = fail_once(server, ask, wire, status, message=message)
         shown = "".join(traceback.format_exception(error)) + repr(vars(error))
-        assert SECRET not in shown
-        assert "***" in str(error)
-        assert error.__cause__ is None
-        assert error.__context__ is None
+        assert SECRET not in shown and "***" in str(error)
+        assert error.__cause__ is None and error.__context__ is None
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -256,23 +149,7 @@ def test_cancelling_goes_through(server: JudgeServer, wire: str) -> None:
     asyncio.run(asyncio.wait_for(cancel(), 20))
 
 
-def test_an_sdk_that_does_not_start_is_fatal(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = judge_at(server, "claude")
-
-    def connect(key: str) -> None:
-        raise ImportError(f"half installed, with {key}")
-
-    monkeypatch.setattr(judge, "connect", connect)
-    error = ask_once(judge)
-    assert isinstance(error, JudgeError)
-    assert (error.kind, error.cause) == (FATAL, "sdk")
-    assert "half installed" in str(error)
-    assert SECRET not in str(error)
-
-
-def test_the_sdks_say_nothing_by_themselves(
+def test_the_sdks_log_nothing(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY"):
@@ -283,31 +160,32 @@ def test_the_sdks_say_nothing_by_themselves(
     assert not caplog.records
 
 
-def test_a_key_in_a_refusal_is_taken_out(server: JudgeServer) -> None:
+@pytest.mark.parametrize(
+    ("method", "exception", "outcome"),
+    [
+        ("connect", ImportError(f"half installed, with {SECRET}"), (Failure.FATAL, "sdk")),
+        ("send", KeyError(f"odd {SECRET}"), (Failure.RETRYABLE, "unknown")),
+        (
+            "send", refusal("refusal", f"Your key is {SECRET}.", Usage(3, 2)),
+            (Failure.REFUSED, "refusal"),
+        ),
+    ],
+)  # fmt: skip
+def test_an_exception_of_an_sdk_is_classified_without_secrets(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    method: str, exception: Exception, outcome: tuple[Failure, str],
+) -> None:  # fmt: skip
     judge = judge_at(server, "openai")
 
-    async def refuse(*args: Any) -> Reply:
-        raise refusal("refusal", f"Your key is {SECRET}.", Usage(3, 2))
+    def fail(*args: Any) -> None:
+        raise exception
 
-    judge.request_verdict = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(judge, method, fail)
     error = ask_once(judge)
-    assert isinstance(error, JudgeError)
-    assert SECRET not in f"{error} {error.reply}"
-    assert error.usage == Usage(3, 2)
-
-
-def test_what_nobody_foresaw_is_retryable_and_named(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    judge = judge_at(server, "openai")
-
-    async def break_down(*args: Any) -> Reply:
-        raise KeyError(f"odd {SECRET}")
-
-    monkeypatch.setattr(judge, "request_verdict", break_down)
-    error = ask_once(judge)
-    assert isinstance(error, JudgeError)
-    assert (error.kind, error.cause) == (RETRYABLE, "unknown")
-    assert "KeyError" in str(error)
-    assert "KeyError" in caplog.text
-    assert SECRET not in f"{error} {caplog.text}"
+    assert isinstance(error, JudgeError) and (error.kind, error.cause) == outcome
+    assert SECRET not in f"{error} {error.reply} {caplog.text}"
+    assert error.usage == getattr(exception, "usage", Usage())
+    # What nobody foresaw is logged with its type.
+    is_unknown = outcome[1] == "unknown"
+    assert ("KeyError" in caplog.text) is ("KeyError" in str(error)) is is_unknown
+    assert ("half installed" in str(error)) is (method == "connect")
