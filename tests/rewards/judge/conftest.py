@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS, WIRES
@@ -20,6 +21,13 @@ def server() -> Iterator[JudgeServer]:
 
     with JudgeServer(seed=2) as running:  # dice without a long row of sixes
         yield running
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[VerdictCache]:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    yield cache
+    cache.close()
 
 
 @pytest.fixture

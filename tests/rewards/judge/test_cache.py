@@ -43,8 +43,7 @@ def test_what_is_put_comes_back_free_of_charge(tmp_path: Path) -> None:
     second_cache.close()
 
 
-def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
+def test_a_refusal_is_kept_and_raised(cache: VerdictCache) -> None:
     cache.put_refusal("k", "content_filter", "the judge will not judge this")
     with pytest.raises(JudgeError, match="will not judge") as caught:
         cache.get("k")
@@ -54,7 +53,6 @@ def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
     assert cache.get("k") is not None
     cache.put_refusal("later", "bad_request", "the judge was set up wrongly")
     assert cache.get("later") is None, "it may pass later"
-    cache.close()
 
 
 @contextlib.contextmanager
@@ -66,8 +64,7 @@ def held_by_another(path: Path) -> Iterator[None]:
     other.close()
 
 
-def test_a_file_held_by_another_process_keeps_nobody_waiting(tmp_path: Path) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
+def test_a_file_held_by_another_process_keeps_nobody_waiting(cache: VerdictCache) -> None:
     cache.put("before", VERDICT)
     assert cache.flush()
     began = time.monotonic()
@@ -86,9 +83,8 @@ def test_a_file_held_by_another_process_keeps_nobody_waiting(tmp_path: Path) -> 
 
 
 def test_closing_does_not_wait_for_another_process_for_long(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cache: VerdictCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
     began = time.monotonic()
     with held_by_another(cache.path), caplog.at_level(logging.WARNING):
         cache.put("k", VERDICT)
@@ -100,10 +96,9 @@ def test_closing_does_not_wait_for_another_process_for_long(
 
 
 def test_what_quotes_a_key_is_kept_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: VerdictCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-verysecret0123456789")
-    cache = VerdictCache(tmp_path / "judge.sqlite")
     quoted = "you are sk-verysecret0123456789"
     cache.put("v", replace(VERDICT, reason=quoted, text=quoted, info={"votes": [{"said": quoted}]}))
     verdict = cache.get("v")
@@ -219,9 +214,8 @@ def test_an_unusable_file_is_named_with_the_way_out_and_left_as_it_was(
 
 
 def test_a_full_disk_is_told_once_and_costs_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cache: VerdictCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
     cache.put("kept", VERDICT)
     assert cache.flush()
     assert cache._db is not None
@@ -235,7 +229,6 @@ def test_a_full_disk_is_told_once_and_costs_nothing_else(
     assert "full" in caplog.text
     assert cache.get("k0") is None
     assert cache.get("kept") is not None
-    cache.close()
 
 
 def test_where_the_cache_lies(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -41,38 +43,32 @@ def ledger(usd: float | None = None, tokens: int | None = None) -> Ledger:
     return Ledger(PRICE, budget_usd=usd, budget_tokens=tokens, provider="openai", model="m")
 
 
+def attached(path: Path, usd: float | None = None, tokens: int | None = None) -> Ledger:
+    """A ledger with its file."""
+    book = ledger(usd, tokens)
+    book.attach(path)
+    return book
+
+
 async def call(book: Ledger, usage: Usage, outcome: str = "ok") -> float:
     return (await book.reserve(question())).settle(usage, outcome, 0.5)
 
 
-def test_calls_add_up() -> None:
+def test_calls_add_up_and_the_new_ones_are_taken() -> None:
     book = ledger()
 
-    async def two() -> None:
-        await call(book, Usage(1000, 100, 400))
+    async def settle_twice() -> None:
         reservation = await book.reserve(question())
         reservation.settle(Usage(), "timeout")
         assert reservation.settle(Usage(10, 1), "ok") == 0.0, "a second time"
 
-    asyncio.run(two())
-    assert book.total == Spending(2, Usage(1000, 100, 400), pytest.approx(0.00164))
+    asyncio.run(call(book, Usage(1000, 100, 400)))
+    first = Spending(1, Usage(1000, 100, 400), pytest.approx(0.00164))
+    assert [book.pop_spending(), book.pop_spending()] == [first, Spending()]
+    asyncio.run(settle_twice())
+    assert book.pop_spending() == Spending(1)
+    assert book.total == replace(first, calls=2)
     assert (book.reserved_usd, book.reserved_tokens) == (0, 0)
-
-
-def test_take_returns_what_is_new() -> None:
-    book = ledger()
-    asyncio.run(call(book, Usage(10, 1)))
-    assert book.pop_spending().usage == Usage(10, 1)
-    assert book.pop_spending() == Spending()
-    asyncio.run(call(book, Usage(20, 2)))
-    assert book.pop_spending() == Spending(1, Usage(20, 2), pytest.approx(40e-6))
-    assert book.total.calls == 2
-
-
-def test_a_price_is_needed_for_a_budget_in_dollars() -> None:
-    with pytest.raises(RewardError, match=r"--rm_price_input and --rm_price_output.*--rm_prices"):
-        Ledger(None, budget_usd=5.0, budget_tokens=None)
-    assert Ledger(None, budget_usd=None, budget_tokens=100).price is None
 
 
 def test_without_a_price_tokens_are_counted_and_dollars_are_not() -> None:
@@ -180,8 +176,7 @@ def test_each_call_is_a_line_of_the_file_and_earlier_ones_follow(tmp_path: Path)
 
 def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    before = ledger(tokens=400)
-    before.attach(path)
+    before = attached(path, tokens=400)
     asyncio.run(call(before, Usage(60, 90, 30)))
     after = ledger(tokens=400)
     asyncio.run(call(after, Usage(20, 1)))  # of the first probe, before there is a folder
@@ -198,14 +193,12 @@ def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_passed_over_and_the_next_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    before = ledger()
-    before.attach(path)
+    before = attached(path)
     for _ in range(2):
         asyncio.run(call(before, Usage(10, 1)))
     path.write_bytes(path.read_bytes()[:-20])
     for calls in (1, 2):
-        after = ledger()
-        after.attach(path)
+        after = attached(path)
         assert after.total.calls == calls
         asyncio.run(call(after, Usage(10, 1)))
 
@@ -242,56 +235,52 @@ def test_estimates_hardly_depend_on_where_a_text_is_cut(first: str, second: str)
     assert abs(estimate_tokens(first + second) - apart) <= 12
 
 
-def failed(kind: Failure, cause: str, message: str = "", **fields: object) -> JudgeError:
-    return JudgeError(kind, cause, message, **fields)  # type: ignore[arg-type]
+REPORTED, WORST, FREE = Usage(20, 2), Usage(100, 50), Usage()
+LONG = "as long an answer has more tokens"
+# Causes, statuses and messages of failed calls that may have been billed, and of others.
+BILLED: tuple[tuple[str, int | None, str], ...] = (
+    ("timeout", None, ""), ("bad_body", None, ""), ("bad_body", None, "ConnectTimeout"),
+    ("connection", None, "(ReadError)"), ("http_500", 500, ""), ("http_503", 503, ""),
+    ("http_408", 408, ""), ("content_filter", 400, ""), ("business_error", 200, ""),
+    ("refusal", None, ""), ("empty", None, ""),
+)  # fmt: skip
+UNBILLED: tuple[tuple[str, int | None, str], ...] = (
+    ("connection", None, "(ConnectionRefusedError)"), ("connection", None, "(gaierror)"),
+    ("batch_expired", 0, ""), ("http_429", 429, ""), ("credentials", None, ""),
+    ("http_401", 401, ""), ("bad_request", 400, ""),
+)  # fmt: skip
+
+
+def failed(cause: str, status: int | None = None, message: str = "", **fields: Any) -> JudgeError:
+    return JudgeError(Failure.RETRYABLE, cause, message, status=status, **fields)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "usage", "note"),
+    ("outcome", "usage"),
     [
-        (Reply("7", Usage(20, 2)), Usage(20, 2), ""),
-        (Reply("seven"), Usage(100, 50), "upper bound"),
-        (Reply("seven", Usage()), Usage(100, 50), "upper bound"),
-        (Reply("seven", Usage(20, 0)), Usage(20, 50), "upper bound"),
-        (Reply("seven", Usage(0, 7)), Usage(100, 7), "upper bound"),
-        (Reply("seven", Usage(500, 70)), Usage(500, 70), ""),
-        (Reply("seven", Usage(1, 7)), Usage(100, 7), "upper bound"),
-        (Reply("as long an answer has more tokens", Usage(20, 1)), Usage(20, 50), "upper bound"),
-        (Reply("", Usage(20, 0), probabilities={1: 1.0}), Usage(20, 0), ""),
-        (None, Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "timeout"), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "bad_body"), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "bad_body", "ConnectTimeout"), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "bad_body", usage=Usage(20, 1)), Usage(20, 1), ""),
-        (failed(Failure.RETRYABLE, "connection", "(ReadError)"), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "connection", "(ConnectionRefusedError)"), Usage(), ""),
-        (failed(Failure.RETRYABLE, "connection", "(gaierror)"), Usage(), ""),
-        (failed(Failure.RETRYABLE, "http_500", status=500), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "http_503", status=503), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "http_408", status=408), Usage(100, 50), "upper bound"),
-        (failed(Failure.REFUSED, "content_filter", status=400), Usage(100, 50), "upper bound"),
-        (failed(Failure.RETRYABLE, "business_error", status=200), Usage(100, 50), "upper bound"),
-        (failed(Failure.REFUSED, "batch_expired", status=0), Usage(), ""),
-        (failed(Failure.RETRYABLE, "http_429", status=429), Usage(), ""),
-        (failed(Failure.FATAL, "credentials"), Usage(), ""),
-        (failed(Failure.FATAL, "http_401", status=401), Usage(), ""),
-        (failed(Failure.REFUSED, "bad_request", status=400), Usage(), ""),
-        (failed(Failure.REFUSED, "refusal", reply="seven"), Usage(100, 50), "upper bound"),
-        (failed(Failure.UNPARSED, "empty"), Usage(100, 50), "upper bound"),
+        (Reply("7", REPORTED), REPORTED), (Reply("seven", Usage(500, 70)), Usage(500, 70)),
+        # A number that is missing, or too small for the text, counts at its worst case.
+        (Reply("seven"), WORST), (Reply("seven", Usage()), WORST), (None, WORST),
+        (Reply("seven", Usage(20, 0)), Usage(20, 50)), (Reply("seven", Usage(0, 7)), Usage(100, 7)),
+        (Reply("seven", Usage(1, 7)), Usage(100, 7)), (Reply(LONG, Usage(20, 1)), Usage(20, 50)),
+        (Reply("", Usage(20, 0), probabilities={1: 1.0}), Usage(20, 0)),
+        (failed("bad_body", usage=REPORTED), REPORTED),
+        *((failed(*failure), WORST) for failure in BILLED),
+        *((failed(*failure), FREE) for failure in UNBILLED),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_reported_is_booked_at_its_worst_case(
-    outcome: Reply | JudgeError | None, usage: Usage, note: str
+    outcome: Reply | JudgeError | None, usage: Usage
 ) -> None:
     request = question("word " * ((100 - REQUEST_OVERHEAD) // 2), 50)
-    assert worst_case(request) == Usage(100, 50)
-    assert billed_usage(outcome, request) == (usage, note)
+    assert worst_case(request) == WORST
+    is_bound = usage != FREE and 100 in (usage.input, 2 * usage.output)
+    assert billed_usage(outcome, request) == (usage, "upper bound" if is_bound else "")
 
 
 def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> None:
     path = tmp_path / "judge_calls.jsonl"
-    killed = ledger(usd=1.0)
-    killed.attach(path)
+    killed = attached(path, usd=1.0)
 
     async def send_three_and_settle_one() -> None:
         reserved = [await killed.reserve(question()) for _ in range(3)]
@@ -302,8 +291,7 @@ def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> 
     spent = PRICE.cost(Usage(10, 1)) + 2 * worst
     assert sum(call["usd"] for call in paid_calls(tmp_path)) == pytest.approx(spent)
     for in_flight in (2, 0):  # settled once
-        resumed = ledger(usd=1.0)
-        resumed.attach(path)
+        resumed = attached(path, usd=1.0)
         assert (resumed.total.calls, resumed.interrupted.calls) == (3, in_flight)
         assert resumed.total.usd == pytest.approx(spent)
     assert [line["outcome"] for line in lines(path)] == ["ok", "killed", "killed"]
@@ -331,9 +319,7 @@ def test_a_reservation_is_in_the_file_before_the_call_is_sent(tmp_path: Path) ->
 
 def test_a_call_that_cannot_be_recorded_is_not_sent_under_a_budget(tmp_path: Path) -> None:
     path = tmp_path / "judge_calls.jsonl"
-    book, free = ledger(usd=1.0), ledger()
-    for ledger_of_run in (book, free):
-        ledger_of_run.attach(path)
+    book, free = attached(path, usd=1.0), attached(path)
     in_flight_file(path).unlink(missing_ok=True)
     in_flight_file(path).mkdir()
     with pytest.raises(Interrupted, match=r"cannot be written, so the call was not sent"):
@@ -346,8 +332,7 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "judge_calls.jsonl"
-    book, resumed = ledger(usd=1.0), ledger(usd=1.0)
-    book.attach(path)
+    book, resumed = attached(path, usd=1.0), ledger(usd=1.0)
     path.unlink()
     path.mkdir()  # as good as a full disk
     for _ in range(2):
@@ -361,8 +346,7 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(
 
 def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Path) -> None:
     path = tmp_path / "judge_calls.jsonl"
-    book = ledger(usd=1.0)
-    book.attach(path)
+    book = attached(path, usd=1.0)
 
     async def story() -> None:
         reservation = await book.reserve(question())
@@ -377,8 +361,7 @@ def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Pat
 def test_a_tokenizer_that_makes_more_tokens_than_estimated_is_learned(tmp_path: Path) -> None:
     """For good: a later call of few tokens says nothing about the next."""
     path = tmp_path / "judge_calls.jsonl"
-    book, resumed = ledger(usd=1.0), ledger(usd=1.0)
-    book.attach(path)
+    book, resumed = attached(path, usd=1.0), ledger(usd=1.0)
     asyncio.run(call(book, Usage(1000, 100)))
     asyncio.run(call(book, Usage(10, 1)))
     resumed.attach(path)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,9 +98,8 @@ def test_a_judge_that_is_back_before_its_pause_is_over_is_tried_before_the_end(
 
 
 def test_bad_requests_on_all_texts_open_the_breaker_and_are_not_kept(
-    server: JudgeServer, tmp_path: Path
+    server: JudgeServer, cache: VerdictCache
 ) -> None:
-    cache = VerdictCache(tmp_path / "judge.sqlite")
 
     async def work(client: JudgeClient) -> tuple[list[Any], list[Any]]:
         await client.ask(ask_for("fine"))
@@ -110,7 +108,6 @@ def test_bad_requests_on_all_texts_open_the_breaker_and_are_not_kept(
         return during, await ask_all(client, questions(30))
 
     during, after = run(server, work, cache=cache, concurrency=8)
-    cache.close()
     lost = [answer for answer in during if isinstance(answer, JudgeError)]
     assert 0 < len(lost) <= 4
     assert {error.cause for error in lost} == {"bad_request"}
