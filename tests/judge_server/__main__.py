@@ -1,4 +1,4 @@
-"""`python -m tests.judge_server --port 0 --latency 0.5`: the judge as a process of its own.
+"""`python -m tests.judge_server --port 0 --latency 0.5`: the judge as a separate process.
 
 Its first line is JSON with the port and the base URLs. GET /_control counts its calls.
 """

@@ -54,7 +54,7 @@ def judge_api(
 
 
 def on_a_loop(provider: SdkProvider, work: Callable[[SdkProvider], Awaitable[T]]) -> T:
-    """Do something with a provider on an event loop of its own, and close it there."""
+    """Do something with a provider on a new event loop, and close it there."""
 
     async def run() -> T:
         try:

@@ -79,16 +79,14 @@ class Batches:
         dice = random.Random(0)
         for fault in self.faults:
             if fault.strikes(path, {}, dice) and isinstance(fault.kind, int):
-                error = WIRES[wire].error(fault.kind, "This is for tests.", None, None)
-                return web.json_response(error, status=fault.kind)
+                return _error(wire, fault.kind)
         jobs = len(self.jobs)
         reply = await getattr(self, f"_{wire}")(request)
         if len(self.jobs) > jobs:
             await asyncio.sleep(self.reply_s)
             if self.lost:
                 self.lost -= 1
-                error = WIRES[wire].error(500, "This is for tests.", None, None)
-                return web.json_response(error, status=500)
+                return _error(wire, 500)
         return reply if isinstance(reply, web.Response) else web.json_response(reply)
 
     def _owner(self, path: str, request: web.Request) -> str:
@@ -207,8 +205,7 @@ class Batches:
             sent = (await request.json())["requests"]
             rows = {row["custom_id"]: row["params"] for row in sent}
             if len(rows) < len(sent) or not all(_NAME.fullmatch(row_id) for row_id in rows):
-                error = WIRES["claude"].error(400, "custom_id: not unique or wrong", None, None)
-                return web.json_response(error, status=400)
+                return _error("claude", 400, "custom_id: not unique or wrong")
             name = self._add("claude", rows)
             return self._claude_job(request, name, self.jobs[name], over=False)
         if not name:
@@ -276,6 +273,10 @@ class Batches:
             "output": {"inlinedResponses": {"inlinedResponses": lines}},
         }
         return reply | {"done": True}
+
+
+def _error(wire: str, status: int, text: str = "This is for tests.") -> web.Response:
+    return web.json_response(WIRES[wire].error(status, text, None, None), status=status)
 
 
 def _written(line: Body, fate: str) -> str:

@@ -50,7 +50,7 @@ def run(
     ledger: Ledger | None = None,
     **limits: Any,
 ) -> T:
-    """Run `work` with a client of the given limits on a loop of its own."""
+    """Run `work` with a client of the given limits on a new event loop."""
     api = ApiReward(type="openai", model="m", base_url=server.url("openai"))
     provider = build_provider(api, environ={"OPENAI_API_KEY": "for-the-loopback"})
     client = JudgeClient(provider, limits=Limits(**limits), ledger=ledger or free(), cache=cache)

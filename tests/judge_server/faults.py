@@ -24,7 +24,7 @@ class Fault(Occasion):
     It strikes until `until` (on `time.monotonic`), on paths that contain one of `paths` and
     requests that hold the words `said`. `param`
     names the parameter that `reject_param` (or a 400) is about; `code` is the provider's own word.
-    `raw` is sent as the whole body of a status, whatever the provider's form is; `body` sends it
+    `raw` is sent as the whole body of a status, in any form; `body` sends it
     with status 200 and the Content-Type of `headers`.
     """
 
@@ -57,7 +57,7 @@ class Fault(Occasion):
 
 
 def holds_key(body: Any, name: str) -> bool:
-    """Whether a parameter of that name stands anywhere in a request body."""
+    """Whether a parameter of that name is anywhere in a request body."""
     if isinstance(body, dict):
         return name in body or any(holds_key(value, name) for value in body.values())
     return isinstance(body, list) and any(holds_key(item, name) for item in body)

@@ -1,4 +1,4 @@
-"""The server itself: in a thread of the test, or as a process of its own (`__main__`)."""
+"""The server itself: in a thread of the test, or as a separate process (`__main__`)."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ class JudgeServer(Loopback):
     ) -> None:  # fmt: skip
         super().__init__("judge server", port=port, largest=64 * 2**20)
         self.score = score
-        self.state = State(latency, concurrency_limit)
-        self.state.keep_calls = keep_calls
+        self.state = State(latency, concurrency_limit, keep_calls=keep_calls)
         self._bucket = Bucket(rps, burst) if rps else None
         self._minute = Minute(per_minute) if per_minute else None
         self._hint = HINTS[hint]
@@ -148,8 +147,7 @@ class JudgeServer(Loopback):
     def reset(self) -> None:
         """Forget calls, counts, faults and keys."""
         old = self.state
-        self.state = State(old.latency, old.concurrency_limit)
-        self.state.keep_calls = old.keep_calls
+        self.state = State(old.latency, old.concurrency_limit, keep_calls=old.keep_calls)
         if self._bucket:
             self._bucket = Bucket(self._bucket.rate, self._bucket.burst)
         if self._minute:
@@ -203,14 +201,12 @@ class JudgeServer(Loopback):
         if limited is not None:
             return limited
         if state.keys is not None and key not in state.keys:
-            refused = WIRES[name].error(401, "Incorrect API key provided", None, None)
-            return web.json_response(refused, status=401)
+            return _error(name, 401, "Incorrect API key provided")
         fault = next((f for f in list(state.faults) if f.strikes(path, body, self._dice)), None)
         if fault is not None and (broken := await self._break(request, name, fault)) is not None:
             return broken
         if name == "gemini" and "contents" not in body and not decision:
-            incomplete = WIRES[name].error(400, "contents is not specified", None, None)
-            return web.json_response(incomplete, status=400)
+            return _error(name, 400, "contents is not specified")
         if state.latency:
             await asyncio.sleep(state.latency)
         state.answered += fault is None
@@ -239,10 +235,8 @@ class JudgeServer(Loopback):
         read = decision_texts if decision else WIRES[name].read
         system, user = read(body)
         score = self.score(system, user)
-        text = (
-            score if isinstance(score, str) else json.dumps({"reason": "As told.", "score": score})
-        )
-        kind = fault.kind if fault else ""
+        text = json.dumps({"reason": "As told.", "score": score})
+        text, kind = score if isinstance(score, str) else text, fault.kind if fault else ""
         text = {
             "no_content": "",
             "truncated": text[:14],
@@ -268,8 +262,7 @@ class JudgeServer(Loopback):
         if not wait:
             return None
         self.state.rejected += 1
-        body = WIRES[name].error(429, "Rate limit reached, slow down", None, None)
-        return web.json_response(body, status=429, headers=self._hint(wait))
+        return _error(name, 429, "Rate limit reached, slow down", self._hint(wait))
 
     async def _break(
         self, request: web.Request, name: str, fault: Fault
@@ -300,10 +293,8 @@ class JudgeServer(Loopback):
             return web.Response(text=fault.raw or "", headers=fault.headers)
         plain = {"html": (HTML, "text/html"), "empty": ("", "application/json")}
         plain["not_json"] = ('{"choices": [', "application/json")
-        if kind in plain:
-            text, content_type = plain[str(kind)]
-            return web.Response(text=text, content_type=content_type)
-        return None
+        text, content_type = plain.get(str(kind), (None, ""))
+        return None if text is None else web.Response(text=text, content_type=content_type)
 
     # --- from another process ---------------------------------------------------------------
 
@@ -311,6 +302,13 @@ class JudgeServer(Loopback):
         """How many calls came in, and what became of them."""
         names = ("count", "answered", "rejected", "in_flight", "most_in_flight")
         return web.json_response({name: getattr(self.state, name) for name in names})
+
+
+def _error(
+    wire: str, status: int, message: str, headers: dict[str, str] | None = None
+) -> web.Response:
+    reply = WIRES[wire].error(status, message, None, None)
+    return web.json_response(reply, status=status, headers=headers)
 
 
 def forget_usage(reply: dict[str, Any], kind: str | int) -> dict[str, Any]:

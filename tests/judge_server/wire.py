@@ -22,7 +22,7 @@ def fenced(kind: str, user: str) -> str | None:
 
 
 def default_score(system: str, user: str) -> int:
-    """10 when the ground truth stands in the response as a whole number or word, else 1."""
+    """10 when the ground truth is in the response as a whole number or word, else 1."""
     response, truth = fenced("response", user) or "", (fenced("ground_truth", user) or "").strip()
     match = truth and re.search(rf"(?<![\w.]){re.escape(truth)}(?!\w|\.\d)", response)
     return 10 if match else 1
@@ -59,7 +59,7 @@ class Answer:
     tokens_out: int = 1
 
 
-# What a judge that thinks sends beside its answer; servers differ in the name of the field.
+# What a judge that thinks sends next to its answer; servers differ in the name of the field.
 THOUGHT = dict.fromkeys(("reasoning", "reasoning_content"), 'I would say {"score": 3}. Score: 3')
 
 
@@ -253,45 +253,38 @@ def spread(levels: list[str], score: int) -> Iterator[float]:
 def write_decision(wire: str, body: Body, answer: Answer) -> Body:
     """The reply of a decision endpoint; `answer.text` holds the score's JSON."""
     score = int(json.loads(answer.text)["score"]) if answer.end == "stop" else 0
-    if wire == "openai":
-        return _openai_decision(body, answer, score)
+    if wire == "gemini" and answer.end != "stop":
+        blocked = {"block_reason": "SAFETY"}
+        return {"prompt_feedback": blocked, "usage": {"total_input_tokens": answer.tokens_in}}
     usage: Body = {"input_tokens": answer.tokens_in, "output_tokens": 0}
     if wire == "gemini":
-        usage = {"total_input_tokens": answer.tokens_in, "total_output_tokens": 0}
+        usage = {f"total_{name}": count for name, count in usage.items()}
+    answers: Any
+    if wire == "openai":
+        answers = [_decide_rows(question, score) for question in body["questions"]]
         if answer.end != "stop":
-            return {"prompt_feedback": {"block_reason": "SAFETY"}, "usage": usage}
-    answers = {}
-    for name, question in body["questions"].items():
-        shares = list(spread(question["criteria"], score))
-        answers[name] = {
-            "type": "score",
-            "score": sum(i * p for i, p in enumerate(shares)),
-            "probabilities": {str(i): p for i, p in enumerate(shares)},
-            "confidence": max(shares),
-            "legend": {str(i): text for i, text in enumerate(question["criteria"])},
-        }
+            answers = [{"type": "refusal", "name": None}] * len(answers)
+    else:
+        answers = {name: _decide(q["criteria"], score) for name, q in body["questions"].items()}
     return {"request_id": "r-1", "model": body["model"], "answers": answers, "usage": usage}
 
 
-def _openai_decision(body: Body, answer: Answer, score: int) -> Body:
-    answers: list[Body] = []
-    for question in body["questions"]:
-        labels = [level["label"] for level in question["levels"]]
-        shares = list(spread(labels, score))
-        rows = [
-            {"label": label, "value": i, "probability": p}
-            for i, (label, p) in enumerate(zip(labels, shares, strict=True))
-        ]
-        reply: Body = {
-            "type": "score", "name": question.get("name"), "confidence": max(shares),
-            "score": sum(i * p for i, p in enumerate(shares)), "probabilities": rows,
-        }  # fmt: skip
-        answers.append(reply if answer.end == "stop" else {"type": "refusal", "name": None})
-    usage = {
-        "input_tokens": answer.tokens_in,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.tokens_in,
-    }
-    return {"answers": answers, "model": body["model"], "usage": usage}
+def _decide(levels: list[str], score: int) -> Body:
+    shares = list(spread(levels, score))
+    return {
+        "type": "score", "confidence": max(shares),
+        "score": sum(i * p for i, p in enumerate(shares)),
+        "probabilities": {str(i): p for i, p in enumerate(shares)},
+        "legend": {str(i): text for i, text in enumerate(levels)},
+    }  # fmt: skip
+
+
+def _decide_rows(question: Body, score: int) -> Body:
+    """OpenAI's form: a row for each level, by its label."""
+    labels = [level["label"] for level in question["levels"]]
+    decision = _decide(labels, score)
+    rows = [
+        {"label": label, "value": i, "probability": p}
+        for i, (label, p) in enumerate(zip(labels, spread(labels, score), strict=True))
+    ]
+    return decision | {"name": question.get("name"), "probabilities": rows}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,3 +40,30 @@ def score_all(
     futures = [reward.submit(rollout) for rollout in rollouts]
     reward.end_round(kind)
     return [future.result(seconds) for future in futures]
+
+
+def sum_prompt(number: int, **changes: Any) -> Prompt:
+    """A prompt that asks for a number and one more."""
+    text = f"What is {number} + 1?"
+    fields: dict[str, Any] = {
+        "text": text, "messages": ({"role": "user", "content": text},), "rendered": text,
+        "token_ids": (1,), "ground_truth": str(number + 1),
+    }  # fmt: skip
+    return Prompt(str(number), **(fields | changes))
+
+
+def sum_rollout(
+    number: int, response: str | None = None, sample: int = 0, **changes: Any
+) -> Rollout:
+    """A response to that prompt, the right one unless another one is given."""
+    text = f"It is {number + 1}." if response is None else response
+    prompt, logprobs = sum_prompt(number, **changes), np.zeros(1, np.float32)
+    return Rollout(prompt, sample, (1,), logprobs, text, "stop")
+
+
+def wait_until(reached: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Wait for a condition; fails when it is not reached in time."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)

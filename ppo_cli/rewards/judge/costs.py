@@ -357,7 +357,7 @@ class Ledger:
 
     def _write_in_flight(self, calls: Iterable[Reservation]) -> bool:
         """Append calls that are about to be sent; return whether they are in the file."""
-        # The worst case stands for a call until it is settled.
+        # A call counts at its worst case until it is settled.
         lines = [
             {"time": round(time.time(), 3)}
             | call.model

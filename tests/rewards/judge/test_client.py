@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -95,23 +93,6 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
         assert nothing == Counters(concurrency=counters.concurrency)
 
 
-def test_an_outage_that_does_not_end_interrupts_everybody(server: JudgeServer) -> None:
-    server.fail(503)
-
-    async def work(client: JudgeClient) -> tuple[list[Any], float, BaseException]:
-        began = time.monotonic()
-        answers = await ask_all(client, questions(60))
-        took = time.monotonic() - began
-        (late,) = await ask_all(client, [ask_for("late")])
-        return answers, took, late
-
-    answers, took, late = run(server, work, concurrency=16, outage_wait=1.0)
-    assert {type(answer) for answer in (*answers, late)} == {Interrupted}
-    assert "did not answer for 1 s (last: http_503" in str(late)
-    assert took < 60.0
-    assert server.count < 200
-
-
 def test_a_poisoned_text_ends_alone(server: JudgeServer) -> None:
     def score(system: str, user: str) -> str | int:
         return "no number" if POISON in user else 7
@@ -162,21 +143,6 @@ def test_a_refusal_is_final_and_kept(server: JudgeServer, cache: VerdictCache) -
     assert (counters.refused, counters.cached, counters.verdicts) == (1, 1, 0)
 
 
-def test_retry_after_holds_everybody_back(server: JudgeServer) -> None:
-    server.fail(429, times=1, retry_after=1.0)
-
-    async def work(client: JudgeClient) -> list[Any]:
-        first = asyncio.create_task(client.ask(ask_for("first")))
-        while not server.count:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.2)
-        return [*await ask_all(client, questions(5)), await first]
-
-    verdicts(run(server, work))
-    first, *others = sorted(call.time for call in server.calls)
-    assert min(others) - first >= 0.95
-
-
 def test_each_try_may_wait_twice_as_long_as_the_one_before(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +166,7 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     server.fail(500, times=4)
     assert run(server, lambda client: client.ask(ask_for("alone")), deadline=0.001).calls == 5
 
-    async def beside_another(client: JudgeClient) -> list[Any]:
+    async def ask_another(client: JudgeClient) -> list[Any]:
         call = asyncio.create_task(client.ask(ask_for("one")))
         while not server.count:
             await asyncio.sleep(0.005)
@@ -211,7 +177,7 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     server.reset()
     server.fail(500, times=1)
     pause = 1.5  # the other one is answered within
-    other, ended = run(server, beside_another, deadline=0.001)
+    other, ended = run(server, ask_another, deadline=0.001)
     assert other.calls == 1
     assert isinstance(ended, JudgeError) and ended.cause == "http_500"
     assert "(2 calls in " in str(ended)
@@ -223,13 +189,13 @@ def test_a_long_pause_uses_up_a_quarter_of_a_verdicts_time(
     monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: 0.6)
     server.fail(500, said="stubborn")
 
-    async def beside_others(client: JudgeClient) -> BaseException | None:
+    async def ask_others(client: JudgeClient) -> BaseException | None:
         call = asyncio.create_task(client.ask(ask_for("stubborn")))
         while not (await asyncio.wait([call], timeout=0.05))[0]:
             await client.ask(ask_for(f"at {time.monotonic()}"))
         return call.exception()
 
-    error = run(server, beside_others, deadline=1.2)
+    error = run(server, ask_others, deadline=1.2)
     assert isinstance(error, JudgeError) and error.cause == "http_500"
     assert server.state.count - server.state.answered in (3, 4)
 
@@ -240,7 +206,7 @@ def test_the_time_of_a_verdict_begins_with_its_first_call(server: JudgeServer) -
     times = [verdict.latency_s for verdict in verdicts(queued)]
     assert sum(times) < 2.5 * min(times) + 0.6, "waiting for a place is not in it"
     server.reset()
-    server.fail(500, times=2, retry_after=0.2)  # a pause of its own is drawn from 0 on
+    server.fail(500, times=2, retry_after=0.2)  # the client draws its pause from 0 on
     tried = run(server, lambda client: client.ask(ask_for("stumbles")))
     assert tried.calls == 3 and tried.latency_s > 0.6, "all its tries are"
 
@@ -342,19 +308,6 @@ def test_a_single_fatal_answer_costs_nothing(server: JudgeServer) -> None:
     verdicts(run(server, lambda client: ask_all(client, questions(20)), concurrency=4))
 
 
-def test_a_probe_raises_what_it_met(server: JudgeServer) -> None:
-    server.fail(503, times=1)
-
-    async def work(client: JudgeClient) -> tuple[JudgeError, Verdict]:
-        with pytest.raises(JudgeError) as met:
-            await client.probe(ask_for("probe"))
-        return met.value, await client.probe(ask_for("probe"))
-
-    error, verdict = run(server, work)
-    assert error.cause == "http_503"
-    assert verdict.calls == 1 and server.count == 2
-
-
 def test_closing_waits_for_what_is_paid(server: JudgeServer, cache: VerdictCache) -> None:
     server.state.latency = 0.4
 
@@ -370,30 +323,21 @@ def test_closing_waits_for_what_is_paid(server: JudgeServer, cache: VerdictCache
 
 
 def test_loop_thread_runs_cancels_and_ends() -> None:
-    loop = LoopThread("test-judge")
-    ended: list[str] = []
+    loop, ended = LoopThread("test-judge"), list[str]()
 
-    async def long() -> None:
+    async def sleep(seconds: float) -> float:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(seconds)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
+        return seconds
 
-    async def short() -> int:
-        await asyncio.sleep(0.05)
-        return 7
-
-    assert loop.call(short(), timeout=5) == 7
+    assert loop.call(sleep(0.05), timeout=5) == 0.05
     with pytest.raises(TimeoutError):
-        loop.call(long(), timeout=0.05)
-    slow, quick = loop.submit(long()), loop.submit(short())
-    assert quick.result(5) == 7
+        loop.call(sleep(60), timeout=0.05)
+    slow, quick = loop.submit(sleep(60)), loop.submit(sleep(0.05))
+    assert quick.result(5) == 0.05
     loop.close()
     loop.close()
-    assert slow.cancelled()
-    assert ended == ["cancelled"] * 2
-    assert "test-judge" not in {thread.name for thread in threading.enumerate()}
-    with pytest.raises(RuntimeError, match="closed"):
-        loop.submit(short())
-    gc.collect()
+    assert slow.cancelled() and ended == ["cancelled"] * 2

@@ -132,14 +132,20 @@ def make(judge_of: Make, server: JudgeServer) -> Make:
     return partial(judge_of, kind=CompareReward, mode="compare")
 
 
-def group(number: int, *texts: str, **fields: Any) -> list[Rollout]:
-    prompt = Prompt(f"p{number}", f"Question {number}?", (), "", (1,), **fields)
-    return [Rollout(prompt, i, (1,), np.zeros(1, np.float32), text, "stop")
-            for i, text in enumerate(texts)]  # fmt: skip
-
-
 def answer_text(times: int, tail: str = "") -> str:
     return " ".join(["An answer", *["good"] * times, tail]).strip()
+
+
+def group(number: int, *texts: str | int, **fields: Any) -> list[Rollout]:
+    """Responses to one prompt; a number stands for the answer of that worth."""
+    prompt = Prompt(f"p{number}", f"Question {number}?", (), "", (1,), **fields)
+    responses = [answer_text(text) if isinstance(text, int) else text for text in texts]
+    return [Rollout(prompt, i, (1,), np.zeros(1, np.float32), text, "stop")
+            for i, text in enumerate(responses)]  # fmt: skip
+
+
+def values_of(reward: CompareReward, rollouts: list[Rollout], kind: Any = "train") -> list[Any]:
+    return [score.value for score in score_all(reward, rollouts, kind)]
 
 
 def ranks(values: Sequence[float]) -> list[int]:
@@ -152,9 +158,7 @@ def test_groups_are_ranked_on_every_wire(
     wire: str, how: str, calls: int, make: Make, server: JudgeServer
 ) -> None:
     reward = make(wire, compare=how)
-    rollouts = [
-        r for n in range(3) for r in group(n, *(answer_text((k * 3 + n) % 5) for k in range(5)))
-    ]
+    rollouts = [r for n in range(3) for r in group(n, *((k * 3 + n) % 5 for k in range(5)))]
     reward.start([rollouts[0].prompt])
     scores = score_all(reward, rollouts)
     for n in range(3):
@@ -173,13 +177,13 @@ def test_equal_texts_tie_and_those_without_content_lose_without_a_call(
     make: Make, server: JudgeServer
 ) -> None:
     reward = make()
-    scores = score_all(reward, group(1, answer_text(2), answer_text(1), answer_text(2), "", ":"))
+    scores = score_all(reward, group(1, 2, 1, 2, "", ":"))
     values = [score.value for score in scores]
     assert values[0] == values[2] > values[1] > values[3] == values[4] == 0.0  # type: ignore[operator]
     assert values[0] is not None and values[0] > (2 + 0.5) / 4  # type: ignore[operator]
     assert server.count == 2 and scores[3].gated
-    assert [s.value for s in score_all(reward, group(2, "same words", "same words"))] == [0.5, 0.5]
-    assert [s.value for s in score_all(reward, group(3, "", "some words"))] == [0.0, 1.0]
+    assert values_of(reward, group(2, "same words", "same words")) == [0.5, 0.5]
+    assert values_of(reward, group(3, "", "some words")) == [0.0, 1.0]
     (lone,) = score_all(reward, group(4, "some words"))
     assert lone.value is None and lone.failure.startswith("alone")
     assert server.count == 2
@@ -191,7 +195,7 @@ def test_a_judge_that_prefers_a_place_is_refused_and_not_learned_from(
 ) -> None:
     server.score = lambda system, user: answer(range(len(BLOCK.findall(user)), 0, -1))
     reward = make(compare=how)
-    rollouts = [r for n in range(4) for r in group(n, *(answer_text(k) for k in range(4)))]
+    rollouts = [r for n in range(4) for r in group(n, *range(4))]
     with pytest.raises(Interrupted, match=r"16 of 16 responses .* no verdict \(place 16\)"):
         score_all(reward, rollouts)
     assert reward.pop_metrics()["judge/place_followed"] == 1.0
@@ -209,15 +213,9 @@ def test_the_place_is_counted_where_it_decides_and_the_rest_is_kept(
 
     server.score = close
     reward = make()
-    scores = score_all(
-        reward,
-        group(
-            1, answer_text(0), answer_text(1), answer_text(2), answer_text(2, "too"), answer_text(4)
-        ),
-    )
+    values = values_of(reward, group(1, 0, 1, 2, answer_text(2, "too"), 4))
     metrics = reward.pop_metrics()
     assert metrics["judge/place_followed"] == 0.3 and metrics["judge/ties"] == pytest.approx(1 / 7)
-    values = [score.value for score in scores]
     assert values[2] == values[3] and None not in values and values[4] == max(values)  # type: ignore[type-var]
 
 
@@ -231,12 +229,7 @@ def test_a_failed_comparison_leaves_its_pair_out_and_too_few_are_no_score(
 
     server.score = dislikes
     reward = make(cache="off")
-    scores = score_all(
-        reward,
-        group(
-            1, answer_text(0), answer_text(1), answer_text(2), answer_text(3, "odd"), answer_text(4)
-        ),
-    )
+    scores = score_all(reward, group(1, 0, 1, 2, answer_text(3, "odd"), 4))
     values = [score.value for score in scores]
     assert values[3] is None and scores[3].failure.startswith("form")
     assert values[0] == values[1] < values[2] < values[4]  # type: ignore[operator]
@@ -247,18 +240,8 @@ def test_a_failed_comparison_leaves_its_pair_out_and_too_few_are_no_score(
 
 def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
     reward = make(compare="ground_truth", votes=2)
-    scores = score_all(
-        reward,
-        group(
-            1,
-            answer_text(1),
-            answer_text(3),
-            answer_text(2, "x"),
-            answer_text(2),
-            "",
-            ground_truth=answer_text(2),
-        ),
-    )
+    rollouts = group(1, 1, 3, answer_text(2, "x"), 2, "", ground_truth=answer_text(2))
+    scores = score_all(reward, rollouts)
     assert [score.value for score in scores] == [0.0, 1.0, 0.5, 0.5, 0.0]
     assert server.count == 2 * 2 * 3  # not for the same words, nor for none
     metrics = reward.pop_metrics()
@@ -271,29 +254,29 @@ def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
 
 def test_validations_are_compared_with_the_first_also_after_a_resume(make: Make) -> None:
     reward = make()
-    assert [s.value for s in score_all(reward, group(1, answer_text(2)), "validation")] == [0.5]
-    assert [s.value for s in score_all(reward, group(1, answer_text(3)), "validation")] == [1.0]
+    assert values_of(reward, group(1, 2), "validation") == [0.5]
+    assert values_of(reward, group(1, 3), "validation") == [1.0]
     resumed = make()
     resumed.load_state_dict(json.loads(json.dumps(reward.state_dict())))
-    assert [s.value for s in score_all(resumed, group(1, answer_text(1)), "validation")] == [0.0]
+    assert values_of(resumed, group(1, 1), "validation") == [0.0]
     assert resumed.pop_metrics()["judge/win_rate"] == 0.0
 
 
 def test_the_starting_models_responses_are_asked_for_once_and_kept(make: Make) -> None:
-    reward, rollouts = make(compare="base"), group(1, answer_text(1), answer_text(3))
-    (first,) = group(1, answer_text(2))
+    reward, rollouts = make(compare="base"), group(1, 1, 3)
+    (first,) = group(1, 2)
     assert list(reward.prompts_for_reference([first.prompt])) == [first.prompt]
     assert list(make().prompts_for_reference([first.prompt])) == []
     reward.set_references([first])
-    assert [score.value for score in score_all(reward, rollouts)] == [0.0, 1.0]
+    assert values_of(reward, rollouts) == [0.0, 1.0]
     resumed = make(compare="base")
     resumed.load_state_dict(json.loads(json.dumps(reward.state_dict())))
     assert list(resumed.prompts_for_reference([first.prompt])) == []
-    assert [score.value for score in score_all(resumed, rollouts)] == [0.0, 1.0]
+    assert values_of(resumed, rollouts) == [0.0, 1.0]
 
 
 def test_nothing_is_paid_twice(make: Make, server: JudgeServer) -> None:
-    rollouts = group(1, *(answer_text(k) for k in range(4)))
+    rollouts = group(1, *range(4))
     first = score_all(make(), rollouts)
     assert server.count == 12
     second = score_all(make(), rollouts)
@@ -303,7 +286,7 @@ def test_nothing_is_paid_twice(make: Make, server: JudgeServer) -> None:
 
 def test_a_sparse_design_keeps_to_its_calls(make: Make, server: JudgeServer) -> None:
     reward = make(compare_calls=30)
-    scores = score_all(reward, group(1, *(answer_text(k) for k in range(8))))
+    scores = score_all(reward, group(1, *range(8)))
     correlation = correlate([s.value or 0.0 for s in scores], [float(k) for k in range(8)])
     assert server.count == 30 and correlation is not None and correlation > 0.9
 
@@ -347,10 +330,7 @@ def test_canaries_lose_unless_the_judge_is_fooled(
     if fooled:
         server.score = lambda system, user: '{"better_response": "R1"}'
     reward.begin_step(1)
-    futures = [
-        reward.submit(rollout)
-        for rollout in group(1, answer_text(1), answer_text(1), ground_truth=answer_text(3))
-    ]
+    futures = [reward.submit(rollout) for rollout in group(1, 1, 1, ground_truth=answer_text(3))]
     reward.end_round()
     assert [future.result(60).value for future in futures] == [0.5, 0.5]
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
@@ -359,7 +339,7 @@ def test_canaries_lose_unless_the_judge_is_fooled(
 
 def test_a_second_judge_reads_a_share_of_the_comparisons(make: Make) -> None:
     reward = make(monitor=Monitor(type="openai", model="second", share=1.0))
-    score_all(reward, group(1, *(answer_text(k) for k in range(4))))
+    score_all(reward, group(1, *range(4)))
     reward._loop.call(asyncio.sleep(0.5), timeout=5)
     metrics = reward.pop_metrics()
     assert metrics["judge/monitor_gap"] == 0.0 and metrics["judge/monitor_correlation"] > 0.99
@@ -370,10 +350,8 @@ def test_a_part_of_a_mixture_may_compare(make: Make, server: JudgeServer) -> Non
     settings = Reward(api=ApiReward(**api, cache="off"), parts=("judge:1", "rule:1"), rule="number")
     reward = build_reward(settings, sources=set())
     try:
-        scores = score_all(
-            reward,
-            group(1, answer_text(2, "4"), answer_text(1, "4"), answer_text(0), ground_truth="4"),
-        )
+        rollouts = group(1, answer_text(2, "4"), answer_text(1, "4"), 0, ground_truth="4")
+        scores = score_all(reward, rollouts)
     finally:
         reward.close()
     assert [score.mixture["judge"].value is not None for score in scores] == [True] * 3

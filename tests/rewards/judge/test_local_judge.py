@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,6 +23,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.prompt import Material, load_template
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.judge.providers.local import Judge
 from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.remote.failures import Failure
 
@@ -52,9 +54,7 @@ def serve(root: Path, *arguments: str, **extra: str) -> subprocess.CompletedProc
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return int(str(urlsplit(Judge.default_url({})).port))
 
 
 @pytest.fixture
@@ -92,24 +92,21 @@ def test_a_mistyped_command_is_one_sentence(
 
 @needs_no_gpu
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "content", "sentence"),
     [
-        ("config.json", "is no model folder"),
-        ("model.safetensors", "is no model folder"),
-        ("chat_template.jinja", "has no chat template; a judge must be an instruct model"),
+        ("config.json", None, "is no model folder"),
+        ("config.json", "{", "config.json is damaged"),
+        ("model.safetensors", None, "is no model folder"),
+        ("chat_template.jinja", None, "has no chat template; a judge must be an instruct model"),
     ],
 )
 def test_a_folder_that_cannot_judge_is_named(
-    root: Path, folder: Path, name: str, sentence: str
+    root: Path, folder: Path, name: str, content: str | None, sentence: str
 ) -> None:
     (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
     assert_stops(serve(root, str(folder)), sentence)
-
-
-@needs_no_gpu
-def test_a_damaged_file_is_named(root: Path, folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-    assert_stops(serve(root, str(folder)), "config.json is damaged")
 
 
 @needs_no_gpu

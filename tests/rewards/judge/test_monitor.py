@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Rollout
 from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
@@ -27,30 +25,16 @@ from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
-from tests.rewards.scoring import score_all
+from tests.rewards.scoring import score_all, sum_rollout, wait_until
 
 Make = Callable[..., JudgeReward]
 PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_input: 1.0}\n"
 
 
-def rollout(number: int, sample: int = 0, text: str = "") -> Rollout:
-    question = f"What is {number} + 1?"
-    prompt = Prompt(
-        str(number), question, ({"role": "user", "content": question},), question, (1,),
-        ground_truth=str(number + 1),
-    )  # fmt: skip
-    response = text or f"It is {number + 1}."
-    return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), response, "stop")
-
-
 def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     """Metrics added up until there is enough of them: nobody waits for canaries and monitors."""
     total: Counter[str] = Counter()
-    until = time.monotonic() + 30.0
-    while not enough(total):
-        assert time.monotonic() < until, total
-        time.sleep(0.02)
-        total.update(reward.pop_metrics())
+    wait_until(lambda: total.update(reward.pop_metrics()) or enough(total))
     return dict(total)
 
 
@@ -87,7 +71,7 @@ def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer, judge_
     server.score = lambda system, user: 10 if "It is" in user else "no number"
     reward = judge_of(prompt_preset="math", cache="off", canary_every=1)
     reward.begin_step(1)
-    assert score_all(reward, [rollout(1)])[0].value == 1.0
+    assert score_all(reward, [sum_rollout(1)])[0].value == 1.0
     metrics = measured(reward, lambda metrics: metrics.get("judge/canary_failed", 0) >= 4)
     assert metrics["judge/canary_failed"] == 4 and "judge/canary_max" not in metrics
     assert "judge/canary_failed" not in reward.pop_metrics()
@@ -130,15 +114,12 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
         return number if times[user] == 1 else 8 - number
 
     server.score = opinion
-    rollouts = [rollout(number) for number in (1, 2, 3)]
+    rollouts = [sum_rollout(number) for number in (1, 2, 3)]
     reward = opened(watched(server, tmp_path))
     reward.attach(tmp_path)
     scores = score_all(reward, rollouts)
     assert [score.value for score in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
-    until = time.monotonic() + 30.0
-    while any(score.facts["monitor"] is None for score in scores):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: all(score.facts["monitor"] is not None for score in scores))
     assert [score.facts["monitor"] for score in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
     assert [score.facts["monitor_gap"] for score in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
     metrics = reward.pop_metrics()
@@ -168,7 +149,7 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
 def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
     """Right answers with label 1 and wrong ones with label 0, by turns."""
     texts = [f"It is {n + 1 + n % 2}." for n in range(count)]
-    return [(rollout(n, text=text), float(n % 2 == 0)) for n, text in enumerate(texts)]
+    return [(sum_rollout(n, response=text), float(n % 2 == 0)) for n, text in enumerate(texts)]
 
 
 def held_out(opened: Make, server: JudgeServer, folder: Path, **changes: object) -> JudgeReward:
@@ -227,10 +208,8 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
     reward = held_out(opened, server, tmp_path, budget_tokens=3000)
     reward.begin_step(1)
     reward.end_round("validation")
-    until = time.monotonic() + 30.0
-    while reward._observer.labelled is None or not reward._observer.labelled._metrics:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    labelled = reward._observer.labelled
+    wait_until(lambda: labelled is not None and labelled._metrics)
     assert "judge/label_failed" not in reward.pop_metrics()
     reward.end_round()
     metrics = reward.pop_metrics()
@@ -247,9 +226,9 @@ def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
         return [monitor.wants(row) for row in rollouts]
 
     kinds = (
-        [rollout(n, text="same") for n in range(1000)],
-        [rollout(1, sample=n, text="same") for n in range(1000)],
-        [rollout(1, text=f"text {n}") for n in range(1000)],
+        [sum_rollout(n, response="same") for n in range(1000)],
+        [sum_rollout(1, sample=n, response="same") for n in range(1000)],
+        [sum_rollout(1, response=f"text {n}") for n in range(1000)],
     )
     for rollouts in kinds:
         assert 200 < sum(chosen(0.25, rollouts)) < 300
@@ -276,7 +255,7 @@ def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     server.fail("refusal", paths=("/v1/messages",), times=1)
     server.fail("hang", paths=("/v1/messages",))
     reward = opened(watched(server, tmp_path, timeout=0.2))
-    assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
+    assert [s.value for s in score_all(reward, [sum_rollout(1), sum_rollout(2)])] == [1.0, 1.0]
     metrics = measured(reward, lambda metrics: metrics.get("judge/monitor_failed", 0) >= 2)
     assert metrics["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in metrics
     assert "judge/monitor_failed" not in reward.pop_metrics()
@@ -287,11 +266,11 @@ def test_the_start_tries_the_monitor(opened: Make, server: JudgeServer, tmp_path
     notes: list[str] = []
     reward = opened(watched(server, tmp_path))
     server.fail(503, paths=("/v1/messages",), times=1)
-    reward.start([rollout(1).prompt], tell=notes.append)
+    reward.start([sum_rollout(1).prompt], tell=notes.append)
     assert len(notes) == 1 and "monitoring judge gave no verdict yet" in notes[0]
     server.fail(401, paths=("/v1/messages",), times=1)
     with pytest.raises(RewardError, match=r"monitoring judge cannot be used.*OTHER_KEY"):
-        reward.start([rollout(1).prompt])
+        reward.start([sum_rollout(1).prompt])
 
 
 @pytest.mark.parametrize("key", ["k2", "", "k 2"], ids=["stale", "no", "mangled"])
@@ -303,9 +282,9 @@ def test_a_second_judge_that_nobody_asked_for_ends_no_run(
     api = watched(server, tmp_path, monitor=monitor.model_dump())
     server.fail(401, paths=("/v1/messages",), times=1)
     reward = opened(api, OTHER_KEY=key)
-    reward.start([rollout(1).prompt], tell=notes.append)
+    reward.start([sum_rollout(1).prompt], tell=notes.append)
     assert len(notes) == 1 and "second judge" in notes[0] and "OTHER_KEY" in notes[0]
-    assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
+    assert [s.value for s in score_all(reward, [sum_rollout(1), sum_rollout(2)])] == [1.0, 1.0]
     told_of = reward.pop_metrics()
     assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
     if key != "k2":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from ppo_cli.reaper import descendants
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server
+from tests.rewards.scoring import wait_until
 
 # Answers /health, and says its process in a file; its grandchild outlives a careless end.
 FAKE = """
@@ -38,13 +39,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 
 def free_port() -> int:
     return int(str(urlsplit(Judge.default_url({})).port))
-
-
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
@@ -70,8 +64,8 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left_at_the_end(
     server.start(notes.append, 30.0)
     first = int(says.read_text())
     os.kill(first, signal.SIGKILL)
-    until(lambda: says.read_text() not in ("", str(first)))
-    until(server._answers)
+    wait_until(lambda: says.read_text() not in ("", str(first)))
+    wait_until(server._answers)
     started = set(descendants(os.getpid())) - before
     server.stop()
     assert not [pid for pid in started if alive(pid)]
@@ -97,7 +91,7 @@ def test_nothing_is_left_of_a_server_whose_run_was_killed(tmp_path: Path) -> Non
         below = descendants(process.pid)
         assert int(says.read_text()) in below
         process.kill()
-    until(lambda: not [pid for pid in below if alive(pid)])
+    wait_until(lambda: not [pid for pid in below if alive(pid)])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +115,7 @@ def local_judge(**settings: Any) -> Judge:
     return provider
 
 
-def test_what_is_started_and_with_which_variables() -> None:
+def test_the_command_and_its_variables() -> None:
     judge = local_judge(local={"max_model_len": 99, "engine_kwargs": {"reasoning_parser": "qwen3"}})
     command = judge.command({"PPO_VLLM_PYTHON": "/py"})
     assert command[:4] == ["/py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -137,7 +131,7 @@ def test_what_is_started_and_with_which_variables() -> None:
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
 
 
-def test_verdicts_of_the_same_weights_are_the_same_question_whatever_the_port() -> None:
+def test_the_port_of_the_server_does_not_change_the_identity_of_a_judge() -> None:
     first, second = local_judge(), local_judge()
     assert first.base_url != second.base_url and first.identity == second.identity
     assert "files" in json.loads(first.identity)
@@ -196,7 +190,9 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
     log_file, seen = tmp_path / "log", set()
     try:
         metrics = out / "metrics.jsonl"
-        until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), 300)
+        wait_until(
+            lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), 300
+        )
         below = descendants(run.pid)
         seen |= set(below)
         serving = [
@@ -219,4 +215,4 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
     assert sum(line["judge/cost_usd_total"] for line in steps) == 0
     assert sum(line.get("judge/errors/connection") or 0 for line in steps) > 0
     assert "it is started again" in log_file.read_text()
-    until(lambda: not [pid for pid in seen if alive(pid)])
+    wait_until(lambda: not [pid for pid in seen if alive(pid)])

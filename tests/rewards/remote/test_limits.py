@@ -65,12 +65,10 @@ def test_a_rate_limiter_spreads_units_and_corrects_estimates(clock: ManualClock)
 @pytest.mark.parametrize(
     ("limits", "expected", "used", "at_once"),
     [
-        ({"max_tpm": 6000}, 1000, 100, True),
-        ({"max_tpm": 6000}, 100, 1000, False),
-        ({"max_rpm": 60}, 0, 0, True),
-        ({"max_rpm": 20}, 0, 0, False),
+        ({"max_tpm": 6000}, 1000, 100, True), ({"max_tpm": 6000}, 100, 1000, False),
+        ({"max_rpm": 60}, 0, 0, True), ({"max_rpm": 20}, 0, 0, False),
     ],
-)
+)  # fmt: skip
 def test_caps_count_the_tokens_used_and_not_those_expected(
     clock: ManualClock, limits: dict[str, int], expected: int, used: int, at_once: bool
 ) -> None:
@@ -124,22 +122,18 @@ def test_no_minute_has_more_calls_than_its_cap(
     assert 0.95 * calls <= max(minutes) <= calls
 
 
-CALM = ((8, True), (8, True))
+CALM, SLOW = ((8, True), (8, True)), ((8, True), (5, True))
+REFUSED = ((7, False), (1, False))
 
 
 @pytest.mark.parametrize(
     ("status", "cause", "after_one_and_seven"),
     [
-        (429, "", ((7, False), (1, False))),
-        (529, "", ((7, False), (1, False))),
-        (503, "", ((8, False), (5, False))),
-        (408, "", ((8, True), (5, True))),
-        (504, "", ((8, True), (5, True))),
-        (None, "timeout", ((8, True), (5, True))),
-        (500, "", CALM),
+        (429, "", REFUSED), (529, "", REFUSED), (503, "", ((8, False), (5, False))),
+        (408, "", SLOW), (504, "", SLOW), (None, "timeout", SLOW), (500, "", CALM),
         (None, "connection", CALM),
     ],
-)
+)  # fmt: skip
 def test_what_each_failure_changes(
     clock: ManualClock, status: int | None, cause: str, after_one_and_seven: object
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ppo_cli.config.schema.reward import ModelReward
@@ -14,6 +13,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.models.served import ServedModelReward
 from ppo_cli.rewards.remote import breaker, client
 from tests.reward_server import RewardServer
+from tests.rewards.scoring import sum_rollout
 
 PATHS = {"vllm": "/classify", "openrlhf": "/get_reward"}
 SECRET = "loopback-secret-0123456789"
@@ -45,20 +45,13 @@ class Bench:
         return self.rewards[-1]
 
     def prompt(self, number: int = 0, **changes: Any) -> Prompt:
-        text = f"What is {number} + 1?"
-        fields: dict[str, Any] = {
-            "text": text, "messages": ({"role": "user", "content": text},),
-            "rendered": f"<|im_start|>user\n{text}<|im_end|>\n", "token_ids": (1,),
-            "ground_truth": str(number + 1),
-        }  # fmt: skip
-        return Prompt(str(number), **(fields | changes))
+        return self.rollout(number, **changes).prompt
 
     def rollout(
         self, number: int, text: str | None = None, sample: int = 0, **changes: Any
     ) -> Rollout:
-        response = f"It is {number + 1}." if text is None else text
-        prompt = self.prompt(number, **changes)
-        return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), response, "stop")
+        rendered = f"<|im_start|>user\nWhat is {number} + 1?<|im_end|>\n"
+        return sum_rollout(number, text, sample, **{"rendered": rendered} | changes)
 
     def submit_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Future[Score]]:
         futures = [reward.submit(rollout) for rollout in rollouts]

@@ -103,7 +103,7 @@ def test_no_more_requests_at_once_than_allowed(bench: Bench) -> None:
     assert bench.server.most_in_flight == 3
 
 
-def test_connections_have_no_limit_beside_that_of_requests(
+def test_connections_are_limited_only_by_requests(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself httpx has 100 of them at most."""

@@ -26,6 +26,12 @@ def server(shared_server: JudgeServer) -> JudgeServer:
     return shared_server
 
 
+@pytest.fixture(params=WIRES)
+def wire(request: pytest.FixtureRequest) -> str:
+    """Each wire in turn."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def ask(shared_server: JudgeServer) -> Iterator[Ask]:
     """Ask judges that live on one event loop, each of which has answered once."""

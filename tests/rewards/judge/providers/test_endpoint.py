@@ -80,21 +80,21 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
             with pytest.raises(RewardError, match=f"{variable} 'gateway' is not an address"):
                 build_provider(judge_api(kind, "m"), environ={**keys, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
-    assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
-    api = judge_api("openai", "m", "http://mine/v1")
-    assert build_provider(api, environ=environ).base_url == "http://mine/v1"
-    work = {**KEYS, "DASHSCOPE_WORKSPACE": "ws", "DASHSCOPE_REGION": "ap-southeast-1"}
-    assert build_provider(judge_api("dashscope", "m"), environ=work).base_url == (
-        "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
-    )
-    regions = (
-        ("us-east-1", "dashscope-intl"), ("cn-beijing", "dashscope"),
-        ("cn-hongkong", "cn-hongkong.dashscope"),
-    )  # fmt: skip
-    for region, host in regions:
-        near = {**KEYS, "DASHSCOPE_REGION": region}
-        built = build_provider(judge_api("dashscope", "m"), environ=near)
-        assert built.base_url == f"https://{host}.aliyuncs.com/api/v1"
+    for typed, address in ((None, "http://gateway/v1"), ("http://mine/v1", "http://mine/v1")):
+        assert build_provider(judge_api("openai", "m", typed), environ=environ).base_url == address
+
+
+@pytest.mark.parametrize(
+    ("region", "workspace", "host"),
+    [
+        ("ap-southeast-1", "ws", "ws.ap-southeast-1.maas"), ("us-east-1", "", "dashscope-intl"),
+        ("cn-beijing", "", "dashscope"), ("cn-hongkong", "", "cn-hongkong.dashscope"),
+    ],
+)  # fmt: skip
+def test_each_region_of_dashscope_has_its_host(region: str, workspace: str, host: str) -> None:
+    environ = {**KEYS, "DASHSCOPE_WORKSPACE": workspace, "DASHSCOPE_REGION": region}
+    built = build_provider(judge_api("dashscope", "m"), environ=environ)
+    assert built.base_url == f"https://{host}.aliyuncs.com/api/v1"
 
 
 @pytest.mark.parametrize("row", read_corpus("addresses", "address"))

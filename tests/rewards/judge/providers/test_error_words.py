@@ -1,22 +1,19 @@
-"""What providers, gateways and proxies say in the bodies of their errors, in whatever form."""
+"""What providers, gateways and proxies say in the bodies of their errors, in any form."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import pytest
-
 from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.remote.failures import Failure, read_message
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import SECRET, WIRES, Ask, ask_once, judge_at
+from tests.judge_server.asking import SECRET, Ask, ask_once, judge_at
 from tests.rewards.judge.corpora import read_corpus
 
 FATAL, RETRYABLE, REFUSED = Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_words_are_found_in_any_body(server: JudgeServer, ask: Ask, wire: str) -> None:
     sentence = "It is odd here, dear"
     unlike = []
@@ -34,7 +31,6 @@ def test_words_are_found_in_any_body(server: JudgeServer, ask: Ask, wire: str) -
     assert not unlike
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_parameter_is_known_by_the_words_of_any_body(server: JudgeServer, wire: str) -> None:
     name = "thinking" if wire == "claude" else "seed"
     server.fail(422, times=1, raw=json.dumps({"detail": [{"loc": ["body", name], "msg": "no"}]}))
@@ -43,7 +39,6 @@ def test_a_parameter_is_known_by_the_words_of_any_body(server: JudgeServer, wire
     assert [label.split("=")[0] for label in judge.dropped()] == [name]
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_page_is_cut_short(server: JudgeServer, ask: Ask, wire: str) -> None:
     for raw in (f"<html><body>{'far ' * 500}{SECRET}</body></html>", "far " * 500, SECRET * 20):
         server.fail(500, times=1, raw=raw)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
+from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.lengths import (
     TruncationCheck,
     fit_answer_tokens,
@@ -16,7 +17,7 @@ from ppo_cli.rewards.judge.providers.lengths import (
 )
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
+from tests.judge_server.asking import ask_once, judge_at, make_question, on_a_loop
 from tests.rewards.judge.corpora import read_corpus
 
 # About 80 tokens are sent, and 1,024 are asked for.
@@ -46,43 +47,45 @@ def test_a_request_above_the_whole_rate_is_too_long(message: str, never_fits: bo
     assert is_about_length(429, message) is never_fits
 
 
+def ask_twice(judge: SdkProvider, question: Question) -> list[Reply]:
+    async def work(provider: SdkProvider) -> list[Reply]:
+        return [await provider.ask(question, timeout=10.0) for _ in range(2)]
+
+    return on_a_loop(judge, work)
+
+
 def limit_of(wire: str, body: dict[str, Any]) -> int:
     if wire == "gemini":
         return int(body["generationConfig"]["maxOutputTokens"])
     return int((body.get("parameters") or body)["max_tokens"])
 
 
-class SmallContext:
-    """A fault that refuses what prompt and answer together exceed, as vLLM words it."""
-
-    def __init__(self, server: JudgeServer, wire: str, context: int, prompt: int) -> None:
-        self.server, self.wire = server, wire
-        self.context, self.prompt = context, prompt
-        self.fault = server.fail(400)
-        self.fault.strikes = self.strikes  # type: ignore[method-assign]
-
-    def strikes(self, path: str, body: Any, dice: Any) -> bool:
-        limit, context = limit_of(self.wire, body), self.context
-        self.fault.message = (
-            f"'max_tokens' is too large: {limit}. This model's maximum context length is {context} "
-            f"tokens and your request has {self.prompt} input tokens."
-        )
-        return self.prompt + limit > context
+VLLM = (
+    "'max_tokens' is too large: {limit}. This model's maximum context length is {context} tokens "
+    "and your request has 60 input tokens."
+)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+def refuse_long(server: JudgeServer, wire: str, context: int, message: str = VLLM) -> None:
+    """Refuse what a prompt of 60 tokens and the answer exceed together, in a server's words."""
+    fault = server.fail(400)
+
+    def strikes(path: str, body: Any, dice: Any) -> bool:
+        limit = limit_of(wire, body)
+        fault.message = message.format(limit=limit, context=context)
+        return 60 + limit > context
+
+    fault.strikes = strikes  # type: ignore[method-assign]
+
+
 def test_a_judge_with_a_small_context_is_asked_for_fewer_tokens(
     server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
 ) -> None:
-    SmallContext(server, wire, context=700, prompt=60)
+    refuse_long(server, wire, 700)
     judge = judge_at(server, wire, max_tokens=1024)
 
-    async def ask_twice(provider: Any) -> list[Reply]:
-        question = make_question(max_tokens=1024)
-        return [await provider.ask(question, timeout=10.0) for _ in range(2)]
-
     with caplog.at_level(logging.WARNING):
-        replies = on_a_loop(judge, ask_twice)
+        replies = ask_twice(judge, make_question(max_tokens=1024))
     assert all(isinstance(reply, Reply) for reply in replies)
     assert [limit_of(wire, call.body) for call in server.calls] == [1024, 640, 640]
     warnings = [record.getMessage() for record in caplog.records]
@@ -90,11 +93,10 @@ def test_a_judge_with_a_small_context_is_asked_for_fewer_tokens(
     assert "Set --rm_max_tokens 640" in warnings[0]
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_request_that_does_not_fit_says_that_fewer_tokens_do_not_help(
     server: JudgeServer, wire: str
 ) -> None:
-    SmallContext(server, wire, context=100, prompt=60)
+    refuse_long(server, wire, 100)
     error = ask_once(judge_at(server, wire), make_question(max_tokens=1024))
     assert isinstance(error, JudgeError)
     assert (error.kind, error.cause) == (Failure.REFUSED, "too_long")
@@ -103,15 +105,8 @@ def test_a_request_that_does_not_fit_says_that_fewer_tokens_do_not_help(
 
 
 def test_a_refusal_without_numbers_halves_the_answer(server: JudgeServer) -> None:
-    small = SmallContext(server, "openai", context=400, prompt=60)
     wordless = "Please reduce the length of the messages or completion."
-
-    def strikes(path: str, body: Any, dice: Any) -> bool:
-        struck = SmallContext.strikes(small, path, body, dice)
-        small.fault.message = wordless
-        return struck
-
-    small.fault.strikes = strikes  # type: ignore[method-assign]
+    refuse_long(server, "openai", 400, wordless)
     reply = ask_once(judge_at(server, "openai"), make_question(max_tokens=1024))
     assert isinstance(reply, Reply)
     assert [call.body["max_tokens"] for call in server.calls] == [1024, 512, 256]
@@ -170,17 +165,13 @@ def test_the_same_request_again_and_again_is_no_ceiling() -> None:
     assert [check.find(question_of(PROSE), 1100) for _ in range(20)] == [None] * 20
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_judge_that_reads_a_part_is_reported_once(
     server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
 ) -> None:
     server.state.most_read = 64
 
-    async def ask_twice(provider: Any) -> list[Reply]:
-        return [await provider.ask(make_question(PROSE), timeout=10.0) for _ in range(2)]
-
     with caplog.at_level(logging.WARNING):
-        on_a_loop(judge_at(server, wire), ask_twice)
+        ask_twice(judge_at(server, wire), make_question(PROSE))
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert "may read only a part of what it is sent: it counted 64 tokens" in warnings[0]

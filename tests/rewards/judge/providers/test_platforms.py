@@ -41,14 +41,10 @@ PATHS = {
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials but those of a test: no home, no variables, no metadata server."""
     for declaration in JUDGES.values():
-        for names in (
-            *declaration.keys,
-            *declaration.url_variables,
-            *declaration.needs,
-            *declaration.replaces.values(),
-        ):
-            for name in names.split():
-                monkeypatch.delenv(name, raising=False)
+        names = " ".join([*declaration.keys, *declaration.url_variables, *declaration.needs,
+                          *declaration.replaces.values()])  # fmt: skip
+        for name in names.split():
+            monkeypatch.delenv(name, raising=False)
     for name in (*AWS, "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -142,17 +138,11 @@ def test_no_credentials_end_the_run_at_once(
     assert "no credentials that work" in str(error)
 
 
-def test_what_is_missing_is_told_all_at_once() -> None:
-    with pytest.raises(RewardError) as caught:
-        build_provider(judge_api("azure"), environ={})
-    first, second = str(caught.value).splitlines()
-    assert first.startswith("A judge at azure needs AZURE_OPENAI_ENDPOINT: the address of ")
-    assert second.startswith("A judge at azure needs OPENAI_API_VERSION: the version of ")
+def test_a_missing_setting_is_named_unless_a_flag_replaces_it() -> None:
     with pytest.raises(RewardError, match="needs AWS_REGION or AWS_DEFAULT_REGION"):
         build_provider(judge_api("bedrock"), environ={})
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=r"\A(?!.*ENDPOINT).*needs OPENAI_API_VERSION"):
         build_provider(judge_api("azure", base_url="http://gateway"), environ={})
-    assert "ENDPOINT" not in str(caught.value), "the address is given"
 
 
 def test_each_region_has_its_address() -> None:

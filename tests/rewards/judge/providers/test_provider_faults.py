@@ -29,7 +29,6 @@ def fail_once(server: JudgeServer, ask: Ask, wire: str, fault: Any, **details: A
     return error
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_fault_becomes_what_the_corpus_says(server: JudgeServer, ask: Ask, wire: str) -> None:
     """Of a judge that has answered before; the next call finds it well again."""
     wrong = []
@@ -55,7 +54,6 @@ def test_a_fault_becomes_what_the_corpus_says(server: JudgeServer, ask: Ask, wir
     assert wrong == []
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_server_that_is_down(server: JudgeServer, ask: Ask, wire: str) -> None:
     server.pause()
     try:
@@ -67,7 +65,6 @@ def test_a_server_that_is_down(server: JudgeServer, ask: Ask, wire: str) -> None
     assert isinstance(ask(wire), Reply)
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_cut_answer_is_marked_and_odd_ones_are_for_the_parser(
     server: JudgeServer, ask: Ask, wire: str
 ) -> None:
@@ -79,7 +76,6 @@ def test_a_cut_answer_is_marked_and_odd_ones_are_for_the_parser(
         assert reply.usage is not None and reply.usage.output > 0
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_the_requested_wait(server: JudgeServer, ask: Ask, wire: str) -> None:
     date = email.utils.formatdate(2_000_000_000, usegmt=True)
     waits = [
@@ -115,14 +111,12 @@ def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
     assert "--rm_monitor_model (now 'judge-model'), and --rm_monitor_base_url" in message
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_rejected_key_is_named_by_its_variable(server: JudgeServer, ask: Ask, wire: str) -> None:
     provider = {"claude": "ANTHROPIC"}.get(wire, wire.split("-")[0].upper())
     variable = next(name for name in KEYS if name.startswith(provider))
     assert f"Check the key in {variable}" in str(fail_once(server, ask, wire, 401))
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_no_secret_in_a_message(server: JudgeServer, ask: Ask, wire: str) -> None:
     for status in (400, 401, 500):
         message = f"The key {SECRET} (Bearer {SECRET}) is wrong."
@@ -132,7 +126,6 @@ def test_no_secret_in_a_message(server: JudgeServer, ask: Ask, wire: str) -> Non
         assert error.__cause__ is None and error.__context__ is None
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_cancelling_goes_through(server: JudgeServer, wire: str) -> None:
     server.fail("hang")
 

@@ -19,8 +19,7 @@ from ppo_cli.rewards.judge.providers.dashscope import Judge as DashScope
 from ppo_cli.rewards.judge.providers.forms import level_labels, read_decision
 from ppo_cli.rewards.judge.providers.gemini import Judge as Gemini
 from ppo_cli.rewards.judge.providers.openai import Judge as OpenAI
-from ppo_cli.rewards.judge.providers.replies import CHAT, TokenFields, get_path, read_reply
-from ppo_cli.rewards.judge.providers.replies import read_usage as read
+from ppo_cli.rewards.judge.providers.replies import CHAT, get_path, read_reply, read_usage
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import (
@@ -34,6 +33,7 @@ from tests.judge_server.asking import (
     on_a_loop,
 )
 from tests.judge_server.server import digest
+from tests.rewards.judge.corpora import read_corpus
 
 DECIDING = [wire for wire in WIRES if wire != "claude"]
 # Where the parts of a request are, and how thinking is switched off there.
@@ -60,7 +60,6 @@ PLACES: dict[str, dict[str, str]] = {
 NO_THINKING = {"openai": None, "claude": "disabled", "gemini": 0}
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_request_carries_texts_limit_schema_and_key(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
@@ -86,7 +85,6 @@ def test_a_request_carries_texts_limit_schema_and_key(
     assert thinking == NO_THINKING.get(wire, False)
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_verdict_comes_back_with_its_tokens(server: JudgeServer, wire: str) -> None:
     for response, score in (("The answer is 42.", 10), ("The answer is 7.", 1)):
         reply = ask_once(judge_at(server, wire), make_question(response))
@@ -115,14 +113,12 @@ def test_both_key_variables_are_sent(
     assert digests == [digest("key-of-the-second"), digest("key-of-the-first")]
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_text_verdict_is_requested_without_schema(server: JudgeServer, wire: str) -> None:
     assert isinstance(ask_once(judge_at(server, wire), make_question(output="text")), Reply)
     body = server.calls[0].body
     assert [get_path(body, PLACES[wire][name]) for name in ("format", "schema")] == [None, None]
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_sampling_parameters(server: JudgeServer, wire: str) -> None:
     ask_once(judge_at(server, wire))
     ask_once(judge_at(server, wire, votes=3), make_question(vote=2))
@@ -176,7 +172,6 @@ def test_gemini_thinks_as_little_as_the_model_can_without_filters(server: JudgeS
         }
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_many_calls_share_one_client(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
@@ -192,7 +187,6 @@ def test_many_calls_share_one_client(
     assert len(clients) == 1
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_closing_is_silent(
     server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
 ) -> None:
@@ -204,7 +198,6 @@ def test_closing_is_silent(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("wire", WIRES)
 def test_unreported_tokens_are_not_zero(server: JudgeServer, wire: str) -> None:
     for fault in ("no_usage", "null_usage"):
         server.heal()
@@ -214,48 +207,21 @@ def test_unreported_tokens_are_not_zero(server: JudgeServer, wire: str) -> None:
             assert isinstance(reply, Reply) and reply.usage is None, (fault, mode)
 
 
-CLAUDE, DASHSCOPE = Claude.reply_fields.tokens, DashScope.reply_fields.tokens
-GEMINI, BAD = Gemini.reply_fields.tokens, (-5, "5", True, float("nan"), 10**12, [5])
+TOKENS = {
+    "openai": CHAT.tokens,
+    "openai decision": OpenAI.decision_tokens,
+    "claude": Claude.reply_fields.tokens,
+    "gemini": Gemini.reply_fields.tokens,
+    "gemini decision": Gemini.decision_tokens,
+    "dashscope": DashScope.reply_fields.tokens,
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "usage", "expected"),
-    [
-        # Half a count is a count, and none is none.
-        (CHAT.tokens, {"prompt_tokens": 5}, Usage(5, 0)),
-        (CHAT.tokens, {"prompt_tokens": 0, "completion_tokens": 0}, None),
-        (CHAT.tokens, {"prompt_tokens": None, "total_tokens": 7}, None),
-        (CLAUDE, {"output_tokens": 5}, Usage(0, 5)),
-        (CLAUDE, {}, None),
-        (CLAUDE, {"cache_read_input_tokens": 9, "output_tokens": 5}, Usage(0, 5)),
-        (GEMINI, {"candidates_token_count": None}, None),
-        # Parts are added.
-        (
-            CLAUDE, {"input_tokens": 1, "cache_creation_input_tokens": 10,
-                     "cache_read_input_tokens": 100}, Usage(111, 0, 100),
-        ),
-        (GEMINI, {"candidates_token_count": 1, "thoughts_token_count": 10}, Usage(0, 11)),
-        (
-            Gemini.decision_tokens,
-            {"total_input_tokens": 9, "total_output_tokens": 3, "total_cached_tokens": 5},
-            Usage(9, 3, 5),
-        ),
-        (
-            OpenAI.decision_tokens, {"input_tokens": 9, "output_tokens": 3,
-                                     "input_tokens_details": {"cached_tokens": 5}}, Usage(9, 3, 5),
-        ),
-        # Thoughts that only the total has are output.
-        (GEMINI, {"prompt_token_count": 5, "total_token_count": 12}, Usage(5, 7)),
-        (DASHSCOPE, {"input_tokens": 9, "output_tokens": 2, "total_tokens": 15}, Usage(9, 6)),
-        # A number that is not a count of tokens makes the others doubtful.
-        *((DASHSCOPE, {"input_tokens": count, "output_tokens": 7}, None) for count in BAD),
-        *((CHAT.tokens, {"prompt_tokens": 9, "completion_tokens": count}, None) for count in BAD),
-    ],
-)  # fmt: skip
-def test_usage_is_read_by_the_names_of_the_provider(
-    fields: TokenFields, usage: dict[str, Any], expected: Usage | None
-) -> None:
-    assert read(usage, fields) == expected
+@pytest.mark.parametrize("row", read_corpus("usage"))
+def test_usage_is_read_by_the_names_of_the_provider(row: dict[str, Any]) -> None:
+    """Half a count is a count, parts are added, and with one doubtful number none counts."""
+    expected = None if row["expected"] is None else Usage(*row["expected"])
+    assert read_usage(row["usage"], TOKENS[row["tokens"]]) == expected
 
 
 THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}

@@ -13,7 +13,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.proxies import client_settings, proxy_for
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import SECRET, WIRES, ask_once, judge_at
+from tests.judge_server.asking import SECRET, ask_once, judge_at
 from tests.loopback import Loopback
 from tests.rewards.judge.corpora import read_corpus
 
@@ -53,7 +53,6 @@ def test_without_a_socks_proxy_a_client_reads_the_environment(
 
 @pytest.mark.parametrize("variable", ["ALL_PROXY", "HTTP_PROXY", "all_proxy"])
 @pytest.mark.parametrize("entries", ["127.0.0.1", "127.0.0.0/8", "*"])
-@pytest.mark.parametrize("wire", WIRES)
 def test_no_proxy_exempts_a_judge_from_a_socks_proxy(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str, entries: str, variable: str
 ) -> None:
@@ -72,7 +71,6 @@ def test_no_proxy_exempts_a_judge_from_a_proxy_that_httpx_does_not_know(
 
 
 @pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
-@pytest.mark.parametrize("wire", WIRES)
 def test_a_socks_proxy_that_leads_to_the_judge_needs_a_package(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str], wire: str,
@@ -95,8 +93,7 @@ class Proxy(Loopback):
         return web.Response(status=418, text="through the proxy")
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_an_http_proxy_of_the_scheme_is_used_beside_a_socks_proxy(
+def test_an_http_proxy_of_the_scheme_is_used_next_to_a_socks_proxy(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     with Proxy("proxy") as proxy:
