@@ -301,15 +301,16 @@ def read_reply(reply: Any, fields: ReplyFields) -> Reply:
     if get_path(reply, fields.answer) is None:
         raise_body(reply)
     finish, content = to_word(get_path(reply, fields.finish)), get_path(reply, fields.content)
+    if isinstance(content, list):  # thoughts are parts, too, and are not the answer
+        texts = [get_path(part, "text") for part in content if _is_answer(part)]
+        content = "".join(text for text in texts if isinstance(text, str))
     # A refusal has a separate field; some gateways use the finish reason alone.
     refused = get_path(reply, fields.refusal)
     if refused or finish == "refusal":
         raise refusal("refusal", f"The judge refused: {refused or content or 'no reason'}", usage)
     if finish in fields.filtered:
-        raise refusal("content_filter", f"The provider's filter withheld it: {finish}", usage)
-    if isinstance(content, list):  # thoughts are parts, too, and are not the answer
-        texts = [get_path(part, "text") for part in content if _is_answer(part)]
-        content = "".join(text for text in texts if isinstance(text, str))
+        message = f"The provider's filter withheld the answer: {finish}"
+        raise refusal("content_filter", message, usage)
     if not isinstance(content, str | None):
         raise bad_body(f"the content of its message is not a text: {str(content)[:100]}")
     return build_reply(content, usage, truncated=finish in fields.cut)
