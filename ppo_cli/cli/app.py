@@ -150,9 +150,9 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
     # A file that cannot be written.
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS
-        mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
+        advice = "Free some space, or write elsewhere" if full else "Choose a writable place"
         why = os.strerror(bug.errno or 0).lower()
-        _print_stderr(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
+        _print_stderr(f"error: {bug.filename or 'writing'}: {why}. {advice} (--output_dir).")
         return EXIT_USER
     # Everything else is a bug: save the traceback, which a report needs.
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
@@ -178,10 +178,10 @@ def _describe_usage_error(error: BaseException) -> str | None:
     if not hasattr(error, "format_message"):
         return None
     message = str(error.format_message())
-    # pydantic's message for a value that is not a number
+    # pydantic's words for a value that is not a number, and its prefix for other values.
     message = re.sub(
         r"Input should be a valid (\w+), unable to parse.*", r"this is not a valid \1", message
-    )
+    ).replace("Value error, ", "")
     if "Usage:" in message:  # a group that is called without a command: this is its help
         return message
     flag = getattr(error, "option_name", None)

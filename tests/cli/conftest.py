@@ -1,4 +1,4 @@
-"""Each test of the command line types at an empty desk; a file may set one of its own."""
+"""Each test of the command line runs in an empty folder; a file may define another."""
 
 from __future__ import annotations
 

@@ -108,12 +108,9 @@ def test_the_card_says_what_was_trained_on_what_and_to_what_end(
     assert code == 0 and "card        README.md" in text
     front, body = card_of(tmp_path / "my-model")
     assert front == {
-        "base_model": "someone/original",
-        "license": "apache-2.0",
-        "library_name": "transformers",
-        "tags": ["ppo", "reinforcement-learning"],
-        "pipeline_tag": "text-generation",
-    }
+        "base_model": "someone/original", "license": "apache-2.0", "library_name": "transformers",
+        "tags": ["ppo", "reinforcement-learning"], "pipeline_tag": "text-generation",
+    }  # fmt: skip
     history = read_metrics(run)
     cost = history[-1]["judge/cost_usd_total"]
     assert cost > 0

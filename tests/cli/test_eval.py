@@ -65,12 +65,17 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     return report
 
 
+def arithmetic(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The facts of each model about its one data source."""
+    return [model["sources"]["ppo-cli/arithmetic"] for model in report["models"]]
+
+
 def test_an_eval_of_a_run_is_its_validation(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run_json(capsys, "run", "run@1", "embedded")
     lines = {line["step"]: line["val/reward_mean"] for line in read_metrics(workdir / "run")}
-    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in report["models"]]
+    means = [facts["mean"]["value"] for facts in arithmetic(report)]
     assert means[:2] == [lines[2], lines[1]]
     assert [model["name"] for model in report["models"]] == ["run", "run@1", "embedded"]
     assert [gap["from"] for gap in report["differences"]] == ["run@1", "embedded"]
@@ -86,7 +91,7 @@ def test_an_eval_of_a_run_is_its_validation(
 def test_several_responses_are_drawn(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
     assert report["sampling"]["temperature"] == 1.0
-    facts = report["models"][0]["sources"]["ppo-cli/arithmetic"]
+    (facts,) = arithmetic(report)
     assert (facts["responses"], list(facts["pass"])) == (36, ["2", "3"])
     rows = read_lines(workdir / "several" / Path(report["models"][0]["rows"]).name)
     assert facts["mean"]["value"] == pytest.approx(sum(row["score"] for row in rows) / 36)
@@ -107,7 +112,7 @@ def test_a_limit_of_rows_is_one_of_those_that_are_answered(
     for name in ("--max_samples", "data.train_max_samples=3", "data.val_max_samples=3"):
         args = [name, "3"] if name.startswith("--") else [name]
         report = run_json(capsys, "embedded", "--data", "v.jsonl", "--out", name.strip("-"), *args)
-        assert report["models"][0]["sources"]["ppo-cli/arithmetic"]["prompts"] == 3, name
+        assert arithmetic(report)[0]["prompts"] == 3, name
 
 
 FUNCTION = """
@@ -133,10 +138,7 @@ def test_a_reward_function_with_another_text_is_another_eval(
 
     first, second = evaluated(1.0), evaluated(0.5)
     assert first["out"] != second["out"]
-    means = [
-        list(text["models"][0]["sources"].values())[-1]["mean"]["value"] for text in (first, second)
-    ]
-    assert means == [1.0, 0.5]
+    assert [arithmetic(report)[0]["mean"]["value"] for report in (first, second)] == [1.0, 0.5]
     file = Path(first["models"][0]["rows"])
     before = file.read_bytes()
     assert evaluated(1.0) == first and file.read_bytes() == before
@@ -161,12 +163,12 @@ def test_rows_without_a_score_are_asked_again(
     (workdir / "out.py").write_text(text)
     down.touch()
     args = ["run", "~reward.rule", "--reward_function", "out.py:score", "--out", "asked"]
-    model = run_json(capsys, *args)["models"][0]
-    facts = model["sources"]["ppo-cli/arithmetic"]
+    report = run_json(capsys, *args)
+    (facts,) = arithmetic(report)
     assert 0 < facts["failed"] < 12 == facts["responses"]
     down.unlink()
-    assert run_json(capsys, *args)["models"][0]["sources"]["ppo-cli/arithmetic"]["failed"] == 0
-    rows = read_lines(Path(model["rows"]))
+    assert arithmetic(run_json(capsys, *args))[0]["failed"] == 0
+    rows = read_lines(Path(report["models"][0]["rows"]))
     assert len(rows) == 12 and all(row["score"] == 1.0 for row in rows)
 
 
@@ -195,7 +197,7 @@ def test_an_adapter_is_evaluated_with_its_base(
     args = ["--lora_rank", "4", "--lr", "0.02", "--output_dir", "lora", "--max_steps", "3"]
     assert main(["train", "--config", "c.yaml", *args]) == 0
     report = run_json(capsys, "lora", "embedded")
-    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in report["models"]]
+    means = [facts["mean"]["value"] for facts in arithmetic(report)]
     assert means[0] == read_metrics(workdir / "lora")[-1]["val/reward_mean"] != means[1]
     assert run_json(capsys, "lora", "embedded") == report
 
@@ -244,11 +246,9 @@ def test_tasks_of_lm_eval(workdir: Path, capsys: pytest.CaptureFixture[str]) -> 
     (workdir / "sums.yaml").write_text(TASK.replace("FILE", str(workdir / "v.jsonl")))
     report = run_json(capsys, "run", "embedded", "--tasks", "sums.yaml")
     own_report = run_json(capsys, "run", "embedded", "--data", "v.jsonl")
-    for task_model, own_model in zip(report["models"], own_report["models"], strict=True):
-        measured = task_model["tasks"]["sums"]["exact_match"]
-        assert measured["value"] == pytest.approx(
-            list(own_model["sources"].values())[-1]["mean"]["value"]
-        )
+    for model, facts in zip(report["models"], arithmetic(own_report), strict=True):
+        measured = model["tasks"]["sums"]["exact_match"]
+        assert measured["value"] == pytest.approx(facts["mean"]["value"])
         assert 0 < measured["stderr"] < 0.2
     assert main(["eval", "run", "--tasks", "sums.yaml"]) == 0
     value = f"{report['models'][0]['tasks']['sums']['exact_match']['value']:.4f}"
@@ -286,7 +286,7 @@ def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
         before = server.count
         report = run_json(capsys, *args[1:])
         after = server.count
-    facts = report["models"][0]["sources"]["ppo-cli/arithmetic"]
+    (facts,) = arithmetic(report)
     assert facts["responses"] == 12 and facts["failed"] == 0
     assert read_lines(file)[: len(rows)] == rows
     # Each start tries the judge out once; lost is what was under way as it was killed.

@@ -1,4 +1,4 @@
-"""The flags are made from the schema; their list is part of the public contract."""
+"""The flags are made from the schema; docs/settings.md has the list that people rely on."""
 
 from __future__ import annotations
 

@@ -177,10 +177,8 @@ def test_a_flag_takes_the_place_of_the_one_before() -> None:
         "ppo train --rm_budget_usd 0.002 --lr 1",
         "ppo train --lr 1 --rm-budget-usd=0.002",
     ):
-        assert (
-            replace_flag(line, "--rm_budget_usd", "0.004")
-            == "ppo train --lr 1 --rm_budget_usd 0.004"
-        )
+        replaced = replace_flag(line, "--rm_budget_usd", "0.004")
+        assert replaced == "ppo train --lr 1 --rm_budget_usd 0.004"
 
 
 def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
@@ -201,10 +199,8 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
         return line.split()[-2:]
 
     # 40 responses cost a dollar: 200 cost five, and a fifth more is six.
-    assert budget(ExhaustedBudget("--rm_budget_usd", 1.0, 40, 0.0), 4, False, 0) == [
-        "--rm_budget_usd",
-        "6",
-    ]
+    spent = ExhaustedBudget("--rm_budget_usd", 1.0, 40, 0.0)
+    assert budget(spent, 4, False, 0) == ["--rm_budget_usd", "6"]
     # Four of five validations of 40 rows are still to come: 400 responses in all, 80 done.
     assert budget(ExhaustedBudget("--rm_budget_usd", 1.0, 80, 0.0), 4, True, 40)[1] == "6"
     # Cut short in the first step: 8 of 200 are paid for.
@@ -263,12 +259,7 @@ def test_a_collapse_is_said_at_the_end_too() -> None:
 
 def test_small_amounts_are_not_nothing() -> None:
     shown = {
-        12.5: "$12.50",
-        0.996: "$1.00",
-        0.994: "$0.99",
-        0.25: "$0.25",
-        0.0021: "$0.0021",
-        0.00001: "$1.0e-05",
-        0.0: "$0",
-    }
+        12.5: "$12.50", 0.996: "$1.00", 0.994: "$0.99", 0.25: "$0.25", 0.0021: "$0.0021",
+        0.00001: "$1.0e-05", 0.0: "$0",
+    }  # fmt: skip
     assert {amount: format_dollars(amount) for amount in shown} == shown

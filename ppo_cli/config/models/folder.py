@@ -50,7 +50,7 @@ def check_folder(path: str, flag: str) -> None:
         raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
     if local.is_dir() and not (local / "config.json").exists():
         raise ModelError(
-            f"The folder {path} holds no config.json, so it is no model. Give a folder written "
+            f"The folder {path} holds no config.json, so it is not a model. Give a folder written "
             "by save_pretrained, such as RUN/checkpoints/latest/actor."
         )
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
