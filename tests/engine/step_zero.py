@@ -32,14 +32,11 @@ CASES: dict[str, tuple[str, bool, torch.dtype, dict[str, Any]]] = {
     "positions from a mask": ("opt", True, torch.bfloat16, {}),
     "adapter": ("qwen2", True, torch.bfloat16, {"lora_rank": 4}),
     "experts": ("qwen3_moe", False, torch.bfloat16, {}),
-    "adapted experts": (
-        "qwen3_moe",
-        False,
-        torch.bfloat16,
-        {"lora_rank": 4, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]},
-    ),
+    "adapted experts": ("qwen3_moe", False, torch.bfloat16, {
+        "lora_rank": 4, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"],
+    }),
     "tied, in float32": ("qwen2", True, torch.float32, {}),
-}
+}  # fmt: skip
 
 
 def settings(path: str, changes: dict[str, Any]) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -15,36 +17,35 @@ from tests.nvml import DRIVER, RTX_4090, T4, Machine
 
 
 @pytest.fixture
-def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A torch for CUDA, of which the test says what `torch.cuda` gives."""
     monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
 
+    def give(*, available: bool, error: str = "") -> None:
+        def start() -> None:
+            if error:
+                raise RuntimeError(error)
 
-@pytest.mark.usefixtures("cuda_build")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "init", start)
+
+    return give
+
+
 def test_cuda_that_does_not_start_is_an_error_with_its_words(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, cuda: Callable[..., None]
 ) -> None:
     machine.set(DRIVER, RTX_4090)
-
-    def fail() -> None:
-        raise RuntimeError("CUDA unknown error - this may be due to an incorrectly set up\nmore")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", fail)
-    with pytest.raises(
-        MissingPart, match=r"RTX 4090 .* cannot be used by torch .*CUDA unknown"
-    ) as e:
+    cuda(available=False, error="CUDA unknown error - this may be due to a set-up\nmore")
+    with pytest.raises(MissingPart, match=r"RTX 4090 .* cannot be used .*CUDA unkn") as e:
         require_gpus(1)
     assert "nvidia-modprobe" in str(e.value) and "more" not in str(e.value)
 
 
-@pytest.mark.usefixtures("cuda_build")
-def test_fewer_gpus_than_planned_is_an_error(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_gpus_than_planned_is_an_error(machine: Machine, cuda: Callable[..., None]) -> None:
     machine.set(DRIVER, RTX_4090)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    cuda(available=True)
     require_gpus(1)
     with pytest.raises(MissingPart, match="it sees 1 of 2 GPUs"):
         require_gpus(2)

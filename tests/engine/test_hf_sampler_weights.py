@@ -20,7 +20,7 @@ from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.errors import MissingPart, ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
-from tests.engine.sampling import logprob_gap
+from tests.engine.small_samplers import logprob_gap
 
 SAMPLING = Sampling(n=3, max_tokens=16)
 PATH = model_folder("embedded")

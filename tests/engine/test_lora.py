@@ -13,25 +13,9 @@ from torch import Tensor
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.placement import publishes_adapter
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.models import Policy
+from ppo_cli.engine.models import Policy, lora
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
-from ppo_cli.engine.models.lora import (
-    adapt,
-    adapter_tensors,
-    merged_tensors,
-    reference_of,
-    without_adapter,
-)
-from tests.engine.adapted_models import (
-    FAMILIES,
-    IDS,
-    adapted,
-    base,
-    gathered,
-    inject,
-    logits,
-    trained,
-)
+from tests.engine import adapted_models as tiny
 
 
 def policy_of(model: Any) -> Policy:
@@ -39,8 +23,8 @@ def policy_of(model: Any) -> Policy:
 
 
 def token_logprobs(policy: Policy) -> Tensor:
-    hidden_NH = policy.hidden_BLH(IDS)[0, :-1]
-    results, _ = gather_logprobs_entropy(hidden_NH, policy.head, IDS[0, 1:], 0.7, 4, False)
+    hidden_NH = policy.hidden_BLH(tiny.IDS)[0, :-1]
+    results, _ = gather_logprobs_entropy(hidden_NH, policy.head, tiny.IDS[0, 1:], 0.7, 4, False)
     return results
 
 
@@ -52,53 +36,53 @@ def test_an_adapter_is_published_where_it_has_a_rank_and_is_not_merged(
     model: dict[str, Any], publishes: bool
 ) -> None:
     config = Config.model_validate({"model": model})
-    assert (adapt(config.model, 1) is None) is not bool(model)
+    assert (lora.adapt(config.model, 1) is None) is not bool(model)
     assert publishes_adapter(config) is publishes
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
 def test_a_new_adapter_changes_no_logits_and_no_ends(kind: str) -> None:
-    model = adapted(kind)
-    assert torch.equal(logits(model), logits(base(kind)))
+    model = tiny.adapted(kind)
+    assert torch.equal(tiny.logits(model), tiny.logits(tiny.base(kind)))
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     assert not any(hasattr(end, "lora_A") for end in ends)
     assert model.config.tie_word_embeddings == (ends[0].weight is ends[1].weight)
 
 
 def test_only_the_adapter_is_trained_and_counted() -> None:
-    model = adapted()
+    model = tiny.adapted()
     trainable = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     assert all(".lora_" in name for name, _ in trainable)
     # rank * (in + out) of q, k, v, o, gate, up and down, in each of two layers.
     wide = (32 + 32) + (32 + 16) + (32 + 16) + (32 + 32) + 3 * (32 + 48)
     counted = sum(count for _, count in trainable)
-    assert counted == sum(t.numel() for _, t in adapter_tensors(model)) == 2 * 3 * wide
+    assert counted == sum(t.numel() for _, t in lora.adapter_tensors(model)) == 2 * 3 * wide
 
 
 def test_a_comes_from_the_seed_alone() -> None:
-    first = {name: t.clone() for name, t in adapter_tensors(adapted())}
-    model = base()
+    first = {name: t.clone() for name, t in lora.adapter_tensors(tiny.adapted())}
+    model = tiny.base()
     torch.manual_seed(456)
     before = torch.get_rng_state()
-    repeated = dict(adapter_tensors(inject(model)))
+    repeated = dict(lora.adapter_tensors(tiny.inject(model)))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], t) for name, t in repeated.items())
-    other = dict(adapter_tensors(inject(base(), seed=43)))
+    other = dict(lora.adapter_tensors(tiny.inject(tiny.base(), seed=43)))
     assert not any(torch.equal(first[n], t) for n, t in other.items() if "lora_A" in n)
 
 
 def test_it_is_put_into_a_model_without_storage() -> None:
-    expected = adapted()
+    expected = tiny.adapted()
     with torch.device("meta"):
         empty = type(expected)(expected.config)
-    shapes = {name: t.shape for name, t in adapter_tensors(inject(empty))}
+    shapes = {name: t.shape for name, t in lora.adapter_tensors(tiny.inject(empty))}
     assert {t.device.type for t in empty.parameters()} == {"meta"}
-    assert shapes == {name: t.shape for name, t in adapter_tensors(expected)}
+    assert shapes == {name: t.shape for name, t in lora.adapter_tensors(expected)}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
-    actual, plain = adapted(), base()
+    actual, plain = tiny.adapted(), tiny.base()
     torch.manual_seed(42)
     settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     reference: Any = get_peft_model(plain, settings)
@@ -108,43 +92,43 @@ def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         for _ in range(2):  # in the first, B being zero, A has no gradient
-            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+            model(input_ids=tiny.IDS, labels=tiny.IDS, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     expected = [(n, p) for n, p in reference.named_parameters() if "lora_" in n]
-    for (name, tensor), (peft_name, p) in zip(adapter_tensors(actual), expected, strict=True):
+    for (name, tensor), (peft_name, p) in zip(lora.adapter_tensors(actual), expected, strict=True):
         assert name == peft_name.replace(".default.", ".") and torch.equal(tensor, p), name
-    assert not torch.equal(logits(actual), logits(base()))
+    assert not torch.equal(tiny.logits(actual), tiny.logits(tiny.base()))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_off_is_the_base_exactly(kind: str, training: bool) -> None:
-    policy = policy_of(trained(adapted(kind)).train(training))
-    on, plain = token_logprobs(policy), token_logprobs(policy_of(base(kind)))
-    assert torch.equal(token_logprobs(reference_of(policy)), plain)
+    policy = policy_of(tiny.trained(tiny.adapted(kind)).train(training))
+    on, plain = token_logprobs(policy), token_logprobs(policy_of(tiny.base(kind)))
+    assert torch.equal(token_logprobs(lora.reference_of(policy)), plain)
     assert torch.equal(token_logprobs(policy), on)
-    assert not torch.allclose(token_logprobs(reference_of(policy)), on, atol=1e-3)
+    assert not torch.allclose(token_logprobs(lora.reference_of(policy)), on, atol=1e-3)
 
 
 def test_the_reference_costs_no_memory_and_no_gradient() -> None:
-    policy = policy_of(trained(adapted()))
-    reference = reference_of(policy)
+    policy = policy_of(tiny.trained(tiny.adapted()))
+    reference = lora.reference_of(policy)
     assert reference.model is policy.model
-    assert not reference.hidden_BLH(IDS).requires_grad
-    assert policy.hidden_BLH(IDS).requires_grad
+    assert not reference.hidden_BLH(tiny.IDS).requires_grad
+    assert policy.hidden_BLH(tiny.IDS).requires_grad
 
 
 def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
     def gradients(with_reference: bool) -> list[Tensor]:
-        model = trained(adapted())
+        model = tiny.trained(tiny.adapted())
         checkpoint_blocks(model)
         policy = policy_of(model)
         loss = token_logprobs(policy).sum()
         if with_reference:
-            reference_of(policy).hidden_BLH(IDS)
+            lora.reference_of(policy).hidden_BLH(tiny.IDS)
         loss.backward()
-        results = [t.grad for _, t in adapter_tensors(model)]
+        results = [t.grad for _, t in lora.adapter_tensors(model)]
         return [grad for grad in results if grad is not None]
 
     plain = gradients(False)
@@ -153,11 +137,11 @@ def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
 
 
 def test_an_error_inside_switches_the_adapter_on_again() -> None:
-    model = trained(adapted())
-    on = logits(model)
-    with pytest.raises(ZeroDivisionError), without_adapter(model):
+    model = tiny.trained(tiny.adapted())
+    on = tiny.logits(model)
+    with pytest.raises(ZeroDivisionError), lora.without_adapter(model):
         raise ZeroDivisionError
-    assert torch.equal(logits(model), on)
+    assert torch.equal(tiny.logits(model), on)
 
 
 @pytest.fixture
@@ -179,20 +163,21 @@ def sharded(model: Any, mesh: Any, **options: Any) -> Any:
 
 
 def gradients_of(model: Any) -> list[Tensor]:
-    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-    results = [tensor.grad for _, tensor in adapter_tensors(model)]
+    model(input_ids=tiny.IDS, labels=tiny.IDS, use_cache=False).loss.backward()
+    results = [tensor.grad for _, tensor in lora.adapter_tensors(model)]
     return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in results]
 
 
 def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
-    model, plain = sharded(trained(adapted()), one_rank), trained(adapted())
-    with without_adapter(model):
-        assert torch.equal(logits(model), logits(base()))
-    assert torch.equal(logits(model), logits(plain))
+    plain = tiny.trained(tiny.adapted())
+    model = sharded(tiny.trained(tiny.adapted()), one_rank)
+    with lora.without_adapter(model):
+        assert torch.equal(tiny.logits(model), tiny.logits(tiny.base()))
+    assert torch.equal(tiny.logits(model), tiny.logits(plain))
     for actual, reference in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(actual, reference)
-    merged = dict(merged_tensors(model, lambda tensor: tensor.full_tensor().detach()))
-    for name, tensor in merged_tensors(plain, gathered):
+    merged = dict(lora.merged_tensors(model, lambda tensor: tensor.full_tensor().detach()))
+    for name, tensor in lora.merged_tensors(plain, tiny.gathered):
         assert torch.equal(merged[name], tensor), name
 
 
@@ -202,10 +187,10 @@ def test_a_reference_pass_comes_first_and_gradients_keep_their_dtype(one_rank: A
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for reference_first in (False, True):
-        model = sharded(trained(adapted()), one_rank, mp_policy=precision)
+        model = sharded(tiny.trained(tiny.adapted()), one_rank, mp_policy=precision)
         if reference_first:
-            with without_adapter(model):
-                logits(model)
+            with lora.without_adapter(model):
+                tiny.logits(model)
         results.append(gradients_of(model))
     assert {grad.dtype for grad in results[1]} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

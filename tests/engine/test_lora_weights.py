@@ -20,56 +20,29 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.export import write_model
-from ppo_cli.engine.models import load_policy
-from ppo_cli.engine.models.lora import (
-    ADAPTER_WEIGHTS,
-    LoRA,
-    adapt,
-    adapter_tensors,
-    load_adapter,
-    load_merged,
-    merged_tensors,
-    name_as_files,
-    write_adapter_config,
-)
+from ppo_cli.engine.models import load_policy, lora
 from ppo_cli.errors import ModelError
-from tests.engine.adapted_models import (
-    ALL,
-    FAMILIES,
-    IDS,
-    adapted,
-    base,
-    gathered,
-    inject,
-    logits,
-    trained,
-)
-from tests.engine.sampling import logprob_gap, make_prompts, sample, tokens_of
+from tests.engine import adapted_models as tiny
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 WORDS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MIXED = {"mlp_only_layers": [0], "num_hidden_layers": 3}  # the first layer has no experts
+WITH_EXPERTS = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "granitemoe", "gpt_oss", "phimoe",
+)  # fmt: skip
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{kind: (kind, ALL, {}) for kind in FAMILIES},
-    "mixtral": ("mixtral", ALL, {}),
+    **{kind: (kind, tiny.ALL, {}) for kind in (*tiny.FAMILIES, *WITH_EXPERTS)},
     "mixtral, old names": ("mixtral", ["w1", "w2", "w3", "q_proj"], {}),
-    "qwen2_moe": ("qwen2_moe", ALL, {}),
     "qwen2_moe, words": ("qwen2_moe", WORDS, {}),
     "qwen2_moe, experts": ("qwen2_moe", ["gate_up_proj", "experts.down_proj"], {}),
-    "qwen3_moe": ("qwen3_moe", ALL, {}),
-    "qwen3_moe, a dense layer": ("qwen3_moe", ALL, MIXED),
+    "qwen3_moe, a dense layer": ("qwen3_moe", tiny.ALL, MIXED),
     "qwen3_moe, words": ("qwen3_moe", WORDS, MIXED),
     "qwen3_moe, a layer": ("qwen3_moe", r".*layers\.1\..*(q_proj|down_proj)", {}),
     "qwen3_moe, router": ("qwen3_moe", "gate", {}),
-    "qwen3_next": ("qwen3_next", ALL, {}),
-    "olmoe": ("olmoe", ALL, {}),
-    "granitemoe": ("granitemoe", ALL, {}),
     "granitemoe, experts": ("granitemoe", [*EXPERTS, "router", "q_proj"], {"attention_bias": True}),
-    "gpt_oss": ("gpt_oss", ALL, {}),
     "gpt_oss, experts": ("gpt_oss", [*EXPERTS, "router"], {}),
     "gpt_oss, square": ("gpt_oss", EXPERTS, {"intermediate_size": 32}),
-    "phimoe": ("phimoe", ALL, {}),
     "phimoe, router": ("phimoe", ["router", "down_proj"], {}),
 }  # fmt: skip
 
@@ -77,7 +50,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 def make_pair(case: str) -> tuple[Any, Any]:
     """A model with a trained adapter, and its base."""
     kind, targets, changes = CASES[case]
-    return trained(adapted(kind, targets, **changes)), base(kind, **changes)
+    return tiny.trained(tiny.adapted(kind, targets, **changes)), tiny.base(kind, **changes)
 
 
 def save_adapter(model: Any, base_model: Any, folder: Path) -> str:
@@ -85,8 +58,10 @@ def save_adapter(model: Any, base_model: Any, folder: Path) -> str:
     path = folder.with_name("base")
     base_model.save_pretrained(path)
     folder.mkdir()
-    save_file({n: gathered(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
-    write_adapter_config(folder, model, str(path))
+    save_file(
+        {n: tiny.gathered(t) for n, t in lora.adapter_tensors(model)}, folder / lora.ADAPTER_WEIGHTS
+    )
+    lora.write_adapter_config(folder, model, str(path))
     return str(path)
 
 
@@ -94,11 +69,11 @@ def save_adapter(model: Any, base_model: Any, folder: Path) -> str:
 def test_merged_weights_have_the_names_of_the_model_and_its_logits(case: str) -> None:
     model, plain = make_pair(case)
     before = copy.deepcopy(model.state_dict())
-    tensors = dict(merged_tensors(model, gathered))
+    tensors = dict(lora.merged_tensors(model, tiny.gathered))
     assert list(tensors) == [name for name, _ in plain.named_parameters()]
-    assert not torch.allclose(logits(plain), logits(model), atol=1e-2)
+    assert not torch.allclose(tiny.logits(plain), tiny.logits(model), atol=1e-2)
     plain.load_state_dict(tensors, strict=False)
-    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tiny.logits(plain), tiny.logits(model), rtol=1e-4, atol=1e-4)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
@@ -108,24 +83,14 @@ def test_merging_asks_for_whole_tensors_in_one_order() -> None:
 
         def full(tensor: Tensor) -> Tensor:
             seen.append(tensor.shape)
-            return gathered(tensor)
+            return tiny.gathered(tensor)
 
-        list(merged_tensors(model, full))
+        list(lora.merged_tensors(model, full))
         return seen
 
-    model = adapted()
-    assert requests(model) == requests(trained(adapted()))
+    model = tiny.adapted()
+    assert requests(model) == requests(tiny.trained(tiny.adapted()))
     assert len(requests(model)) == len(list(model.parameters()))
-
-
-def test_a_sampler_takes_the_adapter_alone() -> None:
-    source, target = trained(adapted()), inject(base(), seed=5)
-    assert not torch.equal(logits(target), logits(source))
-    load_adapter(target, {name: gathered(t) for name, t in adapter_tensors(source)})
-    assert torch.equal(logits(target), logits(source))
-    samples = [sample(model, make_prompts([3]), temperature=0.0) for model in (source, target)]
-    assert tokens_of(samples[0]) == tokens_of(samples[1])
-    assert logprob_gap(target, samples[1].values()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -137,7 +102,9 @@ def test_a_sampler_takes_the_adapter_alone() -> None:
 )
 def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], report: str) -> None:
     with pytest.raises(ModelError, match=report):
-        load_adapter(adapted(), dict(adapter_tensors(inject(base(), **other))))
+        lora.load_adapter(
+            tiny.adapted(), dict(lora.adapter_tensors(tiny.inject(tiny.base(), **other)))
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -152,17 +119,17 @@ def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
         warnings.filterwarnings("error", ".*adapter keys")
         reference = PeftModel.from_pretrained(plain, str(folder))
-    assert torch.equal(logits(reference), logits(model))
-    merged = load_merged(make_pair(case)[1], folder)
-    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
+    assert torch.equal(tiny.logits(reference), tiny.logits(model))
+    merged = lora.load_merged(make_pair(case)[1], folder)
+    torch.testing.assert_close(tiny.logits(merged), tiny.logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_a_loaded_policy_keeps_its_split(tmp_path: Path) -> None:
-    base("gemma2").save_pretrained(tmp_path)
+    tiny.base("gemma2").save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))
-    assert inject(policy.model) is policy.model
-    trained(policy.model)
-    torch.testing.assert_close(policy.head(policy.hidden_BLH(IDS)), logits(policy.model))
+    assert tiny.inject(policy.model) is policy.model
+    tiny.trained(policy.model)
+    torch.testing.assert_close(policy.head(policy.hidden_BLH(tiny.IDS)), tiny.logits(policy.model))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +154,7 @@ def test_target_modules_mean_what_they_mean_in_peft(
     kind: str, targets: Any, changes: dict[str, Any], leaves: set[str], count: int
 ) -> None:
     """Of experts the outer wrapper goes by the name of their module, the inner is a base layer."""
-    tensors = adapter_tensors(adapted(kind, targets, **changes))
+    tensors = lora.adapter_tensors(tiny.adapted(kind, targets, **changes))
     names = {name.partition(".lora_")[0] for name, _ in tensors}
     assert {name.rpartition(".")[2] for name in names} == leaves
     assert len(names) == count
@@ -210,7 +177,7 @@ def test_target_modules_mean_what_they_mean_in_peft(
 )
 def test_target_modules_that_fit_nothing(kind: str, targets: Any, report: str) -> None:
     with pytest.raises(ModelError) as error:
-        adapted(kind, targets)
+        tiny.adapted(kind, targets)
     assert report in str(error.value) and "model.target_modules" in str(error.value)
 
 
@@ -220,15 +187,15 @@ def test_target_modules_that_fit_nothing(kind: str, targets: Any, report: str) -
 )
 def test_what_all_linear_leaves_out_is_named(kind: str, names: str) -> None:
     notes: list[str] = []
-    put_in = adapt(Model(lora_rank=2), 42, notes.append)
+    put_in = lora.adapt(Model(lora_rank=2), 42, notes.append)
     assert put_in is not None
-    put_in(base(kind))
+    put_in(tiny.base(kind))
     assert len(notes) == bool(names)
     assert all(names in note for note in notes)
 
 
 def test_gate_and_up_projection_have_a_rank_each() -> None:
-    shapes = {n: tuple(t.shape) for n, t in adapter_tensors(adapted("olmoe"))}
+    shapes = {n: tuple(t.shape) for n, t in lora.adapter_tensors(tiny.adapted("olmoe"))}
     experts = "base_model.model.model.layers.0.mlp.experts"
     assert shapes[f"{experts}.base_layer.lora_A.weight"] == (4 * 2 * 3, 32)
     assert shapes[f"{experts}.lora_A.weight"] == (4 * 3, 48)
@@ -236,10 +203,10 @@ def test_gate_and_up_projection_have_a_rank_each() -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
 def test_memory_is_counted_for_an_adapter_of_this_size(kind: str) -> None:
-    model = adapted(kind)
+    model = tiny.adapted(kind)
     shape = Shape.from_config(model.config.to_dict())
     assert shape is not None
-    size = sum(tensor.numel() for _, tensor in adapter_tensors(model))
+    size = sum(tensor.numel() for _, tensor in lora.adapter_tensors(model))
     assert shape.adapter(3) == pytest.approx(size, rel=0.01)
 
 
@@ -248,10 +215,10 @@ def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
     """Added to each weight by its name, it gives the file of the merged one."""
     model, plain = make_pair(case)
     before = revert_weight_conversion(plain, dict(plain.named_parameters()))
-    after = revert_weight_conversion(plain, dict(merged_tensors(model, gathered)))
+    after = revert_weight_conversion(plain, dict(lora.merged_tensors(model, tiny.gathered)))
     with torch.device("meta"):
         skeleton = type(plain)(plain.config)
-    tensors = name_as_files(skeleton, dict(adapter_tensors(model)))
+    tensors = lora.name_as_files(skeleton, dict(lora.adapter_tensors(model)))
     owners = {key.partition(".lora_")[0] for key in tensors}
     files = {owner.removeprefix("base_model.model.") + ".weight" for owner in owners}
     if CASES[case][0] not in ("gpt_oss", "granitemoe"):  # their files hold all experts in one
@@ -263,19 +230,19 @@ def test_vllm_gets_an_adapter_of_the_weights_in_the_files(case: str) -> None:
 
 
 def test_vllm_gets_stacked_experts_where_the_files_have_them() -> None:
-    tensors = dict(adapter_tensors(trained(adapted("gpt_oss", EXPERTS))))
-    results = name_as_files(base("gpt_oss"), tensors)
+    tensors = dict(lora.adapter_tensors(tiny.trained(tiny.adapted("gpt_oss", EXPERTS))))
+    results = lora.name_as_files(tiny.base("gpt_oss"), tensors)
     assert results.keys() == tensors.keys()
     assert all(torch.equal(results[name], tensor) for name, tensor in tensors.items())
 
 
 def test_vllm_pads_an_adapter_to_a_rank_that_it_has() -> None:
     """That of experts has twice the rank."""
-    assert [LoRA(rank, 16).padded_rank() for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
-    assert LoRA(5, 1.0, fused=True).padded_rank() == 16
-    for lora, rank in ((LoRA(513, 16), 513), (LoRA(300, 1.0, fused=True), 600)):
+    assert [lora.LoRA(rank, 16).padded_rank() for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
+    assert lora.LoRA(5, 1.0, fused=True).padded_rank() == 16
+    for adapter, rank in ((lora.LoRA(513, 16), 513), (lora.LoRA(300, 1.0, fused=True), 600)):
         with pytest.raises(ModelError, match=f"up to rank 512, not {rank}.*lora_merge"):
-            lora.padded_rank()
+            adapter.padded_rank()
 
 
 def test_an_export_has_the_tensors_of_its_bases_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ppo_cli.config.models.limits import (
 )
 from ppo_cli.config.schema.run import Data
 from ppo_cli.errors import ModelError
-from tests.engine.sampling import EOS, SHAPE, forward_logprobs, make_prompts, sample
+from tests.engine.small_samplers import EOS, SHAPE, forward_logprobs, make_prompts, sample
 
 BORDER = 24
 CAP = "attn_logit_softcapping"

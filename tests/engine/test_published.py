@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import write_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.cluster.workers import _shape_of
 from ppo_cli.config.models.bundled import model_folder
@@ -19,23 +20,23 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from tests.engine.packed_steps import settings
 from tests.engine.published_ranks import KINDS, make_learner
-from tests.engine.test_value_models import build
-from tests.engine.tiny_families import EXPERTS, SIZE, save_model
+from tests.engine.tiny_families import save_model
 from tests.forked import run_ranks
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "olmoe": {}, "granitemoe": {},
-    "gpt_oss": {}, "qwen3_next": {}, "qwen2": {"tie_word_embeddings": True},
-}  # fmt: skip
+FAMILIES = (
+    "mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "qwen3_next",
+    "qwen2", "qwen3_5",
+)  # fmt: skip
 WORKER = Path(__file__).with_name("published_ranks.py")
 
 
-def save_family(folder: Path, kind: str, **changes: Any) -> str:
+def save_family(folder: Path, kind: str) -> str:
     """A random model with the tokenizer of the bundled one; qwen3_5 is for images as well."""
-    if kind == "qwen3_5":
-        return str(build(folder / kind, "text and images, one text class"))
+    if kind in ("qwen3_5", "glm4_moe"):
+        write_model(kind, folder / kind, Path(model_folder("embedded")))
+        return str(folder / kind)
     AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(folder / kind)
-    return save_model(folder, kind, **changes)
+    return save_model(folder, kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
 
 
 def stored(path: str | Path) -> dict[str, Tensor]:
@@ -51,9 +52,9 @@ def assert_equal(tensors: dict[str, Tensor], files: dict[str, Tensor]) -> None:
     assert [n for n in files if not torch.equal(tensors[n], files[n])] == []
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_all_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
-    path = save_family(tmp_path, kind, **FAMILIES.get(kind, {}))
+    path = save_family(tmp_path, kind)
     learner = make_learner(path)
     assert_equal(dict(learner.published()), stored(path))
     weights = learner.weights()
@@ -104,26 +105,15 @@ def test_merged_weights_are_what_transformers_would_save(kind: str, tmp_path: Pa
 
 def test_buffers_of_routers_travel_too_and_are_not_cast(tmp_path: Path) -> None:
     """vLLM would leave the bias of a router as it was in memory, which a reload does not fill."""
-    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(tmp_path)
-    config = Glm4MoeConfig(
-        **SIZE, **{n: v for n, v in EXPERTS.items() if n != "num_local_experts"},
-        n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=24, head_dim=8,
-        first_k_dense_replace=1,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
-    model.save_pretrained(tmp_path)
+    path = save_family(tmp_path, "glm4_moe")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     for adapter in ({}, {"lora_rank": 2, "target_modules": "all-linear"}):
-        learner = make_learner(str(tmp_path), **adapter)
+        learner = make_learner(path, **adapter)
         half = partial(torch.Tensor.to, dtype=torch.bfloat16)
         tensors = dict(learner.published(half, torch.Tensor.detach))
-        files = stored(tmp_path)
-        assert torch.equal(tensors[bias], files.pop(bias))
-        assert_equal(
-            {n: t for n, t in tensors.items() if n != bias},
-            {n: t.to(torch.bfloat16) for n, t in files.items()},
-        )
+        files = stored(path)
+        assert torch.equal(tensors.pop(bias), files.pop(bias))
+        assert_equal(tensors, {n: t.to(torch.bfloat16) for n, t in files.items()})
 
 
 @pytest.mark.parametrize("adapter", [{}, {"lora_rank": 2}], ids=["whole", "merged"])

@@ -16,38 +16,27 @@ from ppo_cli.engine.batches.packing import choose_attention
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.kv_cache import KVCache, plan_cache
-from tests.engine.sampling import (
-    KEYS,
-    LENGTHS,
-    PLAIN,
-    STATES,
-    VOCAB,
-    WHOLE,
-    build_model,
-    forward_logprobs,
-    logprob_gap,
-    make_prompts,
-    make_sampler,
-    sample,
-    tokens_of,
-)
+from tests.engine import small_samplers as small
 
 
 @pytest.mark.parametrize(
     ("family", "temperature"),
-    [*((family, 0.7) for family in (*PLAIN, *STATES, *KEYS, *WHOLE)), ("qwen2", 0.0)],
+    [
+        *((family, 0.7) for family in (*small.PLAIN, *small.STATES, *small.KEYS, *small.WHOLE)),
+        ("qwen2", 0.0),
+    ],
 )
 def test_logprobs_are_those_of_each_row_alone(family: str, temperature: float) -> None:
     """Before truncation, under the temperature."""
-    model = build_model(family, initializer_range=0.1)
+    model = small.build_model(family, initializer_range=0.1)
     plan = plan_cache(model)
-    assert (plan is None) == (family in WHOLE)
-    assert plan is None or plan.keeps_states == (family in STATES)
+    assert (plan is None) == (family in small.WHOLE)
+    assert plan is None or plan.keeps_states == (family in small.STATES)
     cut = {"top_p": 0.8, "top_k": 20, "max_tokens": 14}
-    rollouts = sample(model, make_prompts(), 5, temperature=temperature, n=2, **cut)
-    assert len(rollouts) == 2 * len(LENGTHS)
+    rollouts = small.sample(model, small.make_prompts(), 5, temperature=temperature, n=2, **cut)
+    assert len(rollouts) == 2 * len(small.LENGTHS)
     for rollout in rollouts.values():
-        expected = forward_logprobs(model, rollout, temperature or 1.0)
+        expected = small.forward_logprobs(model, rollout, temperature or 1.0)
         assert rollout.sampler_logprobs.dtype == np.float32
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=2e-5)
 
@@ -61,39 +50,39 @@ def test_columns_of_rows_that_ended_are_dropped_from_all_that_is_kept(
     monkeypatch.setattr(
         KVCache, "trim", lambda cache, columns: dropped.append(columns) or trim(cache, columns)
     )
-    model = build_model(family)
+    model = small.build_model(family)
     # The longest rows end before others.
-    sampler = make_sampler(model, 5, eos_token_ids=frozenset(range(2, 16)))
-    rollouts = list(sampler.generate(make_prompts(), Sampling(max_tokens=14, n=2), 0))
+    sampler = small.make_sampler(model, 5, eos_token_ids=frozenset(range(2, 16)))
+    rollouts = list(sampler.generate(small.make_prompts(), Sampling(max_tokens=14, n=2), 0))
     assert any(dropped)
-    assert logprob_gap(model, rollouts) < 1e-5
+    assert small.logprob_gap(model, rollouts) < 1e-5
 
 
 def test_a_row_that_ends_with_its_first_token_leaves_nothing_behind() -> None:
     """Two rows of one prompt go on, and the only one of another ends: two rows, two prompts."""
-    model, prompts = build_model("bloom"), make_prompts([9, 5])
-    firsts = sample(model, prompts, max_tokens=1, n=2)
+    model, prompts = small.build_model("bloom"), small.make_prompts([9, 5])
+    firsts = small.sample(model, prompts, max_tokens=1, n=2)
     ended = firsts["row-1", 1].token_ids[0]
-    assert [ids[0] for ids in tokens_of(firsts).values()].count(ended) == 1
-    sampler = make_sampler(model, 3, eos_token_ids=frozenset({ended}))
+    assert [ids[0] for ids in small.tokens_of(firsts).values()].count(ended) == 1
+    sampler = small.make_sampler(model, 3, eos_token_ids=frozenset({ended}))
     rollouts = list(sampler.generate(prompts, Sampling(max_tokens=6, n=2), 0))
     assert any(len(rollout.token_ids) == 1 for rollout in rollouts)
-    assert logprob_gap(model, rollouts) < 1e-5
+    assert small.logprob_gap(model, rollouts) < 1e-5
 
 
 def test_masks_by_head_pass_through_attention_by_rows() -> None:
-    model = build_model("doge", "sdpa")
+    model = small.build_model("doge", "sdpa")
     choose_attention(model)
-    rollouts = sample(model, make_prompts(), n=2)
+    rollouts = small.sample(model, small.make_prompts(), n=2)
     model.set_attn_implementation("eager")
-    assert logprob_gap(model, rollouts.values()) < 1e-5
+    assert small.logprob_gap(model, rollouts.values()) < 1e-5
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", small.STATES)
 def test_padding_behind_rows_changes_neither_logprobs_nor_gradients(family: str) -> None:
-    model = build_model(family)
-    ids_L, other_L = (torch.tensor(make_prompts([size])[0].token_ids) for size in (21, 37))
-    weights_LV = torch.randn(len(ids_L), VOCAB, generator=torch.Generator().manual_seed(1))
+    model = small.build_model(family)
+    ids_L, other_L = (torch.tensor(small.make_prompts([size])[0].token_ids) for size in (21, 37))
+    weights_LV = torch.randn(len(ids_L), small.VOCAB, generator=torch.Generator().manual_seed(1))
 
     def differentiate(ids_BL: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logprobs_LV = model(input_ids=ids_BL, use_cache=False).logits[0, : len(ids_L)]
@@ -116,13 +105,13 @@ def test_prompts_are_prefilled_together_where_states_allow_it(
     family: str, shapes: list[tuple[int, int]]
 ) -> None:
     """Only states need prompts of equal length."""
-    model, seen = build_model(family), []
+    model, seen = small.build_model(family), []
 
     def note(_: Any, __: Any, options: dict[str, Any]) -> None:
         seen.append(tuple(options["input_ids"].shape))
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    sample(model, make_prompts([4, 6, 6]), max_tokens=1)
+    small.sample(model, small.make_prompts([4, 6, 6]), max_tokens=1)
     assert seen == shapes
 
 
@@ -131,7 +120,7 @@ def test_a_run_says_that_vllm_is_faster_where_no_cache_is_held(
     tmp_path: Path, family: str, slow: bool
 ) -> None:
     tokenizer = load_tokenizer(str(model_folder("embedded")))
-    build_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    small.build_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     settings = {"path": str(tmp_path), "dtype": "float32"}
     config = Config.model_validate({"model": settings, "algorithm": {"adv_estimator": "grpo"}})
     notes: list[str] = []

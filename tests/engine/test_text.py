@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
+from transformers import AddedToken
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.samplers.text import decode_text, find_stop
 from ppo_cli.records import PlacedReward, Prompt, Rollout
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import count_tokens
+from tests.engine.small_samplers import build_model, make_sampler
 from tests.engine.tokenizer_kinds import KINDS
 
 # What borders are made of: blanks, newlines, characters of two to four bytes, marks and words.
@@ -67,16 +66,6 @@ def test_text_of_prompt_and_response_is_that_of_both_together(
         assert any(read(tokenizer, ids).startswith(rest) for ids in shorter)
 
 
-@pytest.mark.parametrize("kind", ["llama2", "metaspace with bytes", "t5", "slow pieces"])
-def test_a_response_keeps_its_first_spaces(kind: str) -> None:
-    tokenizer = KINDS[kind]()
-    prompt_ids = encode(tokenizer, "def f(x):")
-    space = tokenizer.convert_tokens_to_ids("\u2581")
-    ids = [space, space, space, *encode(tokenizer, "return x")]
-    assert decode_text(tokenizer, ids, prompt_ids) == "    return x"
-    assert decode_text(tokenizer, ids, ()) != "    return x"
-
-
 @pytest.mark.parametrize("kind", ["llama2", "gemma", "byte level", "slow pieces", "slow bytes"])
 def test_a_character_belongs_to_the_response_that_ends_it(kind: str) -> None:
     tokenizer = KINDS[kind]()
@@ -91,12 +80,6 @@ def test_a_special_token_may_change_the_text_before_it() -> None:
     prompt_ids, ids = encode(tokenizer, "6 * 7?"), encode(tokenizer, "x<s>y")
     assert read(tokenizer, [*prompt_ids, *ids]) == " 6 * 7? x<s>y"
     assert decode_text(tokenizer, ids, prompt_ids) == " x<s>y"
-
-
-def test_clean_up_takes_no_spaces_out_of_code() -> None:
-    tokenizer = KINDS["t5 with clean-up"]()
-    prompt_ids, ids = encode(tokenizer, "x"), encode(tokenizer, "a , b != c")
-    assert decode_text(tokenizer, ids, prompt_ids) == " a , b != c"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,15 +112,10 @@ def test_tokens_of_an_answer_are_counted_in_their_place(kind: str) -> None:
 
 def test_a_sampler_reads_responses_behind_their_prompts() -> None:
     tokenizer = KINDS["llama2"]()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
     detokenize = partial(decode_text, tokenizer)
-    sampler = HFSampler(
-        LlamaForCausalLM(config), eos_token_ids=frozenset({2}), pad_token_id=2, max_num_seqs=4,
-        detokenize=detokenize,
+    sampler = make_sampler(
+        build_model("llama", vocab_size=len(tokenizer)), eos_token_ids=frozenset({2}),
+        pad_token_id=2, detokenize=detokenize,
     )  # fmt: skip
     prompt = Prompt("0", "", (), "", tuple(encode(tokenizer, "def f(x):\n")))
     ids = tuple(encode(tokenizer, "    return x"))

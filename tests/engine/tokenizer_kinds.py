@@ -33,115 +33,101 @@ CORPUS = [
     "Question: how many?\nAnswer:   ",
 ] * 4
 SPACE = "\u2581"
+ALWAYS: dict[str, Any] = {"replacement": SPACE, "prepend_scheme": "always"}
+
+
+def _train(
+    model: Any, trainer: Any, parts: dict[str, Any], corpus: list[str] = CORPUS, **options: Any
+) -> Tokenizer:
+    """A tokenizer of these parts, trained with these options."""
+    raw = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(raw, name, part)
+    options = {"special_tokens": SPECIAL, "show_progress": False} | options
+    raw.train_from_iterator(corpus, trainer(**options))
+    return raw
 
 
 def _fast(raw: Tokenizer, **settings: Any) -> Any:
-    special_tokens = {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "</s>",
-    }
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special_tokens, **settings)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        pad_token="</s>", **settings,
+    )  # fmt: skip
     special = [AddedToken(word, special=True, normalized=False) for word in SPECIAL]
     tokenizer.add_tokens(special, special_tokens=True)
     return tokenizer
 
 
-def _pieces(decoder: Any, *, prefix: bool) -> Any:
+def _pieces(*steps: Any, prefix: bool) -> Any:
     """SentencePiece's BPE: words begin with its space, what has no token is written in bytes."""
-    raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    steps = [normalizers.Prepend(SPACE)] if prefix else []
-    raw.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    raw.train_from_iterator(
+    spaces = [normalizers.Prepend(SPACE)] if prefix else []
+    raw = _train(
+        models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True), trainers.BpeTrainer,
+        {
+            "normalizer": normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)]),
+            "decoder": decoders.Sequence([*steps]),
+        },
         [line.replace("    ", SPACE * 4 + " ") for line in CORPUS],
-        trainers.BpeTrainer(
-            vocab_size=420, special_tokens=SPECIAL + BYTES, show_progress=False,
-            max_token_length=8,
-        ),
+        vocab_size=420, special_tokens=SPECIAL + BYTES, max_token_length=8,
     )  # fmt: skip
-    raw.decoder = decoders.Sequence(decoder)
     # Bytes are ordinary tokens, as in the files of these models.
-    return _fast(_without_added_bytes(raw))
-
-
-def _without_added_bytes(raw: Tokenizer) -> Tokenizer:
     saved = json.loads(raw.to_str())
     saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] not in BYTES]
-    return Tokenizer.from_str(json.dumps(saved))
+    return _fast(Tokenizer.from_str(json.dumps(saved)))
 
 
-def llama2() -> Any:
-    fallback = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return _pieces([*fallback, decoders.Strip(content=" ", left=1)], prefix=True)
-
-
-def gemma() -> Any:
-    fallback = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return _pieces(fallback, prefix=False)
-
-
-def metaspace_bytes() -> Any:
-    spaces = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
-    return _pieces([spaces, decoders.ByteFallback(), decoders.Fuse()], prefix=True)
+FALLBACK = (decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse())
+BEHIND_SPACES = (decoders.Metaspace(**ALWAYS), decoders.ByteFallback(), decoders.Fuse())
 
 
 def t5(**settings: Any) -> Any:
-    raw = Tokenizer(models.Unigram())
-    raw.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=SPACE, prepend_scheme="always", split=True
+    parts = {
+        "pre_tokenizer": pre_tokenizers.Metaspace(**ALWAYS, split=True),
+        "decoder": decoders.Metaspace(**ALWAYS, split=True),
+    }
+    trainer = trainers.UnigramTrainer
+    return _fast(
+        _train(models.Unigram(), trainer, parts, vocab_size=120, unk_token="<unk>"), **settings
     )
-    raw.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-    )
-    raw.train_from_iterator(CORPUS, trainer)
-    return _fast(raw, **settings)
 
 
 def byte_level() -> Any:
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=SPECIAL, show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
-    return _fast(raw)
+    parts = {
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "decoder": decoders.ByteLevel(),
+    }
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer
+    return _fast(_train(models.BPE(), trainer, parts, vocab_size=300, initial_alphabet=alphabet))
 
 
 def word_piece(**settings: Any) -> Any:
-    raw = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece(prefix="##")
-    raw.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL,
-                                          show_progress=False),
-    )  # fmt: skip
-    return _fast(raw, **settings)
+    parts = {
+        "pre_tokenizer": pre_tokenizers.BertPreTokenizer(),
+        "decoder": decoders.WordPiece(prefix="##"),
+    }
+    model = models.WordPiece(unk_token="<unk>")
+    return _fast(_train(model, trainers.WordPieceTrainer, parts, vocab_size=200), **settings)
 
 
 def suffixes() -> Any:
     """The first GPT's: words end with a mark."""
-    raw = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.BPEDecoder(suffix="</w>")
-    raw.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL,
-                                    end_of_word_suffix="</w>", show_progress=False),
-    )  # fmt: skip
-    return _fast(raw)
+    parts = {
+        "pre_tokenizer": pre_tokenizers.BertPreTokenizer(),
+        "decoder": decoders.BPEDecoder(suffix="</w>"),
+    }
+    end = {"end_of_word_suffix": "</w>"}
+    model = models.BPE(unk_token="<unk>", **end)
+    return _fast(_train(model, trainers.BpeTrainer, parts, vocab_size=200, **end))
 
 
 def word_tokenizer() -> Any:
     """Words alone: without a decoder the spaces between tokens are all there are."""
-    raw = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=SPECIAL))
-    return _fast(raw)
+    model, parts = (
+        models.WordLevel(unk_token="<unk>"),
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+    )
+    return _fast(_train(model, trainers.WordLevelTrainer, parts))
 
 
 def slow_pieces() -> Any:
@@ -164,9 +150,9 @@ def slow_bytes() -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "llama2": cache(llama2),
-    "gemma": cache(gemma),
-    "metaspace with bytes": cache(metaspace_bytes),
+    "llama2": cache(lambda: _pieces(*FALLBACK, decoders.Strip(content=" ", left=1), prefix=True)),
+    "gemma": cache(lambda: _pieces(*FALLBACK, prefix=False)),
+    "metaspace with bytes": cache(lambda: _pieces(*BEHIND_SPACES, prefix=True)),
     "t5": cache(t5),
     "t5 with clean-up": cache(lambda: t5(clean_up_tokenization_spaces=True)),
     "byte level": cache(byte_level),

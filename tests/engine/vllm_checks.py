@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import GPT2Config
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.resolve import resolve
@@ -30,7 +30,7 @@ from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
-from tests.engine.sampling import logprob_gap
+from tests.engine.small_samplers import logprob_gap
 from tests.engine.tiny_families import save_model
 
 TOLERANCE = 1e-4
@@ -96,63 +96,71 @@ def assert_new_weights_sample(
     sampler: Any,
     model: Any,
     prompts: list[Prompt],
-    publish: Callable[[int], object],
+    publish: Callable[[int], object] | None = None,
     change: Callable[[Any], None] = change_weights,
 ) -> None:
     """Three times in a row; the versions are kept and stamped on rollouts."""
+
+    def load(version: int) -> None:
+        sampler.load_weights(Weights(snapshot(model), version))
+
     rollouts = list(sampler.generate(prompts, PLAIN, 0))
     assert logprob_gap(model, rollouts) < TOLERANCE
     for version in (5, 6, 7):
         change(model)
         assert logprob_gap(model, rollouts) > 100 * TOLERANCE
-        publish(version)
+        (publish or load)(version)
         assert sampler.weight_version == version
         rollouts = list(sampler.generate(prompts, PLAIN, version))
         assert logprob_gap(model, rollouts) < TOLERANCE
         assert {rollout.weight_version for rollout in rollouts} == {version}
 
 
+@dataclass(frozen=True)
+class Bundled:
+    """The bundled model, whose output head is tied to its embedding."""
+
+    sampler: VLLMSampler
+    model: Any
+    prompts: list[Prompt]
+
+    def sample(self, sampling: Sampling = PLAIN) -> list[Rollout]:
+        return list(self.sampler.generate(self.prompts, sampling, 2))
+
+    def gap(self, rollouts: list[Rollout], temperature: float = 1.0) -> float:
+        return logprob_gap(self.model, rollouts, temperature)
+
+
 class TestBundled:
-    """The bundled model, whose output head is tied to its embedding; the last two change it."""
+    """One sampler for all; the last two change its weights."""
 
     @pytest.fixture(scope="class")
-    def model(self) -> Any:
-        return load_policy(BUNDLED).model
-
-    @pytest.fixture(scope="class")
-    def sampler(self, tokenizer: Any) -> Iterator[VLLMSampler]:
+    def bundled(self, tokenizer: Any, prompts: list[Prompt]) -> Iterator[Bundled]:
         sampler = build_sampler(read_config(), tokenizer)
         assert isinstance(sampler, VLLMSampler)
-        yield sampler
+        yield Bundled(sampler, load_policy(BUNDLED).model, prompts)
         sampler.close()
         sampler.close()
 
     @pytest.mark.parametrize("stop", [(), ("1", "20")])
     def test_greedy_tokens_are_those_of_the_hf_sampler(
-        self,
-        sampler: VLLMSampler,
-        model: Any,
-        tokenizer: Any,
-        prompts: list[Prompt],
-        stop: tuple[str, ...],
+        self, bundled: Bundled, tokenizer: Any, stop: tuple[str, ...]
     ) -> None:
         """They end with an end token or a stop text."""
-        ends = stop_token_ids(model, tokenizer)
+        ends = stop_token_ids(bundled.model, tokenizer)
         hf = HFSampler(
-            model, eos_token_ids=ends, pad_token_id=tokenizer.pad_token_id, max_num_seqs=64,
-            detokenize=partial(decode_text, tokenizer),
+            bundled.model, eos_token_ids=ends, pad_token_id=tokenizer.pad_token_id,
+            max_num_seqs=64, detokenize=partial(decode_text, tokenizer),
         )  # fmt: skip
         sampling = replace(GREEDY, stop=stop)
-        rollouts = list(sampler.generate(prompts, sampling, 2))
-        assert_same(rollouts, list(hf.generate(prompts, sampling, 2)))
+        rollouts = bundled.sample(sampling)
+        assert_same(rollouts, list(hf.generate(bundled.prompts, sampling, 2)))
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
         assert stop or all(r.token_ids[-1] in ends for r in rollouts)
         assert not stop or any("1" in r.text for r in rollouts)
 
-    def test_a_response_that_is_too_long_is_cut(
-        self, sampler: VLLMSampler, prompts: list[Prompt]
-    ) -> None:
-        rollouts = sampler.generate(prompts, replace(GREEDY, max_tokens=1), 2)
+    def test_a_response_that_is_too_long_is_cut(self, bundled: Bundled) -> None:
+        rollouts = bundled.sample(replace(GREEDY, max_tokens=1))
         assert {(r.finish_reason, len(r.token_ids)) for r in rollouts} == {("length", 1)}
 
     @pytest.mark.parametrize(
@@ -167,86 +175,65 @@ class TestBundled:
         ],
     )
     def test_logprobs_are_untruncated_and_draws_do_not_depend_on_the_batch(
-        self, sampler: VLLMSampler, model: Any, prompts: list[Prompt], changes: dict[str, Any]
+        self, bundled: Bundled, changes: dict[str, Any]
     ) -> None:
         """Samples of a prompt differ unless they are greedy."""
         sampling = replace(PLAIN, **changes)
-        rollouts = list(sampler.generate(prompts, sampling, 2))
-        assert logprob_gap(model, rollouts, sampling.temperature or 1.0) < TOLERANCE
-        repeated = list(sampler.generate([prompts[6], prompts[1]], sampling, 2))
+        rollouts = bundled.sample(sampling)
+        assert bundled.gap(rollouts, sampling.temperature or 1.0) < TOLERANCE
+        two = [bundled.prompts[6], bundled.prompts[1]]
+        repeated = list(bundled.sampler.generate(two, sampling, 2))
         assert len(repeated) == 2 * sampling.n
         assert_same(rollouts, repeated)
         texts = {r.token_ids for r in rollouts}
         assert len(texts) > 8 if sampling.temperature else len(texts) <= 8
 
-    def test_a_response_goes_on_after_a_pause(
-        self, sampler: VLLMSampler, model: Any, prompts: list[Prompt]
-    ) -> None:
-        begun = [
-            rollout
-            for rollout in sampler.generate(prompts, replace(PLAIN, new_tokens=3), 2)
-            if rollout.finish_reason == "unfinished"
-        ]
+    def test_a_response_goes_on_after_a_pause(self, bundled: Bundled) -> None:
+        rollouts = bundled.sample(replace(PLAIN, new_tokens=3))
+        begun = [r for r in rollouts if r.finish_reason == "unfinished"]
         assert begun and {len(rollout.token_ids) for rollout in begun} == {3}
         begun_ids = {r.key: r.token_ids for r in begun}
-        complete = list(sampler.generate((), PLAIN, 3, begun))
+        complete = list(bundled.sampler.generate((), PLAIN, 3, begun))
         assert len(complete) == len(begun)
         for r in complete:
             assert r.token_ids[:3] == begun_ids[r.key] and len(r.token_ids) > 3 == r.carried
-        assert logprob_gap(model, complete) < TOLERANCE
-        repeated = list(sampler.generate((), PLAIN, 3, begun[::-2]))
+        assert bundled.gap(complete) < TOLERANCE
+        repeated = list(bundled.sampler.generate((), PLAIN, 3, begun[::-2]))
         assert len(repeated) == (len(begun) + 1) // 2
         assert_same(complete, repeated)
 
-    def test_a_caller_may_walk_away(self, sampler: VLLMSampler, prompts: list[Prompt]) -> None:
-        stream = sampler.generate(prompts, PLAIN, 2)
+    def test_a_caller_may_walk_away(self, bundled: Bundled) -> None:
+        stream = bundled.sampler.generate(bundled.prompts, PLAIN, 2)
         next(stream)
         stream.close()  # type: ignore[attr-defined]
-        assert len(list(sampler.generate(prompts, PLAIN, 2))) == 32
+        assert len(bundled.sample()) == 32
 
-    def test_a_prompt_that_is_too_long_is_named(
-        self, sampler: VLLMSampler, prompts: list[Prompt]
-    ) -> None:
+    def test_a_prompt_that_is_too_long_is_named(self, bundled: Bundled) -> None:
         with pytest.raises(DataError, match="The prompt p0 has 21 tokens; with 128"):
-            sampler.generate(prompts, replace(PLAIN, max_tokens=LONGEST), 2)
+            bundled.sample(replace(PLAIN, max_tokens=LONGEST))
 
-    def test_new_weights_are_the_ones_that_sample(
-        self, sampler: VLLMSampler, model: Any, prompts: list[Prompt]
-    ) -> None:
-        assert_new_weights_sample(
-            sampler, model, prompts,
-            lambda version: sampler.load_weights(Weights(snapshot(model), version)),
-        )  # fmt: skip
+    def test_new_weights_are_the_ones_that_sample(self, bundled: Bundled) -> None:
+        assert_new_weights_sample(bundled.sampler, bundled.model, bundled.prompts)
 
-    def test_logits_that_are_not_finite_are_told(
-        self, sampler: VLLMSampler, model: Any, prompts: list[Prompt]
-    ) -> None:
-        weights = snapshot(model)
+    def test_logits_that_are_not_finite_are_told(self, bundled: Bundled) -> None:
+        weights = snapshot(bundled.model)
         weights["model.norm.weight"].fill_(float("nan"))
-        sampler.load_weights(Weights(weights, 8))
+        bundled.sampler.load_weights(Weights(weights, 8))
         with pytest.raises(ModelError, match="logits are not finite"):
-            list(sampler.generate(prompts, PLAIN, 8))
+            bundled.sample()
 
 
 def test_new_weights_reach_an_output_head_that_is_not_tied(
     tokenizer: Any, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
-        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    model.save_pretrained(tmp_path)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": False}
+    path = save_model(tmp_path, "qwen2", hidden_size=64, num_attention_heads=2, **ends)
+    model = load_policy(path).model
     sampler = start(
-        tmp_path, eos_token_ids=frozenset({tokenizer.eos_token_id}), max_num_seqs=16,
+        path, eos_token_ids=frozenset({tokenizer.eos_token_id}), max_num_seqs=16,
         detokenize=partial(decode_text, tokenizer),
     )  # fmt: skip
-    assert_new_weights_sample(
-        sampler, model, prompts,
-        lambda version: sampler.load_weights(Weights(snapshot(model), version)),
-    )  # fmt: skip
+    assert_new_weights_sample(sampler, model, prompts)
     sampler.close()
 
 

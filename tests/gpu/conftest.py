@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from ppo_cli.engine.device import Compute
 from ppo_cli.rewards.models import heads
 from tests.engine.second_device import install
-from tests.loop.runs import environment
+from tests.loop.runs import ROOT, environment
 
 CPU = torch.device("cpu")
 OnDevice = Callable[[torch.device], None]
@@ -76,3 +78,18 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 def variables(on_gpu: bool) -> dict[str, str]:
     """The environment of a program."""
     return environment() | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture
+def run_program(variables: dict[str, str]) -> Callable[..., str]:
+    """Run Python with these arguments, which must end well; returns what it printed."""
+
+    def run(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *args],
+            env=variables, cwd=ROOT, capture_output=True, text=True, timeout=380,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        return done.stdout
+
+    return run

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
 
 @pytest.mark.timeout(400)
-def test_the_self_test_passes(on_gpu: bool, variables: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "ppo_cli", "doctor", "--self_test"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_self_test_passes(run_program: Callable[..., str]) -> None:
+    run_program("-m", "ppo_cli", "doctor", "--self_test")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from families.configs import build_model
+from transformers import AutoTokenizer
 
 from ppo_cli.algo.batch import AnnotatedBatch
 from ppo_cli.config.models.bundled import model_folder
@@ -26,16 +27,12 @@ MIB = 2**20
 
 def save_model(folder: Path, *, large: bool) -> str:
     """A random model; a large one makes activations that outweigh it on a real GPU."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
-    tokenizer.save_pretrained(folder)
-    width, layers = (512, 8) if large else (64, 2)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=width // 32, num_key_value_heads=2,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(folder)
+    size = {"num_hidden_layers": 8, "num_attention_heads": 16} if large else {}
+    width = 512 if large else 64
+    build_model(
+        "qwen2", hidden_size=width, intermediate_size=3 * width, tie_word_embeddings=True, **size
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -105,9 +102,8 @@ def test_a_step_too_large_is_halved_and_gives_the_same_numbers(
                 sums.append(take_step(engine, annotated))
             figure("left behind, MiB", (allocated(gpu) - rest) / MIB)
             assert allocated(gpu) - rest < 32 * MIB
-        halvings.append(
-            [learner.budget.halvings for learner in engine._learner._learners().values()]
-        )
+        learners = engine._learner._learners().values()
+        halvings.append([learner.budget.halvings for learner in learners])
         del engine
     figure("halvings", halvings)
     assert halvings[0] == [0, 0] and max(halvings[1]) > 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from tests.gpu.test_04_runs import SMALL, train
-from tests.loop.runs import ROOT
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -67,15 +65,10 @@ def test_samples_come_from_the_weights_that_were_sent(
 
 @pytest.mark.parametrize("sleep", ["discard", "offload", "keep"])
 def test_greedy_responses_are_the_same_after_sleep(
-    sleep: str, on_gpu: bool, variables: dict[str, str], figure: Any
+    sleep: str, on_gpu: bool, run_program: Callable[..., str], figure: Any
 ) -> None:
-    program = Path(__file__).with_name("sleep_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(program), sleep],
-        env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    probe = json.loads(done.stdout.splitlines()[-1])
+    out = run_program(str(Path(__file__).with_name("sleep_probe.py")), sleep)
+    probe = json.loads(out.splitlines()[-1])
     figure(f"{sleep}: GB given back", probe["given back"] / 1e9)
     assert probe["before"] == probe["after"] and len(set(map(tuple, probe["before"]))) > 1
     assert probe["changed"] != probe["before"]
