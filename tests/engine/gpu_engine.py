@@ -35,6 +35,13 @@ class Gpu:
         self.used.pop(name, None)
 
 
+def request_output(name: str, token_ids: list[int], *, finished: bool = True) -> Any:
+    """What vLLM tells of a request, with the log-probs -0.5, -0.6, and so on."""
+    logprobs = SimpleNamespace(logprobs=[-0.5 - 0.1 * n for n in range(len(token_ids))])
+    output = SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
+    return SimpleNamespace(finished=finished, request_id=name, outputs=[output])
+
+
 class GpuEngine:
     """As much of `LLMEngine` as a sampler calls.
 
@@ -148,9 +155,7 @@ class GpuEngine:
         assert not self._garbage, "a step with weights that were discarded: nonsense"
         self._finished = True
         self._queue[:] = [None] * self._batches_ahead  # async scheduling
-        output = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-0.5]))
-        name = self.requests.pop(0)
-        return [SimpleNamespace(finished=True, request_id=name, outputs=[output])]
+        return [request_output(self.requests.pop(0), [1])]
 
     def _measure(self, event: str) -> None:
         self.peaks[event] = max(self.peaks.get(event, 0), self.gpu.total)

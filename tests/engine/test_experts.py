@@ -139,30 +139,34 @@ def test_balance_by_hand() -> None:
     assert sums["actor/expert_load_entropy"][0] == pytest.approx(0.5)
 
 
-def test_a_mini_batch_starts_without_the_counts_of_the_one_before() -> None:
+@pytest.fixture
+def monitored() -> tuple[Any, ExpertMonitor, Any]:
+    """A backbone, its monitor, and a micro-batch."""
     model = make_model("mixtral", **ASKS)
-    monitor = ExpertMonitor(model, model.model)
-    cut = build_micro_batch(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    micro_batch = build_micro_batch(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
+    return model.model, ExpertMonitor(model, model.model), micro_batch
+
+
+def test_a_mini_batch_starts_without_the_counts_of_the_one_before(monitored: Any) -> None:
+    backbone, monitor, micro_batch = monitored
     counts: list[tuple[Tensor | None, Tensor | None]] = []
     for _ in range(2):
         monitor.reset()
         monitor.reset_assignments()
-        with monitor.recording(cut, counts=True), torch.no_grad():
-            model.model(cut.input_ids_BL)
+        with monitor.recording(micro_batch, counts=True), torch.no_grad():
+            backbone(micro_batch.input_ids_BL)
         monitor.set_assignments([monitor.assignments()])
-        with monitor.recording(cut):
-            model.model(cut.input_ids_BL)
+        with monitor.recording(micro_batch):
+            backbone(micro_batch.input_ids_BL)
         counts.append((monitor.assignments(), monitor.loads()))
     torch.testing.assert_close(counts[1], counts[0])
 
 
-def test_a_pass_without_gradients_is_not_counted() -> None:
+def test_a_pass_without_gradients_is_not_counted(monitored: Any) -> None:
     """A reference shares its layers with an adapted policy."""
-    model = make_model("mixtral")
-    monitor = ExpertMonitor(model, model.model)
-    cut = build_micro_batch(make_batch(ROWS, 0), [1, 2], torch.device("cpu"))
-    with monitor.recording(cut), torch.no_grad():
-        model.model(cut.input_ids_BL)
+    backbone, monitor, micro_batch = monitored
+    with monitor.recording(micro_batch), torch.no_grad():
+        backbone(micro_batch.input_ids_BL)
     assert monitor.loads() is None
 
 

@@ -116,9 +116,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
         end = min(first, default=len(full.token_ids))
         assert cut[key].token_ids == full.token_ids[:end]
         # Rows that end early leave smaller passes, which add up in another order.
-        np.testing.assert_allclose(
-            cut[key].sampler_logprobs, full.sampler_logprobs[:end], rtol=1e-5
-        )
+        expected = full.sampler_logprobs[:end]
+        np.testing.assert_allclose(cut[key].sampler_logprobs, expected, rtol=1e-5)
         assert cut[key].finish_reason == ("stop" if first else full.finish_reason)
         ended += bool(first) and end < len(full.token_ids)
     assert 2 <= ended < len(rollouts)

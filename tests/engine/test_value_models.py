@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -23,8 +22,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.checkpoint import describe_full_model, restore, stored_tensors, take_snapshot
-from ppo_cli.engine.checkpoint import model_files as files_of
+from ppo_cli.engine.checkpoint import (
+    describe_full_model,
+    model_files,
+    restore,
+    stored_tensors,
+    take_snapshot,
+)
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
@@ -77,36 +81,19 @@ def values(value_model: ValueModel) -> Tensor:
     return value_model.values_BL(IDS)
 
 
-@torch.no_grad()
-def head_input(folder: Path) -> Tensor:
-    """What the output layer of the language model is given, in transformers' own forward."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    seen: list[Tensor] = []
-    model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0])
-    )
-    model(input_ids=IDS, use_cache=False)
-    return seen[0]
-
-
-def save(value_model: ValueModel, folder: Path) -> Any:
-    """Write a critic as a run does; returns its part of the checkpoint."""
-    model = value_model.model
-    files = files_of(model, AutoTokenizer.from_pretrained(model_folder("embedded")))
-    part = describe_full_model("critic", model, train(model, steps=1), files)
-    take_snapshot([part], {}, ALONE).write(folder)
-    return part
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_are_a_head_on_what_the_output_layer_reads(tmp_path: Path, family: str) -> None:
     value_model = load(build(tmp_path, family))
     assert not values(value_model).any()
     draw_head(value_model)
-    weight, bias = value_model.head.weight.detach(), value_model.head.bias.detach()
-    expected = (head_input(tmp_path) @ weight.T + bias).squeeze(-1)
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    seen: list[Tensor] = []
+    output_layer = model.get_output_embeddings()
+    output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+        expected = nn.functional.linear(seen[0], *value_model.head.parameters()).squeeze(-1)
     torch.testing.assert_close(values(value_model), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -121,16 +108,17 @@ def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:
 def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
     value_model = load(build(tmp_path / "base", family))
     draw_head(value_model)
-    save(value_model, tmp_path)
+    model = value_model.model
+    files = model_files(model, AutoTokenizer.from_pretrained(model_folder("embedded")))
+    part = describe_full_model("critic", model, train(model, steps=1), files)
+    take_snapshot([part], {}, ALONE).write(tmp_path)
     expected = values(value_model)
     assert torch.equal(values(load(tmp_path / "critic")), expected)
     resumed = load(tmp_path / "base")
     part = describe_full_model("critic", resumed.model, train(resumed.model), {})
     restore(tmp_path, [part], ALONE)
     assert torch.equal(values(resumed), expected)
-    if type(AutoConfig.from_pretrained(tmp_path / "critic")) in (
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    ):
+    if type(model.config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         reference, info = AutoModelForTokenClassification.from_pretrained(
             tmp_path / "critic", output_loading_info=True, attn_implementation="eager"
         )

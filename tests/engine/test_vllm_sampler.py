@@ -29,7 +29,7 @@ from ppo_cli.engine.samplers import vllm as vllm_sampler
 from ppo_cli.engine.samplers.vllm import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, MissingPart, UserError
 from ppo_cli.records import Prompt, Rollout
-from tests.engine.gpu_engine import Gpu, GpuEngine
+from tests.engine.gpu_engine import Gpu, GpuEngine, request_output
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -135,25 +135,24 @@ def test_out_of_memory_halves_the_requests_and_keeps_what_is_finished(sampler: M
         list(vllm_sampler.generate(PROMPTS, Sampling(), 0))
 
 
-def test_a_response_is_cut_where_a_stop_text_ends(sampler: Make) -> None:
+def test_a_response_is_cut_where_a_stop_text_ends(
+    sampler: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine tells all tokens so far at each step, sometimes several more than before."""
     vllm_sampler, engine = sampler()
     tokens = {"p0": [10, 11, 12, 13, 1], "p1": [20, 21, 22, 23, 24], "p2": [30, 31, 32, 10, 1]}
     counts = dict.fromkeys(tokens, 0)
 
-    def step() -> list[SimpleNamespace]:
-        rollouts = []
+    def step() -> list[Any]:
+        outputs = []
         for request in engine.requests:
-            ids = tokens[request.split()[0]]
-            counts[request.split()[0]] = seen = min(counts[request.split()[0]] + 2, len(ids))
-            drawn = SimpleNamespace(logprobs=[-0.1 * n for n in range(seen)])
-            output = SimpleNamespace(token_ids=ids[:seen], logprobs=drawn)
-            done = seen == len(ids)
-            rollouts.append(SimpleNamespace(finished=done, request_id=request, outputs=[output]))
-        engine.requests = [rollout.request_id for rollout in rollouts if not rollout.finished]
-        return rollouts
+            name = request.split()[0]
+            counts[name] = seen = min(counts[name] + 2, 5)
+            outputs.append(request_output(request, tokens[name][:seen], finished=seen == 5))
+        engine.requests = [output.request_id for output in outputs if not output.finished]
+        return outputs
 
-    engine.step = step  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "step", step)
     sampling = Sampling(max_tokens=5, stop=("11, 12", "24]"))
     rollouts = {r.prompt.uid: r for r in vllm_sampler.generate(PROMPTS[:3], sampling, 0)}
     assert {name: (r.token_ids, r.finish_reason) for name, r in rollouts.items()} == {
@@ -194,11 +193,9 @@ def started(
     monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
-    expected = SETTINGS | {
-        "model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout
-    }  # fmt: skip
+    parts = {"model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout}
     tokenizer = load_tokenizer(model_folder("embedded"))
-    sampler = build_sampler(Config.model_validate(expected), tokenizer, transfer=transfer)
+    sampler = build_sampler(Config.model_validate(SETTINGS | parts), tokenizer, transfer=transfer)
     assert isinstance(sampler, VLLMSampler)
     return sampler, requests
 
@@ -231,12 +228,9 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
     several = started(monkeypatch, tensor_model_parallel_size=2)[1]
     assert several["tensor_parallel_size"] == 2 and several["distributed_executor_backend"] == "mp"
     assert several["transfer"] == "memory"
-    extra_kwargs = {
-        "vllm": {"block_size": 64, "compilation_config": {"mode": 0}, "swap_space": None}
-    }
-    engine_kwargs = started(monkeypatch, engine_kwargs=extra_kwargs)[1]
-    assert (engine_kwargs["block_size"], engine_kwargs["compilation_config"]) == (64, {"mode": 0})
-    assert "swap_space" not in engine_kwargs
+    options = {"block_size": 64, "compilation_config": {"mode": 0}}
+    requests = started(monkeypatch, engine_kwargs={"vllm": options | {"swap_space": None}})[1]
+    assert options.items() <= requests.items() and "swap_space" not in requests
     adapted, requests = started(monkeypatch, lora=True)
     assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= requests.items()
     assert adapted._lora == LoRA(3, 6.0)
@@ -285,16 +279,13 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         assert requests[-1][2] == usual | {"seed": seed, "max_tokens": max_tokens}
 
 
-def test_a_stop_text_that_spans_a_pause_is_seen(sampler: Make) -> None:
+def test_a_stop_text_that_spans_a_pause_is_seen(
+    sampler: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm_sampler, engine = sampler()
     begun = replace(start_rollouts(PROMPTS[:1], Sampling())[0], token_ids=(10, 11))
     begun = replace(begun, sampler_logprobs=np.full(2, -1, np.float32), weight_version=3)
-    drawn = SimpleNamespace(token_ids=[12, 13], logprobs=SimpleNamespace(logprobs=[-0.5, -0.6]))
-
-    def step() -> list[SimpleNamespace]:
-        return [SimpleNamespace(finished=True, request_id=engine.requests.pop(), outputs=[drawn])]
-
-    engine.step = step  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "step", lambda: [request_output(engine.requests.pop(), [12, 13])])
     stop = Sampling(max_tokens=9, stop=("11, 12",))
     (rollout,) = vllm_sampler.generate((), stop, 5, [begun])
     assert (rollout.token_ids, rollout.finish_reason, rollout.carried) == ((10, 11, 12), "stop", 2)
