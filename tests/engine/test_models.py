@@ -27,17 +27,13 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("family", OUTPUTS)
 def test_backbone_and_head_give_the_models_own_logits(family: str, tmp_path: Path) -> None:
-    """With gradients; a model without weights, as ranks build it, chooses the same head."""
+    """A model without weights, as ranks build it, chooses the same head."""
     build_model(family).save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))
     ids = torch.randint(1, 60, (2, 7))
-    results = []
-    for logits in (policy.head(policy.hidden_BLH(ids)), policy.model(input_ids=ids).logits):
-        policy.model.zero_grad()
-        logits.square().sum().backward()
-        gradient = policy.model.get_input_embeddings().weight.grad.clone()
-        results.append((logits.detach(), gradient))
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(
+        policy.head(policy.hidden_BLH(ids)), policy.model(input_ids=ids).logits
+    )
     for other in (policy, load_policy(str(tmp_path), empty=True)):
         assert isinstance(other.head, OwnHead) == OUTPUTS[family]
 

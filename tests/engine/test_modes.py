@@ -1,4 +1,7 @@
-"""Models train in evaluation mode, with gradient checkpointing too: nothing is drawn at random."""
+"""Gradient checkpointing in evaluation mode, the only one there is: nothing is drawn at random.
+
+That models sample, annotate and train without dropout is in `test_model_families.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ppo_cli.algo.batch import merge_annotations
-from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.engine.base import MiniBatch
-from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.models import load_policy, load_tokenizer
+from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from ppo_cli.errors import ModelError
-from tests.engine.packed_steps import MIXED, make_batch, scored, settings
 from tests.engine.tiny_families import make_model, save_model
 
 NOISY = ("llama", "gpt2", "opt", "xglm", "mixtral", "phimoe", "gemma4_text")
-
-
-@pytest.mark.parametrize(("kind", "lora_rank"), [*((kind, 0) for kind in NOISY), ("llama", 2)])
-def test_a_step_starts_at_the_log_probs_of_the_annotation(
-    kind: str, lora_rank: int, tmp_path: Path
-) -> None:
-    """Dropout, skipped layers and noise of routers, wherever the config has them."""
-    path = save_model(tmp_path, kind)
-    config = settings(
-        32, model={"path": path, "attn_implementation": "eager", "lora_rank": lora_rank},
-        algorithm={"adv_estimator": "grpo"},
-    )  # fmt: skip
-    learner = Learner(config, load_tokenizer(str(model_folder("embedded"))), total_steps=1)
-    batch = make_batch(MIXED, 0)
-    annotated = merge_annotations(batch, [learner.annotate(batch)])
-    sums = learner.step(MiniBatch(scored(annotated, 0), actor=True, critic=False))
-    ratio, count = sums["ppo_ratio"]
-    assert ratio / count == pytest.approx(1.0, abs=1e-5)
-    assert sums["clip_fraction"][0] == 0.0 < sums["grad_norm"][0]
-    assert not any(module.training for module in learner.policy.model.modules())
 
 
 def test_a_model_keeps_the_dropout_of_its_config(tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ def prompts(tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def start(path: Path | str, longest: int = LONGEST, **options: Any) -> VLLMSampler:
-    usual = {"eos_token_ids": frozenset({1}), "detokenize": str, "gpu_memory_utilization": 0.5}
-    return VLLMSampler(str(path), max_model_len=longest, **(usual | options))  # type: ignore[arg-type]
-
-
 def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
     """Rollouts of `second` must be those of `first` with the same keys."""
     rollouts_by_key = {rollout.key: rollout for rollout in first}
@@ -223,20 +218,6 @@ class TestBundled:
             bundled.sample()
 
 
-def test_new_weights_reach_an_output_head_that_is_not_tied(
-    tokenizer: Any, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    ends = {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": False}
-    path = save_model(tmp_path, "qwen2", hidden_size=64, num_attention_heads=2, **ends)
-    model = load_policy(path).model
-    sampler = start(
-        path, eos_token_ids=frozenset({tokenizer.eos_token_id}), max_num_seqs=16,
-        detokenize=partial(decode_text, tokenizer),
-    )  # fmt: skip
-    assert_new_weights_sample(sampler, model, prompts)
-    sampler.close()
-
-
 def test_an_adapter_alone_travels(tokenizer: Any, prompts: list[Prompt]) -> None:
     config = read_config(*LORA)
     inject, model = adapt(config.model, config.trainer.seed), load_policy(BUNDLED).model
@@ -370,7 +351,10 @@ def test_what_vllm_does_not_take_is_one_sentence(
         config["architectures"] = ["NoSuchModelForCausalLM"]
         (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError) as error:
-        start(path, longest)
+        VLLMSampler(
+            str(path), eos_token_ids=frozenset({1}), detokenize=str, max_model_len=longest,
+            gpu_memory_utilization=0.5,
+        )  # fmt: skip
     message = str(error.value)
     assert message.startswith("vLLM cannot sample from ") and fragment in message
     assert message.endswith("(--rollout_name hf).") and "\n" not in message
