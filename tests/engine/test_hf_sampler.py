@@ -363,8 +363,8 @@ class SmallMemory:
         cache = kwargs["past_key_values"]
         # What is held anywhere counts, also a cache that nobody samples from any more.
         self.caches.add(cache)
-        layers = [cache.layers[0] for cache in self.caches if cache.layers[0].is_initialized]
-        stored = sum(layer.keys.shape[0] * layer.get_seq_length() for layer in layers)
+        layers = [layer for held in self.caches for layer in held.layers[:1]]
+        stored = sum(x.keys.shape[0] * x.get_seq_length() for x in layers if x.is_initialized)
         rows, columns = kwargs["input_ids"].shape
         if stored + rows * columns > self.room:
             self.refused.append(rows)
