@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ppo_cli.records import Rollout, Score
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward, RoundKind
 
 
@@ -40,6 +41,17 @@ class Scripted(Reward):
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+class Remarks(Screen):
+    """A screen that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep a remark."""
+        self.notes.append(text)
 
 
 def write_rows(path: Path, *rows: object) -> str:

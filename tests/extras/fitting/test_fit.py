@@ -27,20 +27,21 @@ from ppo_cli.extras.fitting.training import FitSettings, Recipe
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.formats import format_for
 from ppo_cli.rewards.models.heads import load_reward_model
+from tests.scoring.scripted import Remarks
 
 WriteSums = Callable[[int], Path]
 
 
-class Listener(Screen):
-    """Keeps what is said, and may send this process a signal at a line that starts so."""
+class Interrupting(Remarks):
+    """Sends this process a signal at a remark that starts so."""
 
-    def __init__(self, number: int = 0, beginning: str = "") -> None:
-        self.heard: list[str] = []
+    def __init__(self, number: signal.Signals, beginning: str) -> None:
+        super().__init__()
         self._number, self._beginning = number, beginning
 
     def note(self, text: str) -> None:
-        self.heard.append(text)
-        if self._number and text.startswith(self._beginning):
+        super().note(text)
+        if text.startswith(self._beginning):
             os.kill(os.getpid(), self._number)
 
 
@@ -86,20 +87,20 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(write_sums: Write
 
 def test_the_best_is_kept_not_the_last(write_sums: WriteSums) -> None:
     """A rate that is far too high spoils later what was learnt first."""
-    listener, recipe = Listener(), {"lr": 0.05, "epochs": 6, "seed": 3}
-    record = fit(short_fit(write_sums(24), recipe=recipe), listener)
+    screen, recipe = Remarks(), {"lr": 0.05, "epochs": 6, "seed": 3}
+    record = fit(short_fit(write_sums(24), recipe=recipe), screen)
     measured = [(line["accuracy"], -line["loss"]) for line in record["history"]]
     best = measured.index(max(measured))
     assert record["steps"]["kept"] == record["history"][best]["step"]
     assert record["after"]["accuracy"] == max(measured)[0]
-    remaining = [text for text in listener.heard if text.endswith("; kept")]
+    remaining = [text for text in screen.notes if text.endswith("; kept")]
     assert f"step {record['steps']['kept']}/" in remaining[-1]
 
 
 def test_a_signal_finishes_the_step_and_keeps_a_whole_model(write_sums: WriteSums) -> None:
     settings = short_fit(write_sums(40), recipe={"epochs": 5})
     with pytest.raises(Interrupted) as caught:
-        fit(settings, Listener(signal.SIGTERM, "step 3/"))
+        fit(settings, Interrupting(signal.SIGTERM, "step 3/"))
     message = str(caught.value)
     assert "SIGTERM: stopped after 3 of 20 steps." in message and "--overwrite" in message
     record = json.loads((settings.out / "fit.json").read_text())
@@ -111,7 +112,7 @@ def test_a_signal_finishes_the_step_and_keeps_a_whole_model(write_sums: WriteSum
 def test_a_signal_before_the_first_step_saves_nothing(write_sums: WriteSums) -> None:
     settings = short_fit(write_sums(10))
     with pytest.raises(Interrupted, match="Nothing was saved"):
-        fit(settings, Listener(signal.SIGINT, "held out after step 0/"))
+        fit(settings, Interrupting(signal.SIGINT, "held out after step 0/"))
     assert not settings.out.exists()
 
 
@@ -121,12 +122,12 @@ def append_rows(data: Path, *rows: dict[str, Any]) -> None:
 
 
 def test_pairs_that_are_too_long_are_left_out_as_a_whole(write_sums: WriteSums) -> None:
-    data, listener = write_sums(12), Listener()
+    data, screen = write_sums(12), Remarks()
     append_rows(data, {"prompt": "Say", "chosen": "1", "rejected": "2" * 300},
                 {"prompt": "x" * 300, "chosen": "1", "rejected": "2"})  # fmt: skip
-    record = fit(short_fit(data, recipe={"max_steps": 1}, max_length=64), listener)
+    record = fit(short_fit(data, recipe={"max_steps": 1}, max_length=64), screen)
     assert record["dropped"] == {"too_long": 2} and sum(record["pairs"].values()) == 12
-    assert any("longer than 64 tokens" in text for text in listener.heard)
+    assert any("longer than 64 tokens" in text for text in screen.notes)
     with pytest.raises(DataError, match=r"no usable training pair\.[\s\S]*--max_length"):
         fit(short_fit(data, max_length=8, overwrite=True), Screen())
 
@@ -183,36 +184,32 @@ def write(folder: ModelFolder, text: str, record: dict[str, Any] | None = None) 
     folder.write(lambda path: (path / "config.json").write_text(text), record or {"finished": 0})
 
 
-def fail_to_write(path: Path) -> None:
-    (path / "config.json").write_text("half")
-    raise OSError(28, "no space left")
-
-
 def test_a_folder_is_made_and_replaced_by_a_better_model(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "rm").mkdir(parents=True)
-    folder = ModelFolder(tmp_path / "deep" / "rm")
+    place = tmp_path / "deep" / "rm"
+    place.mkdir(parents=True)
+    folder = ModelFolder(place)
     write(folder, "first")
     write(folder, "second", {"finished": False})
     folder.finish({"finished": True})
-    assert (tmp_path / "deep/rm/config.json").read_text() == "second"
-    assert json.loads((tmp_path / "deep/rm/fit.json").read_text()) == {"finished": True}
-    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["rm"]
+    assert (place / "config.json").read_text() == "second"
+    assert json.loads((place / "fit.json").read_text()) == {"finished": True}
+    assert [path.name for path in place.parent.iterdir()] == ["rm"]
+    with pytest.raises(ConfigError, match="--overwrite"):
+        ModelFolder(place)
+    folder = ModelFolder(place, overwrite=True)
+    assert (place / "config.json").read_text() == "second"
+    write(folder, "third")
+    assert (place / "config.json").read_text() == "third"
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    def fail_to_write(path: Path) -> None:
+        (path / "config.json").write_text("half")
+        raise OSError(28, "no space left")
+
     folder = ModelFolder(tmp_path / "rm")
     write(folder, "first")
     with pytest.raises(UserError, match=r"could not be written.*no space.*--out"):
         folder.write(fail_to_write, {})
     assert (tmp_path / "rm" / "config.json").read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["rm"]
-
-
-def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
-    write(ModelFolder(tmp_path / "rm"), "first")
-    with pytest.raises(ConfigError, match=r"already has a fitted model.*--overwrite"):
-        ModelFolder(tmp_path / "rm")
-    second = ModelFolder(tmp_path / "rm", overwrite=True)
-    assert (tmp_path / "rm" / "config.json").read_text() == "first"
-    write(second, "second")
-    assert (tmp_path / "rm" / "config.json").read_text() == "second"

@@ -151,7 +151,7 @@ def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
     assert len(list(training.iterate_batches(make_pairs(pairs), recipe, steps))) == steps
 
 
-def test_every_epoch_has_every_pair_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_pair_in_its_own_order() -> None:
     pairs, recipe = make_pairs(10), Recipe(batch_size=4, epochs=2)
     result = list(training.iterate_batches(pairs, recipe, 6))
     first, second = (list(chain(*result[:3])), list(chain(*result[3:])))

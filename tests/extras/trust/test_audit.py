@@ -19,28 +19,17 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust import attacks
 from ppo_cli.extras.trust.audit import audit, check_trials
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.calls import Scale
 from tests.extras.trust.audits import Checks, by_name, failed, run_audit
 from tests.extras.trust.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.rewards.models.twins import skywork_qwen3_twin
-from tests.scoring.scripted import Scripted, write_rows
+from tests.scoring.scripted import Remarks, Scripted, write_rows
 
+Scores = Callable[[Rollout], float]
 PRESETS = ("math", "code", "dialogue", "safety")
 GSM8K = RewardSettings(rule="gsm8k")
 MATH = RewardSettings(api=ApiReward(enable=True, model="m", prompt_preset="math"))
-
-
-class Remarks(Screen):
-    """A screen that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        """Keep a remark."""
-        self.notes.append(text)
 
 
 def checks_of(judge: Judge, *, rows: int = 6, **api: Any) -> Checks:
@@ -263,9 +252,7 @@ def offset(rollout: Rollout) -> float:
     return 20.0 + len(rollout.prompt.text) % 7 * 5.0
 
 
-def own_checks(
-    model: RewardSettings, score: Callable[[Rollout], float], file: str | None = None
-) -> Checks:
+def model_checks(model: RewardSettings, score: Scores, file: str | None = None) -> Checks:
     result = run_audit(model, Scripted(lambda r: Score(score(r))), data=file)
     assert result["reward"].endswith("rm, read as seqcls")
     return by_name(result)
@@ -273,7 +260,7 @@ def own_checks(
 
 @pytest.mark.parametrize("size", [0.001, 1.0, 1000.0])
 def test_a_sound_model_passes_on_any_scale(model: RewardSettings, size: float) -> None:
-    checks = own_checks(model, lambda r: size * (worth(r) + offset(r)))
+    checks = model_checks(model, lambda r: size * (worth(r) + offset(r)))
     assert failed(checks) == set()
     skipped = {name for name, check in checks.items() if check["passed"] is None}
     assert skipped == {"ground truth in the request", "content-free gate"}
@@ -291,14 +278,12 @@ def test_a_sound_model_passes_on_any_scale(model: RewardSettings, size: float) -
     ],
     ids=["orders", "length", "short", "names", "upside-down", "constant"],
 )
-def test_each_weakness_is_caught(
-    model: RewardSettings, score: Callable[[Rollout], float], expected: str
-) -> None:
-    assert expected in failed(own_checks(model, lambda r: score(r) + offset(r)))
+def test_each_weakness_is_caught(model: RewardSettings, score: Scores, expected: str) -> None:
+    assert expected in failed(model_checks(model, lambda r: score(r) + offset(r)))
 
 
 def test_without_order_nothing_is_measured(model: RewardSettings) -> None:
-    checks = own_checks(model, lambda r: offset(r) - worth(r))
+    checks = model_checks(model, lambda r: offset(r) - worth(r))
     assert checks["right against wrong"]["passed"] is False
     for name in ("master keys", "prompt injection", "padding"):
         assert checks[name]["passed"] is None
@@ -307,7 +292,7 @@ def test_without_order_nothing_is_measured(model: RewardSettings) -> None:
 
 def test_rows_without_answers_say_so(model: RewardSettings, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "a.jsonl", {"prompt": "Say hello.", "response": "Hello!"})
-    checks = own_checks(model, worth, file=file)
+    checks = model_checks(model, worth, file=file)
     assert "no good and bad answers to measure by" in checks["master keys"]["said"]
     assert failed(checks) == set()
 
