@@ -262,16 +262,15 @@ def test_a_bug_in_a_part_reaches_who_waits(mixture: Build) -> None:
         future.result(PATIENCE)
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_nothing_left_to_renormalise_is_a_failure_and_nobody_waits(
-    mixture: Build, weight: float
+@pytest.mark.parametrize(("weight", "total"), [(0.0, None), (1.0, 2.0)])
+def test_without_a_weight_to_renormalise_the_sample_fails(
+    mixture: Build, weight: float, total: float | None
 ) -> None:
-    fails = Source("judge", lambda r: Score.failed("timeout"))
-    reward = mixture(
-        Source("gate", has_a), fails, gate={"weight": weight},
-        judge={"only_if": "gate >= 1", "on_failure": "renormalise"},
-    )  # fmt: skip
-    assert values(reward, rollouts_of("a")) == [None if not weight else 2.0]
+    judge = {"only_if": "gate >= 1", "on_failure": "renormalise"}
+    sources = Source("gate", has_a), Source("judge", lambda r: Score.failed("timeout"))
+    assert values(mixture(*sources, gate={"weight": weight}, judge=judge), rollouts_of("a")) == [
+        total
+    ]
 
 
 def test_a_step_that_is_undone_teaches_nothing_even_if_its_scores_come_late(mixture: Build) -> None:
