@@ -70,6 +70,11 @@ from ppo_cli.signals import StopOnSignal
 RAY_START_S = 180.0
 POLL_S = 0.2
 NOTE_EVERY_S = 15.0
+# Ray tells the head nothing of a node with another token, so node 0 can only say what to check.
+SAME_ON_ALL = (
+    "the output there says why it cannot join; all nodes need the same PPO_CLUSTER_SECRET, "
+    "output_dir, project_name and experiment_name"
+)
 # When a node does not fit, node 0 waits this long for the others, to report all problems at once.
 GRACE_S = 20.0
 # Timeout of a request to the head, and how long it may not answer before it counts as gone.
@@ -238,7 +243,8 @@ class Nodes:
                 late = missing or [f"{node.label} {node.trouble}".strip() for node in idle]
                 raise ConfigError(_too_late(state.partition(";")[0], late, environ))
             if state != last_state or now > next_note:
-                self._tell(state)
+                waits_in_vain = state == last_state and missing
+                self._tell(f"{state}: {SAME_ON_ALL}" if waits_in_vain else state)
                 last_state, next_note = state, now + NOTE_EVERY_S
             time.sleep(POLL_S)
         # All nodes are here: print what each one has.
@@ -305,7 +311,7 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
     hint = (
         " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
         if outside_step(environ)
-        else " Is the same line started there, with its own NODE_RANK?"
+        else f" Is the same line started there, with its own NODE_RANK? If so, {SAME_ON_ALL}."
     )
     return f"{state}; did not come in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
