@@ -267,12 +267,17 @@ def test_what_does_not_fit_is_reported_on_both_nodes_and_who_is_missing(
     assert error.problems == (problem, "node 2 is not here yet.")
 
 
-def test_a_missing_node_is_named(head: FakeHead) -> None:
+def test_a_missing_node_is_named_and_after_a_while_what_to_check(
+    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "NOTE_EVERY_S", 0.3)
     notes: list[str] = []
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
     with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
         open_cluster(config(master_port=unused_port(), node_timeout=1), environ, notes.append)
-    assert "1 of 2 nodes are here; waiting for node 1 (gpu2)" in notes
+    waiting = [note for note in notes if "waiting for node 1 (gpu2)" in note]
+    assert waiting[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
+    assert waiting[1].startswith(f"{waiting[0]}: ") and "PPO_CLUSTER_SECRET" in waiting[1]
 
 
 def test_a_node_on_which_ray_does_not_start_is_named(head: FakeHead) -> None:

@@ -8,19 +8,18 @@ import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from ppo_cli.algo.batch import build_batch
-from ppo_cli.cluster import driver as remote
-from ppo_cli.cluster import driver_process as service
+from ppo_cli.cluster import driver, driver_process, worker_process, workers
 from ppo_cli.cluster import engine as cluster_engine
-from ppo_cli.cluster import worker_process, workers
 from ppo_cli.cluster.driver import Answer, DriverEngine
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure
-from ppo_cli.cluster.ray_process import RayOptions
+from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import Outcome, Worker
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
@@ -79,12 +78,12 @@ class Here:
 
     def collect(self, calls: Any, seconds: float | None = None, may_stop: bool = False) -> Any:
         self.limits.append(seconds)
-        return [self._open(call.member, call.ref) for call in calls]
+        return [self._open(request.member, request.ref) for request in calls]
 
     def stream(self, calls: Sequence[Call]) -> Iterator[Any]:
-        for call in calls:
-            for outcome in call.ref:
-                yield self._open(call.member, outcome)
+        for request in calls:
+            for outcome in request.ref:
+                yield self._open(request.member, outcome)
 
     def close(self, polite: Sequence[WorkerHandle] = ()) -> None:
         self.collect([self.ask(member, "close") for member in polite])
@@ -198,104 +197,73 @@ def test_settings_weights_and_state_reach_every_worker(
     engine.close()
 
 
-class InstantClient:
-    """Records requests and answers them at once."""
-
-    def __init__(self, command: Sequence[str], environ: dict[str, str], log: Path) -> None:
-        self.command, self.environ, self.log = [*command], environ, log
-        self.requests: list[tuple[Any, ...]] = []
-
-    def ask(self, verb: str, *args: Any) -> Answer:
-        self.requests.append((verb, *args))
-        answer = Answer(1, verb)
-        answer.parts.put(("done", pickle.dumps("gloo" if verb == "build" else None)))
-        return answer
-
-    def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
-        self.requests.append((verb, value))
-
-    def close(self, patience_s: float) -> None:
-        self.requests.append(("gone", patience_s))
-
-
-class InstantRay:
-    """A Ray that has started at once."""
-
-    def __init__(self, options: RayOptions, **settings: Any) -> None:
-        self.options, self.settings, self.waited = options, settings, 0.0
-
-    def await_address(self, timeout_s: float, stop_requested: Any) -> str:
-        self.waited = timeout_s
-        return "here:1"
-
-    def failure(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self.settings["closed"] = True
+def answer(verb: str, *args: Any) -> Answer:
+    """Answer a request at once."""
+    reply = Answer(1, verb)
+    reply.parts.put(("done", pickle.dumps("gloo" if verb == "build" else None)))
+    return reply
 
 
 @pytest.mark.parametrize("address", [None, "there:6379"])
 def test_all_that_builds_the_engine_crosses_to_the_other_process(
     address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "Client", InstantClient)
-    monkeypatch.setattr(remote, "RayProcess", InstantRay)
+    start_client, start_ray = Mock(), Mock()
+    client, ray = start_client.return_value, start_ray.return_value
+    client.ask.side_effect = answer
+    ray.await_address.return_value, ray.failure.return_value = "here:1", None
+    monkeypatch.setattr(driver, "Client", start_client)
+    monkeypatch.setattr(driver, "RayProcess", start_ray)
     config, tokenizer, notes = make_config(), {"a": "tokenizer"}, []
     placement = Placement(1, 4, (0, 1), ((2,), (3,)), ())
     engine = DriverEngine(
         config, tokenizer, total_steps=7, placement=placement, logs=tmp_path / "logs",
         address=address, tell=notes.append,
     )  # fmt: skip
-    client: Any = engine._client
-    log = tmp_path / "logs" / "ray.log"
-    assert client.command[-1] == str(client.log) == str(log)
+    command, environ, log = start_client.call_args.args
+    assert command[-1] == str(log) == str(tmp_path / "logs" / "ray.log")
     assert engine._patience_s == 2 * 44.0 + 8 * 33.0 and engine.weight_transfer == "gloo"
-    ray: Any = engine._ray_process
+    assert (driver.LOCAL_ONLY.items() <= environ.items()) == (address is None)
     if address is None:
-        assert (ray.options.num_gpus, ray.settings["log"], ray.waited) == (4, log, 44.0)
-        assert remote.LOCAL_ONLY.items() <= ray.settings["environ"].items()
-        assert remote.LOCAL_ONLY.items() <= client.environ.items() and notes == ["Starting Ray"]
+        (options,), settings = start_ray.call_args
+        assert (options.num_gpus, settings["log"], settings["environ"]) == (4, log, environ)
+        assert ray.await_address.call_args.args[0] == 44.0 and notes == ["Starting Ray"]
     else:
-        assert ray is None and notes == ["Joining the Ray cluster at there:6379"]
-        assert not remote.LOCAL_ONLY.items() <= client.environ.items()
+        assert not start_ray.called and notes == ["Joining the Ray cluster at there:6379"]
 
-    verb, options = client.requests[0]
+    # At the other end of the connection the engine is built from what was sent.
+    verb, options = client.ask.call_args.args
     assert verb == "build" and pickle.loads(options["tokenizer"]) == tokenizer
-    arguments: dict[str, Any] = {}
-
-    class Built:
-        weight_transfer = "ipc"
-
-        def __init__(self, **settings: Any) -> None:
-            arguments.update(settings)
-
-    monkeypatch.setattr(service, "ClusterEngine", Built)
-    serving, sent = service.Service(None), []  # type: ignore[arg-type]
-    monkeypatch.setattr(serving, "_send", lambda *message: sent.append(message))
-    assert serving.build(options, 12) == "ipc"
+    build = Mock(return_value=Mock(weight_transfer="ipc"))
+    monkeypatch.setattr(driver_process, "ClusterEngine", build)
+    service = driver_process.Service(Mock())
+    assert service.build(options, 12) == "ipc"
+    arguments = build.call_args.kwargs
+    stop_requested = arguments.pop("stop_requested")
+    assert stop_requested() is None
+    service._stop = "Ctrl-C"
+    assert stop_requested() == "Ctrl-C"
+    sent: list[Any] = []
+    monkeypatch.setattr(driver_process, "send", lambda connection, *message: sent.append(message))
     arguments.pop("tell")("a line")
-    assert sent == [(12, "tell", "a line")]
-    stop = arguments.pop("stop_requested")
-    assert stop() is None
-    serving._stop = "Ctrl-C"
-    assert stop() == "Ctrl-C"
+    assert sent == [(12, "tell", dumps("a line"))]
     assert arguments == {
         "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
         "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",
     }  # fmt: skip
 
+    client.reset_mock()
     engine.publish()
     engine.load(Path("saved"))
     hosted = engine.host(dict, role="reward", devices=[3])
     hosted.call("keys", 1)
     hosted.close()
-    engine.close()
-    engine.close()
-    assert client.requests[1:] == [
-        ("publish",), ("load", Path("saved").absolute()), ("host", dict, "reward", (3,)),
-        ("call", None, "keys", 1), ("dismiss", None), ("stop", "closing"), ("close",),
-        ("gone", remote.LEAVES_S),
+    for _ in range(2):
+        engine.close()
+    assert client.mock_calls == [
+        call.ask("publish"), call.ask("load", Path("saved").absolute()),
+        call.ask("host", dict, "reward", (3,)), call.ask("call", None, "keys", 1),
+        call.ask("dismiss", None), call.say("stop", "closing"), call.ask("close"),
+        call.close(driver.LEAVES_S),
     ]  # fmt: skip
-    assert ray is None or ray.settings["closed"]
-    assert not hosted.alive
+    assert ray.close.called == (address is None) and not hosted.alive

@@ -231,8 +231,44 @@ def test_a_sampler_refuses_what_a_gpu_would_crash_on(shared: Any) -> None:
     assert len(list(run.sampler.generate(PROMPTS, Sampling(), 1))) == 3
 
 
-def publisher(calls: list[str], *sleepers: str, reads_in_place: bool = False) -> Publisher:
-    """One that writes down what it asks of whom."""
+# A transfer through memory, and waking in two parts: the learner makes room before each of them.
+BY_MEMORY = ("learner weights", "sampler load_weights")
+WAKE_WEIGHTS = ("learner spare_memory", "sampler wake_weights")
+WAKE_CACHE = ("learner spare_memory", "sampler wake_cache")
+
+
+@pytest.mark.parametrize(
+    ("sleepers", "verbs", "expected"),
+    [
+        ((), "sleep send wake", BY_MEMORY),  # samplers with separate devices never sleep
+        (
+            ("sampler",), "sleep wake wake",
+            ("sampler sleep", "learner weights", *WAKE_WEIGHTS, "sampler load_weights",
+             *WAKE_CACHE),
+        ),
+        (
+            ("sampler",), "connect sleep wake wake",
+            ("learner connect", "sampler sleep", *WAKE_WEIGHTS, "learner send_weights",
+             *WAKE_CACHE),
+        ),
+        (  # only those that share devices sleep, and all get the weights
+            ("sharer",), "sleep wake",
+            ("sharer sleep", "learner weights", "learner spare_memory", "sharer wake_weights",
+             "sampler load_weights", "sharer load_weights", "learner spare_memory",
+             "sharer wake_cache"),
+        ),
+        (  # those of which only the weights are awake sleep again
+            ("sampler",), "sleep send sleep",
+            ("sampler sleep", "learner weights", *WAKE_WEIGHTS, "sampler load_weights",
+             "sampler sleep"),
+        ),
+        ((), "send_in_place send", (*BY_MEMORY, "learner weights")),  # told once where to read
+    ],
+)  # fmt: skip
+def test_what_is_asked_of_whom(
+    sleepers: tuple[str, ...], verbs: str, expected: tuple[str, ...]
+) -> None:
+    calls: list[str] = []
 
     def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
         calls.append(f"{member} {name}")
@@ -242,71 +278,13 @@ def publisher(calls: list[str], *sleepers: str, reads_in_place: bool = False) ->
         for member in members:
             ask(member, name)
 
-    def collect(calls: list[Any], *limit: Any) -> list[bool]:
-        return [reads_in_place] * len(calls)
+    def collect(requests: list[Any], *limit: Any) -> list[bool]:
+        return ["send_in_place" in verbs] * len(requests)
 
     waits = SimpleNamespace(collect=collect, timeout_s=1.0)
     cluster: Any = SimpleNamespace(ask=ask, call=call, waits=waits)
     members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
-    return Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("connected", [False, True])
-def test_the_learner_makes_room_before_each_part_wakes(connected: bool) -> None:
-    calls: list[str] = []
-    weights = publisher(calls, "sampler")
-    if connected:
-        weights.connect(SimpleNamespace())  # type: ignore[arg-type]
-    weights.sleep()
-    calls.clear()
-    weights.wake()
-    weights_wake, cache_wakes = (
-        ["learner spare_memory", f"sampler wake_{part}"] for part in ("weights", "cache")
-    )
-    sent = (
-        [*weights_wake, "learner send_weights"]
-        if connected
-        else ["learner weights", *weights_wake, "sampler load_weights"]
-    )
-    assert calls == [*sent, *cache_wakes]
-    calls.clear()
-    weights.wake()
-    assert not calls
-
-
-def test_samplers_with_devices_of_their_own_never_sleep() -> None:
-    calls: list[str] = []
-    weights = publisher(calls)
-    weights.sleep()
-    weights.send()
-    weights.wake()
-    assert calls == ["learner weights", "sampler load_weights"]
-
-
-def test_samplers_that_read_where_the_learner_writes_are_told_once() -> None:
-    calls: list[str] = []
-    weights = publisher(calls, reads_in_place=True)
-    weights.send()
-    weights.send()
-    assert calls == ["learner weights", "sampler load_weights", "learner weights"]
-
-
-def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> None:
-    calls: list[str] = []
-    weights = publisher(calls, "sharer")
-    weights.sleep()
-    weights.wake()
-    assert calls == [
-        "sharer sleep", "learner weights", "learner spare_memory", "sharer wake_weights",
-        "sampler load_weights", "sharer load_weights", "learner spare_memory", "sharer wake_cache",
-    ]  # fmt: skip
-
-
-def test_samplers_whose_weights_alone_are_awake_are_sent_to_sleep_again() -> None:
-    calls: list[str] = []
-    weights = publisher(calls, "sampler")
-    weights.sleep()
-    weights.send()
-    calls.clear()
-    weights.sleep()
-    assert calls == ["sampler sleep"]
+    publisher: Any = Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
+    for verb in verbs.replace("_in_place", "").split():
+        getattr(publisher, verb)(*[None] * (verb == "connect"))
+    assert calls == [*expected]

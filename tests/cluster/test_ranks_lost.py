@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ppo_cli.algo.batch import merge_annotations
+from ppo_cli.atomic import is_running
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
@@ -72,14 +73,6 @@ def fail_at(call: int, error: Exception) -> Any:
     return called
 
 
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("fails", "kind", "fragment"),
     [
@@ -106,16 +99,12 @@ def test_all_ranks_end_within_a_minute(
         )
         pids = cluster.call(ranks, "pid")
         started = time.monotonic()
+        steps = zip(ranks, ("", fails), strict=True)
         with pytest.raises(kind, match=fragment):
-            cluster.waits.collect(
-                [
-                    cluster.ask(ranks[0], "step", "call"),
-                    cluster.ask(ranks[1], "step", "call", fails),
-                ]
-            )
+            cluster.waits.collect([cluster.ask(rank, "step", "call", how) for rank, how in steps])
     finally:
         cluster.close()
-    while any(map(lives, pids)) and time.monotonic() - started < 60:
+    while any(map(is_running, pids)) and time.monotonic() - started < 60:
         time.sleep(0.2)
-    assert not any(map(lives, pids))
+    assert not any(map(is_running, pids))
     print(f"all ended {time.monotonic() - started:.1f} s after the step began")

@@ -48,24 +48,6 @@ def seconds_until_lost(work: Callable[[], object], match: str) -> float:
     return time.monotonic() - started
 
 
-def test_a_lost_raylet_is_told_and_leaves_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with local_ray(tmp_path / "ray.log") as ray:
-        ray.process.await_address(90)
-        assert ray.process.failure() is None
-        os.kill(ray.part("raylet"), signal.SIGKILL)
-        until = time.monotonic() + 30
-        while (failure := ray.process.failure()) is None:
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        assert "lost its raylet" in failure
-        ray.process.close()
-    assert ray.await_end(3) == {}
-    assert not ray.process.folder.exists()
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.fixture
 def foreign(tmp_path: Path) -> Iterator[MarkedRay]:
     """A Ray that the cluster under test has not started."""

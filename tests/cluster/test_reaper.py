@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli import reaper
+from ppo_cli.atomic import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
@@ -30,17 +31,9 @@ TREE = (
 
 def wait_until_gone(pids: list[int], timeout: float = 30) -> None:
     deadline = time.monotonic() + timeout
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_running(pid)]
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def start(folder: Path, parent: int, removed: Path) -> subprocess.Popen[bytes]:
@@ -101,10 +94,10 @@ def test_a_keeper_killed_hard_takes_its_command_along(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     deadline = time.monotonic() + 30  # less than they sleep
-    while all(alive(pid) for pid in below):
+    while all(is_running(pid) for pid in below):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    for pid in filter(alive, below):
+    for pid in filter(is_running, below):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullRun:
     """A run of four steps with a judge that never fails, and how often that judge answered."""
 
     out: Path
@@ -52,12 +53,12 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     folder = tmp_path_factory.mktemp("whole")
     with JudgeServer() as server:
         server.keys = {KEY}
         train(environment(folder), command(server, folder / "run", *FOUR, *PRICE, *UNCACHED))
-        return Whole(folder / "run", server.state.answered)
+        return FullRun(folder / "run", server.state.answered)
 
 
 @pytest.fixture
@@ -90,8 +91,21 @@ def train(
     return done
 
 
-def start(env: dict[str, str], args: list[str]) -> Forked:
-    return Forked(PPO, args, env)
+@contextmanager
+def started(env: dict[str, str], args: list[str]) -> Iterator[Forked]:
+    """A run, which is killed when the block ends."""
+    process = Forked(PPO, args, env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def await_end(process: Forked, exit_code: int = 0) -> str:
+    output = process.communicate(timeout=800)[0]
+    assert process.returncode == exit_code, output
+    return output
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -157,18 +171,14 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
     )  # fmt: skip
     out = tmp_path / "run"
     flags = ("--max_steps", "4", "--rm_timeout", "5", "--rm_deadline", "120")
-    process = start(environment(tmp_path), command(server, out, *flags))
-    try:
+    with started(environment(tmp_path), command(server, out, *flags)) as process:
         wait_for(out / "metrics.jsonl", process)
         server.fail("refusal", times=3)
         server.fail("content_filter", times=3)
         server.fail(429, times=6, retry_after=0.2)
         for kind in kinds:
             server.fail(kind, times=2)
-        output, _ = process.communicate(timeout=800)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
+        await_end(process)
     scored = rollouts(out)
     failed = [line for line in scored if line["score"] is None]
     assert 1 <= len({(line["prompt"], line["response"]) for line in failed}) <= 6
@@ -209,35 +219,33 @@ def await_outage(server: JudgeServer, out: Path, process: Forked) -> None:
 
 
 def test_a_stumbling_judge_and_an_outage_change_nothing(
-    full_run: Whole, server: JudgeServer, tmp_path: Path
+    full_run: FullRun, server: JudgeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     server.fail(503, share=0.3)
-    process = start(environment(tmp_path), command(server, out, *FOUR, *UNCACHED))
-    try:
+    with started(environment(tmp_path), command(server, out, *FOUR, *UNCACHED)) as process:
         await_outage(server, out, process)
         server.resume()
-        output, _ = process.communicate(timeout=800)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
+        await_end(process)
     assert_same_weights(full_run.out, out)
     assert all(line["score"] is not None for line in rollouts(out))
     # What was cut off in its flight is asked again, and nothing else.
     assert server.state.answered <= full_run.answered + 32
 
 
-def test_killed_in_an_outage_and_resumed_ends_the_same(
-    full_run: Whole, server: JudgeServer, tmp_path: Path
+@pytest.mark.parametrize("killed", [True, False])
+def test_ended_in_an_outage_and_resumed_ends_the_same(
+    full_run: FullRun, server: JudgeServer, tmp_path: Path, killed: bool
 ) -> None:
+    """Killed, or after a limited wait, which saves and tells how to go on."""
     out = tmp_path / "run"
-    args = command(server, out, *FOUR)
-    process = start(environment(tmp_path), args)
-    try:
+    args = command(server, out, *FOUR, "--rm_outage_wait", "600" if killed else "3")
+    with started(environment(tmp_path), args) as process:
         await_outage(server, out, process)
-    finally:
-        process.kill()
-    assert process.wait(60) == -signal.SIGKILL
+        if killed:
+            process.kill()
+        output = await_end(process, -signal.SIGKILL if killed else 3)
+    assert killed or ("Go on with:" in output and "Traceback" not in output)
     server.resume()
     train(environment(tmp_path), args)
     assert_same_weights(full_run.out, out)
@@ -257,12 +265,12 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
             server.keys = {KEY}
             args = command(server, folder / "run", *filtered)
             if stop:
-                process = start(environment(folder), args)
-                while server.state.answered < 66:  # beyond the first batch
-                    assert process.poll() is None, process.output()
-                    time.sleep(0.002)
-                server.fail(503)  # what is under way is still answered
-                assert process.wait(300) == 3, process.output()
+                with started(environment(folder), args) as process:
+                    while server.state.answered < 66:  # beyond the first batch
+                        assert process.poll() is None, process.output()
+                        time.sleep(0.002)
+                    server.fail(503)  # what is under way is still answered
+                    await_end(process, 3)
                 server.heal()
             train(environment(folder), args)
             request = {json.dumps(call.body, sort_keys=True) for call in server.calls}
@@ -276,26 +284,8 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
     assert all(torch.equal(actors[0][name], actors[1][name]) for name in actors[0])
 
 
-def test_an_outage_without_end_saves_and_tells_how_to_go_on(
-    full_run: Whole, server: JudgeServer, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    args = command(server, out, *FOUR, "--rm_outage_wait", "3")
-    process = start(environment(tmp_path), args)
-    try:
-        await_outage(server, out, process)
-        output, _ = process.communicate(timeout=800)
-    finally:
-        process.kill()
-    assert process.returncode == 3, output
-    assert "Go on with:" in output and "Traceback" not in output
-    server.resume()
-    train(environment(tmp_path), args)
-    assert_same_weights(full_run.out, out)
-
-
 def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
-    full_run: Whole, server: JudgeServer, tmp_path: Path
+    full_run: FullRun, server: JudgeServer, tmp_path: Path
 ) -> None:
     out, second = tmp_path / "run", tmp_path / "again"
     env = environment(tmp_path)
@@ -326,13 +316,11 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
     limits = ("--rm_budget_usd", "0.1", "--rm_concurrency", "4")
     args = command(server, out, *FOUR, *PRICE, *UNCACHED, *limits)
     for _ in range(3):
-        before, process = server.count, start(env, args)
-        end = time.monotonic() + 300
-        while server.count < before + 3:
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        before = server.count
+        with started(env, args) as process:
+            while server.count < before + 3:
+                assert process.poll() is None
+                time.sleep(0.02)
     server.state.latency = 0.0
     output = train(env, args, exit_code=3)
     assert "judge calls were in flight when the run was killed" in output.stdout
@@ -345,56 +333,3 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
 def spent(out: Path) -> float:
     lines = (out / "judge_calls.jsonl").read_text().splitlines()
     return sum(json.loads(line)["usd"] for line in lines)
-
-
-def test_no_failed_verdict_enters_a_loss_or_a_mean(
-    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Looks at the very tensors that the engine is stepped with."""
-    from ppo_cli.config.resolve import resolve
-    from ppo_cli.engine.base import MiniBatch, Sums
-    from ppo_cli.engine.learner import LocalEngine
-    from ppo_cli.report.tracker import Screen
-    from ppo_cli.run.assemble import train as train_here
-
-    seen: list[MiniBatch] = []
-    step = LocalEngine.step
-
-    def looked_at(engine: LocalEngine, minibatch: MiniBatch) -> Sums:
-        seen.append(minibatch)
-        return step(engine, minibatch)
-
-    monkeypatch.setattr(LocalEngine, "step", looked_at)
-    for name, value in environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    server.fail("refusal", share=0.1, after=10)
-    out = tmp_path / "run"
-    overrides = (
-        "reward.api.enable=true", "reward.api.type=openai", "reward.api.model=judge-1",
-        f"reward.api.base_url={server.url('openai')}", "reward.api.prompt_preset=math",
-        "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "data.val_files=[]",
-        "trainer.total_training_steps=3", f"trainer.output_dir={out}",
-        "reward.api.max_failure_rate=0.9",
-    )  # fmt: skip
-    resolved = resolve(
-        flags={}, preset="embedded", config_files=(), overrides=overrides, environ=os.environ
-    )
-    train_here(resolved, Screen())
-    lost = 0
-    for minibatch in seen:
-        batch, bad_B = minibatch.batch, ~minibatch.batch.valid_B
-        lost += int(bad_B.sum())
-        assert not batch.loss_mask_BT[bad_B].any()
-        assert batch.loss_mask_BT[~bad_B].any(dim=1).all()
-        for values_BT in (batch.advantages_BT, batch.returns_BT):
-            assert not values_BT[bad_B].any()
-    assert lost > 0
-    by_step: dict[int, list[float | None]] = {}
-    for line in rollouts(out):
-        by_step.setdefault(line["step"], []).append(line["score"])
-    for line in metrics(out):
-        scores = by_step[line["step"]]
-        good = [score for score in scores if score is not None]
-        assert line["reward_mean"] == pytest.approx(sum(good) / len(good))
-        assert line["score/failed"] == len(scores) - len(good)
-    assert sum(scores.count(None) for scores in by_step.values()) * 2 == lost

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.atomic import is_running
+from ppo_cli.reaper import descendants
 from tests.forked import Forked
 from tests.loop.runs import (
     assert_same_run,
@@ -45,46 +47,15 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """Pid -> (parent, command line) of all that run."""
-    commands = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended meanwhile
-                continue
-            commands[int(folder.name)] = (parent, command)
-    return commands
-
-
-def below(pid: int) -> set[int]:
-    """All processes that a process has started, and those that they have."""
-    everything = processes()
-    pids = {pid}
-    while True:
-        wider = {child for child, (parent, _) in everything.items() if parent in pids} | pids
-        if wider == pids:
-            return pids - {pid}
-        pids = wider
-
-
-def logs_into(pid: int, log: Path) -> bool:
-    try:
-        return Path(os.readlink(f"/proc/{pid}/fd/1")) == log
-    except OSError:
-        return False
-
-
-def find(kind: str, out: Path, family: set[int]) -> int | None:
-    """The process of one kind among those of a run."""
+def find(kind: str, out: Path, family: list[int]) -> int | None:
+    """Return the process of a run's family that is a part of Ray, or a worker by its log."""
     for pid in family:
-        command = processes().get(pid, (0, ""))[1]
-        if kind in ("raylet", "gcs_server"):
-            if Path(command.split(" ")[0]).name == kind:
-                return pid
-        elif logs_into(pid, out / "logs" / f"{kind}.log"):
+        try:
+            program = Path(os.readlink(f"/proc/{pid}/exe")).name
+            log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+        except OSError:  # it has ended meanwhile
+            continue
+        if kind == program or log == out / "logs" / f"{kind}.log":
             return pid
     return None
 
@@ -105,12 +76,7 @@ class Orphan:
         self.pid = int(noted.read_text())
 
     def poll(self) -> int | None:
-        # Not by its command line, which is empty for a moment while the process execs.
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-        return 0 if state == "Z" else None
+        return None if is_running(self.pid) else 0
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         return self._shell.communicate(timeout=timeout)[0], None
@@ -124,11 +90,10 @@ def run_with_a_kill(
 ) -> str:
     """Run, and kill one worker a moment after so many steps; returns what was told."""
     process = begin(out, *EIGHT, *flags)
-    family: set[int] = set()
     try:
         wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process)
         time.sleep(moment)
-        family = below(process.pid)
+        family = descendants(process.pid)
         victim = find(kind, out, family)
         assert victim is not None, f"there is no {kind}"
         os.kill(victim, signal.SIGKILL)
@@ -137,18 +102,14 @@ def run_with_a_kill(
         process.kill()
         raise
     assert process.returncode == 0 and "\nDone\n" in output, output
-    assert_nothing_is_left(out, family)
-    return output
-
-
-def assert_nothing_is_left(out: Path, family: set[int]) -> None:
     end = time.monotonic() + 120
-    while family & processes().keys():
-        assert time.monotonic() < end, [processes().get(pid) for pid in family]
+    while running := [pid for pid in family if is_running(pid)]:
+        assert time.monotonic() < end, running
         time.sleep(0.2)
     hidden = [path for path in out.rglob(".*") if path.name.startswith(".unfinished")]
     assert hidden == []
     assert [line["step"] for line in metrics(out)] == [*range(9)]
+    return output
 
 
 @pytest.mark.skipif(not KILLS, reason="set PPO_KILLS to the number of kills")
@@ -161,7 +122,7 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
         until = time.monotonic() + 300
         while victim is None:
             assert time.monotonic() < until
-            victim = find("learner-1", out, below(process.pid))
+            victim = find("learner-1", out, descendants(process.pid))
         os.kill(victim, signal.SIGKILL)
         output = process.communicate(timeout=800)[0]
     finally:

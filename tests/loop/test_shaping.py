@@ -75,7 +75,8 @@ def test_a_failed_score_enters_no_advantage_and_no_statistic(estimator: str) -> 
         None,
     )
     torch.testing.assert_close(full_run.batch.advantages_BT[keep], without.batch.advantages_BT)
-    assert not full_run.batch.advantages_BT[2].any() and not full_run.batch.loss_mask_BT[2].any()
+    for name in ("advantages_BT", "returns_BT", "loss_mask_BT"):
+        assert not getattr(full_run.batch, name)[2].any(), name
     assert full_run.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-6)
 
 
