@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ppo_cli.run_folder import read_lines
 from tests.forked import PPO, Forked, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,16 +116,17 @@ def train_killed_halfway(out: Path, *args: str) -> None:
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """All that must be the same in two equal runs: everything but the clock."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    clock = (("time/", "perf/"), ("/seconds", "/tokens_per_s"))
     return [
-        {
-            k: v
-            for k, v in line.items()
-            if not k.startswith(("time/", "perf/"))
-            and not k.endswith(("/seconds", "/tokens_per_s"))
-        }
-        for line in lines
+        {k: v for k, v in line.items() if not (k.startswith(clock[0]) or k.endswith(clock[1]))}
+        for line in read_lines(out / "metrics.jsonl")
     ]
+
+
+def rows(out: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """The responses of a training step, or of all of them."""
+    files = (out / "rollouts").glob("step_*.jsonl" if step is None else f"step_{step:06d}.jsonl")
+    return [row for path in sorted(files) for row in read_lines(path)]
 
 
 def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
@@ -147,16 +148,13 @@ def assert_true(out: Path) -> None:
     assert [line["step"] for line in lines] == [*range(1, trainer["total_training_steps"] + 1)]
     coef, total = control["kl_coef"], trainer["total_training_steps"]
     for line in lines:
-        path = out / "rollouts" / f"step_{line['step']:06d}.jsonl"
-        rows = [json.loads(row) for row in path.read_text().splitlines()]
-        prompts = [row["uid"] for row in rows[:: config["rollout"]["n"]]]
+        responses, n = rows(out, line["step"]), config["rollout"]["n"]
+        prompts = [row["uid"] for row in responses[::n]]
         assert len(set(prompts)) == len(prompts) == config["data"]["train_batch_size"]
-        assert [row["uid"] for row in rows] == [
-            uid for uid in prompts for _ in range(config["rollout"]["n"])
-        ]
-        scores = [row["score"] for row in rows if row["score"] is not None]
+        assert [row["uid"] for row in responses] == [uid for uid in prompts for _ in range(n)]
+        scores = [row["score"] for row in responses if row["score"] is not None]
         assert line["reward_mean"] == pytest.approx(sum(scores) / len(scores))
-        lengths = [row["tokens"] for row in rows]
+        lengths = [row["tokens"] for row in responses]
         assert line["response_length_mean"] == pytest.approx(sum(lengths) / len(lengths))
         for name in ("actor", "critic"):
             optim = config[name]["optim"]
@@ -192,5 +190,5 @@ def undocumented(out: Path) -> set[str]:
     named = [n for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for n in row.split(", ")]
     patterns = [re.sub(r"<\w+>", ".+", re.escape(n.strip("`"))) for n in named]
     names = re.compile(rf"step|(?:val/)?(?:{'|'.join(patterns)})")
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {k for line in lines for k in json.loads(line) if not names.fullmatch(k)}
+    lines = read_lines(out / "metrics.jsonl")
+    return {k for line in lines for k in line if not names.fullmatch(k)}

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -239,46 +240,35 @@ def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
 def test_a_cluster_engine_is_given_all_that_it_needs(
     assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.cluster import driver as remote
+    from ppo_cli.cluster import driver
 
-    created: list[SimpleNamespace] = []
-
-    class Apart:
-        def __init__(self, config: Any, tokenizer: Any, **options: Any) -> None:
-            self.weight_transfer, self.closed, self.hosted = "memory", False, ()
-            created.append(
-                SimpleNamespace(config=config, tokenizer=tokenizer, engine=self, **options)
-            )
-
-        def host(self, factory: Any, *, role: str, devices: Any) -> str:
-            self.hosted = (factory(), role, devices)
-            return "hosted"
-
-        def close(self) -> None:
-            self.closed = True
-
-    monkeypatch.setattr(remote, "DriverEngine", Apart)
+    engines = [Mock(weight_transfer="memory") for _ in range(2)]
+    build = Mock(side_effect=engines)
+    monkeypatch.setattr(driver, "DriverEngine", build)
     seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
-    engine: EngineFactory = seen.engines
-    assert engine.get() is engine.get() is created[0].engine
-    first = created[0]
+    factory: EngineFactory = seen.engines
+    assert factory.get() is factory.get() is engines[0]
     memory: list[str] = []
     settled = fill_memory_settings(seen.job.config, memory.append)
     products = [f"CPU: {line}" for line in cpu_plan(settled, jemalloc=False)]
     assert settled.model.enable_gradient_checkpointing is False
-    assert (first.config, first.tokenizer) == (settled, engine.tokenizer)
-    assert (first.total_steps, first.logs) == (seen.job.total_steps, engine.logs)
-    assert first.placement == placement_of(seen.job.config) and first.placement.train == (0, 1, 2)
-    assert (first.address, first.stop_requested()) == (Cluster.address, "SIGTERM on node 1")
-    first.tell("Hello")
+    options = build.call_args.kwargs
+    assert build.call_args.args == (settled, factory.tokenizer)
+    assert (options["total_steps"], options["logs"]) == (seen.job.total_steps, factory.logs)
+    assert options["placement"] == placement_of(seen.job.config)
+    assert options["placement"].train == (0, 1, 2)
+    assert options["address"] == Cluster.address
+    assert options["stop_requested"]() == "SIGTERM on node 1"
+    options["tell"]("Hello")
     assert seen.screen.notes[-5:] == ["Loading embedded", *memory, *products, "Hello"]
     # What failed once need not be tried again by another start.
-    assert engine.renew() is created[1].engine and first.engine.closed
-    assert created[1].config.rollout.weight_transfer == "memory"
-    assert engine.host(lambda: "model", "judge") == "hosted"
-    assert created[1].engine.hosted == ("model", "reward judge", created[1].placement.reward)
-    engine.close()
-    assert created[1].engine.closed
+    assert factory.renew() is engines[1] and engines[0].close.called
+    assert build.call_args.args[0].rollout.weight_transfer == "memory"
+    assert factory.host(dict, "judge") is engines[1].host.return_value
+    reward_devices = options["placement"].reward
+    assert engines[1].host.mock_calls == [call(dict, role="reward judge", devices=reward_devices)]
+    factory.close()
+    assert engines[1].close.called
 
 
 def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 
 from ppo_cli.config.models.bundled import model_folder
-from tests.loop.runs import metrics, train
+from tests.loop.runs import metrics, rows, stored, train
 from tests.loop.test_profile import PHASES, phases
 
 pytestmark = pytest.mark.slow
@@ -50,29 +48,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    assert tensors
-    return tensors
-
-
 def assert_same_weights(a: Path, b: Path, *, within: float = 1e-5) -> None:
     for model in ("actor", "critic"):
-        weights_a, weights_b = (weights(out / "checkpoints" / "latest" / model) for out in (a, b))
+        weights_a, weights_b = (
+            stored(out / "checkpoints" / "latest", f"{model}/") for out in (a, b)
+        )
         assert weights_a.keys() == weights_b.keys()
         gap = max((weights_a[name] - weights_b[name]).abs().max().item() for name in weights_a)
         assert gap <= within, f"{model}: {gap}"
-
-
-def rows(out: Path) -> list[dict[str, Any]]:
-    lines = [
-        line
-        for path in sorted((out / "rollouts").glob("step_*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [json.loads(line) for line in lines]
 
 
 def assert_same_rewards(a: Path, b: Path) -> None:
@@ -95,7 +78,7 @@ def assert_same_numbers(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> Non
 
 def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
     begun = load_file(Path(model_folder("embedded")) / "model.safetensors")
-    trained = weights(alone / "checkpoints" / "latest" / "actor")
+    trained = stored(alone / "checkpoints" / "latest", "actor/")
     assert max((trained[name] - begun[name].float()).abs().max() for name in trained) > 1e-4
     assert_same_weights(alone, pair)
     assert_same_rewards(alone, pair)

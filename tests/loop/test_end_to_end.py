@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from tests.loop.runs import (
     environment,
     hidden,
     metrics,
+    rows,
     start,
     start_slow,
     train,
@@ -120,10 +120,10 @@ def test_a_run_on_sums_scores_them_right_and_takes_the_rows_that_it_should(
 ) -> None:
     """Each score by the sum itself; the order of rows is promised on every machine."""
     values = []
-    for path in sorted((uninterrupted / "rollouts").glob("step_*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        values.append([int(row["uid"].rpartition(":")[2]) for row in rows[::2]])
-        for row in rows:
+    for step in range(1, 9):
+        responses = rows(uninterrupted, step)
+        values.append([int(row["uid"].rpartition(":")[2]) for row in responses[::2]])
+        for row in responses:
             expected = sum(int(word) for word in re.findall(r"\d+", row["prompt"]))
             assert row["ground_truth"] == str(expected)
             assert row["score"] == float(row["response"].strip() == str(expected)), row
@@ -208,5 +208,4 @@ def test_gsm8k_rows_go_through_the_whole_loop(tmp_path: Path) -> None:
         "data.train_max_samples=64", "data.val_max_samples=8", "data.filter_overlong_prompts=true",
     )  # fmt: skip
     assert [line["step"] for line in metrics(out)] == [0, 1, 2, 3]
-    rows = (out / "rollouts" / "step_000003.jsonl").read_text().splitlines()
-    assert {json.loads(row)["data_source"] for row in rows} == {"openai/gsm8k"}
+    assert {row["data_source"] for row in rows(out, 3)} == {"openai/gsm8k"}

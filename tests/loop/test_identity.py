@@ -208,11 +208,7 @@ TINY = (
 )  # fmt: skip
 CHANGED = {
     "actor.clip_ratio_high=0.3": "had another actor.clip_ratio_high (was unset, now 0.3). ",
-    "actor.loss_agg_mode=token-sum": "actor.loss_agg_mode (was token-mean, now token-sum)",
-    "actor.policy_loss.loss_mode=cispo": "loss_mode (was vanilla, now cispo)",
     "actor.optim.weight_decay=0.1": "actor.optim.weight_decay (was 0.01, now 0.1)",
-    "reward.shaping.reward_clip=2": "reward.shaping.reward_clip (was unset, now 2.0)",
-    "algorithm.kl_penalty=k2": "algorithm.kl_penalty (was kl, now k2)",
     "reward.composite.weights.length=0.5": "reward.composite.weights.length (was unset, now 0.5)",
 }
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppo_cli.run_folder import paid_calls
+from ppo_cli.run_folder import paid_calls, read_metrics
 from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
-from tests.loop.runs import ROOT, undocumented, wait_for
+from tests.loop.runs import ROOT, rows, stored, undocumented, wait_for
 
 KEY = "key-of-the-loopback-judge"
 RUN = (
@@ -57,7 +57,7 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     folder = tmp_path_factory.mktemp("whole")
     with JudgeServer() as server:
         server.keys = {KEY}
-        train(environment(folder), command(server, folder / "run", *FOUR, *PRICE, *UNCACHED))
+        run_ppo(environment(folder), command(server, folder / "run", *FOUR, *PRICE, *UNCACHED))
         return FullRun(folder / "run", server.state.answered)
 
 
@@ -83,7 +83,7 @@ def command(server: JudgeServer, out: Path, *args: str, provider: str = "openai"
     return ["train", *RUN, *where, *args, "--output_dir", str(out)]
 
 
-def train(
+def run_ppo(
     env: dict[str, str], args: list[str], exit_code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     done = run_forked(args, env, timeout=800)
@@ -108,15 +108,6 @@ def await_end(process: Forked, exit_code: int = 0) -> str:
     return output
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def rollouts(out: Path) -> list[dict[str, Any]]:
-    files = sorted((out / "rollouts").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
 def judged_right(line: dict[str, Any]) -> float:
     """What the loopback judge thinks: 10 when the answer stands in the response, else 1."""
     result = re.search(rf"(?<!\w){re.escape(line['ground_truth'])}(?!\w)", line["response"])
@@ -125,11 +116,8 @@ def judged_right(line: dict[str, Any]) -> float:
 
 def assert_same_weights(a: Path, b: Path) -> None:
     for model in ("actor", "critic"):
-        actual, reference = (
-            load_file(out / "checkpoints" / "latest" / model / "model.safetensors")
-            for out in (a, b)
-        )
-        assert actual and all(torch.equal(actual[name], reference[name]) for name in actual), model
+        actual, reference = (stored(out / "checkpoints" / "latest", f"{model}/") for out in (a, b))
+        assert all(torch.equal(actual[name], reference[name]) for name in actual), model
 
 
 def assert_nowhere(secret: str, *places: Path) -> None:
@@ -148,13 +136,13 @@ def test_scores_are_right_with_each_provider_and_the_reward_rises(
         server, out, "--max_steps", str(steps), "--batch_size", str(batch),
         "--mini_batch_size", str(batch // 2), "--logger", "console,tensorboard", provider=provider,
     )  # fmt: skip
-    output = train(environment(tmp_path, variable), args)
-    lines = metrics(out)
+    output = run_ppo(environment(tmp_path, variable), args)
+    lines = read_metrics(out)
     assert lines[-1]["step"] == steps
     assert undocumented(out) == set()
     if steps == 10:
         assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
-    scored = rollouts(out)
+    scored = rows(out)
     assert len(scored) == steps * batch * 4
     assert all(line["score"] == judged_right(line) for line in scored if "gated" not in line)
     assert all(line["judge_reply"] and line["reason"] for line in scored if "gated" not in line)
@@ -179,14 +167,14 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
         for kind in kinds:
             server.fail(kind, times=2)
         await_end(process)
-    scored = rollouts(out)
+    scored = rows(out)
     failed = [line for line in scored if line["score"] is None]
     assert 1 <= len({(line["prompt"], line["response"]) for line in failed}) <= 6
     assert {line["failure"].split(":")[0] for line in failed} <= {"refusal", "content_filter"}
     for line in scored:
         if line["score"] is not None and "gated" not in line:
             assert line["score"] == judged_right(line)
-    lines = [line for line in metrics(out) if line["step"] > 0]
+    lines = [line for line in read_metrics(out) if line["step"] > 0]
     for step, line in enumerate(lines, start=1):
         values = [x["score"] for x in scored if x["step"] == step and x["score"] is not None]
         assert line["reward_mean"] == pytest.approx(sum(values) / len(values))
@@ -201,7 +189,7 @@ def test_what_will_never_work_is_told_before_any_rollout(
     server.fail(status)
     out = tmp_path / "run"
     args = command(server, out, "--max_steps", "4", "trainer.val_before_train=false")
-    output = train(environment(tmp_path), args, exit_code=2)
+    output = run_ppo(environment(tmp_path), args, exit_code=2)
     assert f"http_{status}" in output.stderr and "Traceback" not in output.stderr
     assert KEY not in output.stderr + output.stdout
     assert not (out / "rollouts").exists() and server.count <= 3
@@ -228,7 +216,7 @@ def test_a_stumbling_judge_and_an_outage_change_nothing(
         server.resume()
         await_end(process)
     assert_same_weights(full_run.out, out)
-    assert all(line["score"] is not None for line in rollouts(out))
+    assert all(line["score"] is not None for line in rows(out))
     # What was cut off in its flight is asked again, and nothing else.
     assert server.state.answered <= full_run.answered + 32
 
@@ -247,7 +235,7 @@ def test_ended_in_an_outage_and_resumed_ends_the_same(
         output = await_end(process, -signal.SIGKILL if killed else 3)
     assert killed or ("Go on with:" in output and "Traceback" not in output)
     server.resume()
-    train(environment(tmp_path), args)
+    run_ppo(environment(tmp_path), args)
     assert_same_weights(full_run.out, out)
 
 
@@ -272,12 +260,12 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
                     server.fail(503)  # what is under way is still answered
                     await_end(process, 3)
                 server.heal()
-            train(environment(folder), args)
+            run_ppo(environment(folder), args)
             request = {json.dumps(call.body, sort_keys=True) for call in server.calls}
             assert stop or len(request) == server.count == server.state.answered
             outs.append(folder / "run")
             answered.append(server.state.answered)
-    (line,) = [line for line in metrics(outs[0]) if line["step"] == 1]
+    (line,) = [line for line in read_metrics(outs[0]) if line["step"] == 1]
     assert line["filter/gen_batches"] > 1 and line["judge/calls"] > 66
     assert answered[0] == answered[1]
     actors = [load_file(out / "checkpoints/latest/actor/model.safetensors") for out in outs]
@@ -293,18 +281,18 @@ def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
     limit = 100 * spent(full_run.out) / len(calls)
     budget = ("--rm_budget_usd", f"{limit:.6f}")
     for _ in range(2):  # the same command again cannot spend more
-        output = train(env, command(server, out, *FOUR, *PRICE, *budget), exit_code=3)
+        output = run_ppo(env, command(server, out, *FOUR, *PRICE, *budget), exit_code=3)
         assert "budget" in output.stderr and "Go on with:" in output.stderr
         assert 0.5 * limit < spent(out) <= limit
     enough = shlex.split(output.stderr.split("Go on with: ")[1])[-2:]
     assert enough[0] == "--rm_budget_usd"
-    train(env, command(server, out, *FOUR, *PRICE, *enough))
+    run_ppo(env, command(server, out, *FOUR, *PRICE, *enough))
     assert spent(out) < float(enough[1]) < 5 * spent(out)
     assert_same_weights(full_run.out, out)
     before = server.count
-    train(env, command(server, second, *FOUR, *PRICE))
+    run_ppo(env, command(server, second, *FOUR, *PRICE))
     assert server.count == before
-    assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(second))
+    assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in read_metrics(second))
     assert_same_weights(full_run.out, second)
 
 
@@ -322,7 +310,7 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
                 assert process.poll() is None
                 time.sleep(0.02)
     server.state.latency = 0.0
-    output = train(env, args, exit_code=3)
+    output = run_ppo(env, args, exit_code=3)
     assert "judge calls were in flight when the run was killed" in output.stdout
     assert "is used up" in output.stderr
     assert spent(out) <= 0.1

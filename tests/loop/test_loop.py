@@ -52,6 +52,13 @@ def ran(script: Script, fails: type[Exception] | None = None) -> Stage:
     return stage
 
 
+def resume(script: Script, step: int) -> Stage:
+    """Build the run again, and go on from its checkpoint of a step."""
+    stage = script.build()
+    run(stage.job, load(stage.job, stage.job.store.directory / f"step_{step:06d}"))
+    return stage
+
+
 def worth(prompt: int, sample: int) -> float:
     return prompt + sample / 10
 
@@ -107,21 +114,22 @@ def test_the_critics_mini_batch_is_the_actors_unless_set_and_order_may_stay(make
 
 
 def test_how_training_and_validation_sample(make: Make) -> None:
-    rollout = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "n": 3}
+    stop = ("END", "\n\n")
+    rollout = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "n": 3, "stop": [*stop]}
     resumed = ran(make(rollout=rollout, steps=2, val_prompts=4, trainer={"test_freq": 1})).engine
     trained, validated = resumed.sampled("t"), resumed.sampled("v", greedy=True)
     seeds = [s.seed for s in trained]
-    assert trained == [Sampling(0.7, 0.8, 5, 3, 9, seed) for seed in seeds]
+    assert trained == [Sampling(0.7, 0.8, 5, 3, 9, seed, stop=stop) for seed in seeds]
     assert len(set(seeds)) == 2  # another draw each step
     assert len(validated) == 3 and set(validated) == {
-        Sampling(0.0, 1.0, -1, 1, 9, validated[0].seed)
+        Sampling(0.0, 1.0, -1, 1, 9, validated[0].seed, stop=stop)
     }
     assert validated[0].seed not in seeds
     custom = {"temperature": 0.3, "top_p": 0.6, "top_k": 2, "n": 4}
     other = ran(
         make("seeded", rollout=rollout | {"seed": 5, "val_kwargs": custom}, steps=2, val_prompts=4)
     ).engine
-    assert set(other.sampled("v")) == {Sampling(0.3, 0.6, 2, 4, 9, validated[0].seed)}
+    assert set(other.sampled("v")) == {Sampling(0.3, 0.6, 2, 4, 9, validated[0].seed, stop=stop)}
     assert not {s.seed for s in other.sampled("t")} & set(seeds)
     resumed = ran(make("again", rollout=rollout, steps=2)).engine
     assert [s.seed for s in resumed.sampled("t")] == seeds
@@ -140,11 +148,13 @@ def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> Non
 
     remax = {"adv_estimator": "remax", "use_kl_in_reward": False}
     shaping = {"shaping": {"overlong_buffer": 8}}
-    stage = ran(make(score=score, steps=2, prompts=6, algorithm=remax, reward=shaping))
+    rollout = {"n": 2, "stop": ["END"]}
+    stage = ran(
+        make(score=score, steps=2, prompts=6, algorithm=remax, reward=shaping, rollout=rollout)
+    )
     greedy = stage.engine.sampled("t", greedy=True)
-    assert [(s.temperature, s.top_p, s.top_k, s.n, s.max_tokens) for s in greedy] == [
-        (0.0, 1.0, -1, 1, 9)
-    ] * 2
+    assert greedy == [Sampling(0.0, 1.0, -1, 1, 9, s.seed, stop=("END",)) for s in greedy]
+    assert len(greedy) == 2
     assert stage.reward.calls == [1, "train", "baseline", 2, "train", "baseline"]
     assert stage.reward.scored == 2 * (6 * 2 + 6)
     assert stage.column("reward_mean") == {1: 1.5, 2: 1.5}  # baselines are in no statistic
@@ -157,17 +167,6 @@ def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> Non
     for (prompt, sample), advantage, valid in rows:
         assert valid is (prompt != 5)
         assert advantage == (1.0 + sample - prompt * 10.0 if valid else 0.0)
-
-
-def test_texts_that_end_a_response_do_so_wherever_one_is_sampled(make: Make) -> None:
-    remax = {"adv_estimator": "remax", "use_kl_in_reward": False}
-    stop = {"n": 2, "stop": ["END", "\n\n"]}
-    script = make(algorithm=remax, rollout=stop, steps=1, val_prompts=4, trainer={"test_freq": 1})
-    engine = ran(script).engine
-    training, baselines = engine.sampled("t"), engine.sampled("t", greedy=True)
-    validations = engine.sampled("v") + engine.sampled("v", greedy=True)
-    assert (len(training), len(baselines), len(validations)) == (1, 1, 2)
-    assert {s.stop for _, s in engine.samplings} == {("END", "\n\n")}
 
 
 def test_the_critic_warms_up_alone(make: Make) -> None:
@@ -246,13 +245,10 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
         "Ended at step 7: 3 validations without a new best. To go on, raise --patience."
     ]
     assert stage.job.store.newest_step() == 7
-    resumed = script.build()
-    state = load(resumed.job, stage.folder / "checkpoints" / "step_000007")
-    run(resumed.job, state)
+    resumed = resume(script, 7)
     assert resumed.engine.calls == ["load"] and len(resumed.screen.notes) == 1
     patient["trainer"]["patience"] = 4
-    longer = make(score=by_step(values), steps=8, val_prompts=2, **patient).build()
-    run(longer.job, load(longer.job, stage.folder / "checkpoints" / "step_000007"))
+    longer = resume(make(score=by_step(values), steps=8, val_prompts=2, **patient), 7)
     assert longer.state.step == 0 and longer.column("val/reward_mean") == values
 
 
@@ -265,6 +261,7 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
         ({"save_freq": 2, "test_freq": -1, "max_ckpt_to_keep": 3}, [0, 7], [2, 4, 6, 7], [4, 6, 7]),
         ({"save_freq": 1, "test_freq": 3, "max_ckpt_to_keep": 1}, [0, 3, 6, 7], [*range(1, 8)],
          [3, 7]),
+        ({"save_freq": 2, "test_freq": 1}, [], [2, 4, 6, 7], [6, 7]),  # without prompts for it
     ],
 )  # fmt: skip
 def test_when_validations_and_checkpoints_are_due(
@@ -273,7 +270,10 @@ def test_when_validations_and_checkpoints_are_due(
     """A new best is saved at once and is never pruned."""
     values = {0: 0.9} | {step: 0.95 if step in (3, 4) else 0.1 for step in range(1, 8)}
     script = make(
-        score=by_step(values), steps=7, val_prompts=2, trainer={"max_ckpt_to_keep": 2} | trainer
+        score=by_step(values),
+        steps=7,
+        val_prompts=2 * bool(validated),
+        trainer={"max_ckpt_to_keep": 2} | trainer,
     )
     stage = ran(script)
     assert list(stage.column("val/reward_mean")) == validated
@@ -282,13 +282,7 @@ def test_when_validations_and_checkpoints_are_due(
     published = [stage.engine.calls[:n].count("publish") for n in result]
     assert published == saved
     assert stage.job.store.steps() == expected
-
-
-def test_without_validation_prompts_nothing_is_validated(make: Make) -> None:
-    stage = ran(make(trainer={"test_freq": 1, "save_freq": 2}))
-    assert stage.engine.calls.count("generate") == 3
-    assert [line["step"] for line in stage.lines] == [1, 2, 3]
-    assert stage.job.store.steps() == [2, 3] and stage.state.best is None
+    assert stage.engine.calls.count("generate") == 7 + len(validated)
 
 
 def test_rewards_are_shaped_and_placed_before_they_are_learnt_from(make: Make) -> None:
@@ -386,8 +380,7 @@ def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
     )
     assert stage.state.step == 2 and stage.job.store.steps() == [2]
     down["now"] = False
-    resumed = script.build()
-    run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
+    resumed = resume(script, 2)
     second_run = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
     assert resumed.lines == second_run.lines
     assert resumed.engine.samplings == second_run.engine.samplings[2:]
@@ -420,8 +413,7 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make
     stage = ran(script, Interrupted)
     assert stage.job.store.steps()[-1] == 2
     down["now"] = False
-    resumed = script.build()
-    run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
+    resumed = resume(script, 2)
     second_run = ran(make("whole", **arguments))
     assert resumed.lines == second_run.lines
     batches = [who(b) for b in second_run.engine.batches("actor", 3)]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.run_folder import read_lines
 from tests.loop.runs import (
     SMALL,
     assert_same_run,
     metrics,
+    rows,
     train,
     train_killed_halfway,
     undocumented,
@@ -54,15 +56,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> tu
     )  # fmt: skip
 
 
-def rollouts(out: Path, step: int) -> list[dict[str, Any]]:
-    text = (out / "rollouts" / f"step_{step:06d}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def without_clock(out: Path) -> None:
     """Take what a reward model and a function took in seconds out of a run's files."""
     for path in (out / "metrics.jsonl", *(out / "rollouts").iterdir()):
-        summary = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        summary = [timeless(line) for line in read_lines(path)]
         path.write_text("".join(json.dumps(line) + "\n" for line in summary))
 
 
@@ -93,7 +90,7 @@ def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
     last = metrics(full_run)[-1]
     assert last["shaping/overlong_mean"] <= 0 and "shaping/repetition_mean" in last
     assert {"reward/digits/scaled_std", "reward/right/gated_share"} <= last.keys()
-    for line in rollouts(full_run, 8):
+    for line in rows(full_run, 8):
         parts, digits = line["parts"], line["parts"]["digits"]["raw"]
         assert (parts["right"]["raw"] is None) == (digits <= 0)
         assert abs(parts["model"]["scaled"]) <= 3

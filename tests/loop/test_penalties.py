@@ -74,17 +74,15 @@ def test_penalties_add_up_are_logged_and_leave_the_given_score_as_it_is() -> Non
     assert done.metrics["shaping/reward_mean"] == pytest.approx(-1.5)
 
 
-def test_clipping_comes_last() -> None:
-    done = shape([scored(5.0), scored(-0.5), scored(-9.0)], reward_clip=2.0)
-    assert values(done.scored) == [2.0, -0.5, -2.0]
-    assert done.metrics["shaping/clipped_share"] == pytest.approx(2 / 3)
-
-
-def test_batch_normalisation() -> None:
+def test_batch_normalisation_and_then_the_clip() -> None:
     done = shape([scored(1.0), scored(3.0), scored(None)], normalize="batch")
     assert values(done.scored) == [-1.0, 1.0, None]
     assert (done.metrics["shaping/mean"], done.metrics["shaping/std"]) == (2.0, 1.0)
     assert done.moments == Moments()
+    same = shape([scored(4.0), scored(4.0)], normalize="batch")
+    assert values(same.scored) == [0.0, 0.0]
+    clipped = shape([scored(5.0), scored(-0.5), scored(-9.0)], reward_clip=2.0)
+    assert values(clipped.scored) == [2.0, -0.5, -2.0]
 
 
 def test_running_normalisation_goes_on_with_what_it_saw() -> None:
@@ -93,10 +91,6 @@ def test_running_normalisation_goes_on_with_what_it_saw() -> None:
     seen = [1.0, 3.0, 8.0, 0.0]
     expected = [(v - fmean(seen)) / pstdev(seen) for v in (8.0, 0.0)]
     assert values(second.scored) == pytest.approx(expected)
-
-
-def test_scores_that_do_not_vary_come_to_zero() -> None:
-    assert values(shape([scored(4.0), scored(4.0)], normalize="batch").scored) == [0.0, 0.0]
 
 
 def test_steps_keep_their_share_and_baselines_take_the_same_scale() -> None:

@@ -52,43 +52,46 @@ def mind_the_terminal() -> None:
 
 
 @contextmanager
-def running(folder: Path, *before: str, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The program has begun; after the block it has ended by itself."""
+def running(
+    folder: Path, *before: str, ends: bool = True, **streams: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The program has begun; after the block it ends by itself, unless the test has ended it."""
     process = subprocess.Popen(
         [*before, sys.executable, "-c", RUN, str(folder)],
         preexec_fn=mind_the_terminal,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, **{"stderr": subprocess.DEVNULL} | streams,
     )  # fmt: skip
     try:
         await_file(folder / "begun", process)
         yield process
-        time.sleep(0.2)
-        (folder / "enough").touch()
-        assert process.wait(30) == 0
+        if ends:
+            time.sleep(0.2)
+            (folder / "enough").touch()
+            assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
 
 
 def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
-    actual, reference = pty.openpty()
-    of_it = (sys.executable, "-c", OF_A_TERMINAL)
-    with running(tmp_path, *of_it, stdin=reference, stdout=reference, stderr=reference) as process:
-        os.close(reference)
-        os.close(actual)
+    terminal, end = pty.openpty()
+    with running(
+        tmp_path, sys.executable, "-c", OF_A_TERMINAL, stdin=end, stdout=end, stderr=end
+    ) as process:
+        os.close(end)
+        os.close(terminal)
         await_file(tmp_path / "asked", process)
         process.send_signal(signal.SIGHUP)  # the shell tells it, too
     assert (tmp_path / "ended").read_text() == "SIGHUP"
 
 
 def test_under_nohup_it_does_not_mind(tmp_path: Path) -> None:
-    nowhere = subprocess.DEVNULL
-    with running(tmp_path, "nohup", stdout=nowhere, stderr=nowhere) as process:
+    with running(tmp_path, "nohup", stdout=subprocess.DEVNULL) as process:
         process.send_signal(signal.SIGHUP)
     assert (tmp_path / "ended").read_text() == "None"
 
 
-def test_it_saves_although_the_reader_of_its_words_has_ended(tmp_path: Path) -> None:
+def test_it_saves_although_the_reader_of_its_output_has_ended(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with running(tmp_path, stdout=writing) as process:
         os.close(writing)
@@ -99,21 +102,10 @@ def test_it_saves_although_the_reader_of_its_words_has_ended(tmp_path: Path) -> 
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        preexec_fn=mind_the_terminal,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        await_file(tmp_path / "begun", process)
+    with running(tmp_path, ends=False, stdout=subprocess.DEVNULL) as process:
         process.send_signal(signal.SIGINT)
         await_file(tmp_path / "asked", process)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(30) != 0
         assert not (tmp_path / "ended").exists()
-    finally:
-        process.kill()
-        process.wait()

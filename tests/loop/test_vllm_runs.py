@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ppo_cli.run_folder import read_metrics
 from tests.loop.runs import train
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 def test_a_run_with_vllm_learns_and_samples_from_the_weights_of_the_learner(tmp_path: Path) -> None:
     out = tmp_path / "run"
     output = train(out, "--preset", "embedded", "--rollout_name", "vllm", "--max_steps", "12")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(out)
     accuracy = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     assert accuracy[-1] >= accuracy[0] + 0.15, accuracy
     trained = lines[1:]
