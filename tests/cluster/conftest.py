@@ -1,4 +1,4 @@
-"""A Ray for each file of tests, to which this process may connect."""
+"""A Ray for each file of tests, to which this process may connect; prompts of the bundled model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.records import Prompt
 
 MARK = "PPO_TEST_MARK"
 
@@ -73,3 +76,19 @@ def start_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 @pytest.fixture(scope="module")
 def address(start_ray: Callable[..., str]) -> str:
     return start_ray()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from ppo_cli.engine.models import load_tokenizer
+
+    return load_tokenizer(model_folder("embedded"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[Prompt]:
+    texts = [f"{i} + {7 * i} =" for i in range(12)]
+    return [
+        Prompt(f"p{i}", text, (), text, tuple(tokenizer(text).input_ids))
+        for i, text in enumerate(texts)
+    ]

@@ -13,12 +13,10 @@ import torch
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
@@ -32,20 +30,6 @@ FAMILIES = {
     "scaled logits and an adapter": ("granite", {"lora_rank": 4}),
     "experts": ("qwen3_moe", {}),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(model_folder("embedded"))
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[Prompt]:
-    texts = [f"{i} + {7 * i} =" for i in range(12)]
-    return [
-        Prompt(f"p{i}", text, (), text, tuple(tokenizer(text).input_ids))
-        for i, text in enumerate(texts)
-    ]
 
 
 @pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)

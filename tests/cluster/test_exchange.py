@@ -22,11 +22,9 @@ from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.workers import ExchangePlan
 from ppo_cli.config import placement
-from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
@@ -38,11 +36,6 @@ pytestmark = [
 PLACEMENT = Placement(1, 0, (0, 1), ((2,), (3,)), ())
 SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(model_folder("embedded"))
 
 
 def settings(way: str, **trainer: Any) -> Config:
@@ -101,12 +94,6 @@ def engine(
         )
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[Prompt]:
-    texts = [f"{i} + {7 * i} =" for i in range(12)]
-    return [Prompt(f"p{i}", t, (), t, tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
 
 
 def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:

@@ -141,40 +141,29 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "sleep", "lora"), WAYS)
-def test_no_step_of_a_run_touches_memory_that_sleeps(
+def test_no_step_of_a_run_touches_memory_that_sleeps_and_the_cache_sleeps_in_a_transfer(
     way: str, sleep: str, lora: bool, shared: Any
 ) -> None:
     run = shared(way, sleep, lora)
+    # By memory, ranks have put the weights together before samplers wake.
+    transfer = run.engine._update + (0 if way == "memory" else run.learner.bytes)
     run.publisher.send()  # at the start, also of a run that is resumed
     run.publisher.send()  # of what a checkpoint held
     sample(run)  # a validation before the first step
     sample(run)
     for _ in range(2):
+        run.engine.peaks.clear()
         train(run)
+        assert run.engine.peaks["update_weights"] == REST + WHOLE + transfer
         sample(run)
+        assert run.engine.peaks["step"] == REST + CLAIMED
     run.publisher.sleep()  # for an annotation that no update follows
+    assert run.gpu.total == REST + (WHOLE if sleep == "keep" else 0)
+    assert run.engine.pinned == (WHOLE if sleep == "offload" else 0)
     sample(run)
     train(run)
     train(run)  # of the critic alone: nothing is sampled in between
     sample(run)
-
-
-@pytest.mark.parametrize(("way", "sleep", "lora"), WAYS)
-def test_the_cache_sleeps_while_weights_travel(
-    way: str, sleep: str, lora: bool, shared: Any
-) -> None:
-    run = shared(way, sleep, lora)
-    run.publisher.send()
-    sample(run)
-    train(run)
-    # By memory, ranks have put the weights together before samplers wake.
-    transfer = run.engine._update + (0 if way == "memory" else run.learner.bytes)
-    assert run.engine.peaks["update_weights"] == REST + WHOLE + transfer
-    sample(run)
-    assert run.engine.peaks["step"] == REST + CLAIMED
-    run.publisher.sleep()
-    assert run.gpu.total == REST + (WHOLE if sleep == "keep" else 0)
-    assert run.engine.pinned == (WHOLE if sleep == "offload" else 0)
 
 
 def test_the_order_of_a_step(shared: Any) -> None:

@@ -33,9 +33,19 @@ def fill_with(step: int, filled: Future[None]) -> Fill:
     return fill
 
 
-def write(store: CheckpointStore, step: int, *, best: bool = False) -> None:
-    store.begin_save(step, fill_with(step, done()), best=best)
-    store.wait_for_save()
+def write(store: CheckpointStore, *steps: int, best: int = 0) -> None:
+    for step in steps:
+        store.begin_save(step, fill_with(step, done()), best=step == best)
+        store.wait_for_save()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, keep=3)
+
+
+def saved(checkpoint: Path) -> int:
+    return int((checkpoint / "state" / "x").read_text())
 
 
 def names(folder: Path) -> list[str]:
@@ -46,15 +56,14 @@ def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path:
     for keep, steps in ((3, [5, 10, 200]), (None, [5, 10, 200, 300, 400])):  # None: all of them
         store = CheckpointStore(tmp_path / str(keep), keep=keep)
         assert store.newest() is None
-        for step in steps:
-            write(store, step)
+        write(store, *steps)
         assert store.steps() == steps
-        newest = (tmp_path / str(keep) / "latest" / "state" / "x").read_text()
-        assert newest == str(steps[-1])
+        assert saved(tmp_path / str(keep) / "latest") == steps[-1]
 
 
-def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_a_name_appears_only_when_the_background_is_done(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     filled: Future[None] = Future()
     store.begin_save(5, fill_with(5, filled), best=True)
     assert store.busy and store.steps() == [] and not (tmp_path / "latest").exists()
@@ -62,11 +71,10 @@ def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None
     filled.set_result(None)
     assert not store.busy
     assert names(tmp_path) == ["best", "latest", "step_000005"]
-    assert (tmp_path / "best" / "state" / "x").read_text() == "5"
+    assert saved(tmp_path / "best") == 5
 
 
-def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_the_next_one_waits_for_the_one_before(store: CheckpointStore) -> None:
     filled: Future[None] = Future()
     store.begin_save(5, fill_with(5, filled))
     threading.Timer(0.2, filled.set_result, [None]).start()
@@ -81,8 +89,9 @@ def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path, late: bool) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_a_failure_while_writing_leaves_the_old_ones_alone(
+    store: CheckpointStore, tmp_path: Path, late: bool
+) -> None:
     write(store, 5)
 
     def fill(folder: Path) -> Future[None]:
@@ -100,8 +109,7 @@ def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path, late:
     assert store.steps() == [5, 11]
 
 
-def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_a_full_disk_is_told_in_one_sentence(store: CheckpointStore, tmp_path: Path) -> None:
     output = r"step 7 could not be written.*No space left.*--output_dir"
     full = OSError(28, "No space left on device")
     store.begin_save(7, fill_with(7, done(full)))
@@ -114,8 +122,7 @@ def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
     assert store.steps() == [] and names(tmp_path) == []
 
 
-def test_leaving_waits_for_the_last_one_and_tells_its_failure(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_leaving_waits_for_the_last_one_and_tells_its_failure(store: CheckpointStore) -> None:
     filled: Future[None] = Future()
     threading.Timer(0.2, filled.set_exception, [OSError(28, "No space left on device")]).start()
     with pytest.raises(UserError, match="No space left"), store.open():
@@ -128,8 +135,7 @@ def test_leaving_waits_for_the_last_one_and_tells_its_failure(tmp_path: Path) ->
     assert store.steps() == [8]
 
 
-def test_a_second_interrupt_ends_the_waiting_not_the_writing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_a_second_interrupt_ends_the_waiting_not_the_writing(store: CheckpointStore) -> None:
     filled: Future[None] = Future()
     with pytest.raises(KeyboardInterrupt), store.open():
         store.begin_save(8, fill_with(8, filled))
@@ -138,8 +144,9 @@ def test_a_second_interrupt_ends_the_waiting_not_the_writing(tmp_path: Path) -> 
     assert store.steps() == [8]
 
 
-def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     rest = tmp_path / ".unfinished-step_000003" / "deep"
     rest.mkdir(parents=True)
     assert store.steps() == []
@@ -152,14 +159,12 @@ def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(tmp_path: Pa
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
-    for step in (1, 2, 3, 4, 5):
-        write(store, step, best=step == 2)
+    write(store, 1, 2, 3, 4, 5, best=2)
     assert store.steps() == [2, 4, 5]
-    assert (tmp_path / "best" / "state" / "x").read_text() == "2"
+    assert saved(tmp_path / "best") == 2
 
 
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+def test_the_same_step_again_replaces_it(store: CheckpointStore, tmp_path: Path) -> None:
     write(store, 1)
 
     def fill(folder: Path) -> Future[None]:
@@ -171,23 +176,21 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert names(tmp_path / "step_000001") == ["digests.json", "new"]
 
 
-def test_resume_modes(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+def test_resume_modes(store: CheckpointStore, tmp_path: Path) -> None:
     assert find_resume(store, "auto") is None
     write(store, 6)
-    assert find_resume(store, "auto") == tmp_path / "checkpoints" / "step_000006"
+    assert find_resume(store, "auto") == tmp_path / "step_000006"
     assert find_resume(store, "never") is None
-    chosen = str(tmp_path / "checkpoints" / "latest")
-    assert find_resume(store, chosen) == (tmp_path / "checkpoints" / "step_000006").resolve()
+    assert find_resume(store, str(tmp_path / "latest")) == (tmp_path / "step_000006").resolve()
     with pytest.raises(ModelError, match=r"--resume .*nowhere is not a checkpoint"):
         find_resume(store, str(tmp_path / "nowhere"))
 
 
-def test_going_on_from_an_older_step_drops_the_later_ones(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=5)
-    for step in (2, 4, 6):
-        write(store, step, best=step == 6)
+def test_going_on_from_an_older_step_drops_the_later_ones(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    write(store, 2, 4, 6, best=6)
     store.delete_after(4)
     assert store.steps() == [2, 4]
-    assert (tmp_path / "latest" / "state" / "x").read_text() == "4"
+    assert saved(tmp_path / "latest") == 4
     assert not (tmp_path / "best").is_symlink()

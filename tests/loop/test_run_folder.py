@@ -17,15 +17,12 @@ from ppo_cli.errors import UserError
 from ppo_cli.run_folder import LOCK, RunFolder
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_in_the_way_and_a_folder_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     with pytest.raises(UserError, match=r"--output_dir .*out: a file is in the way"):
         RunFolder(tmp_path / "out").prepare()
     with pytest.raises(UserError, match="a file is in the way"):
         RunFolder(tmp_path / "out" / "deeper").prepare()
-
-
-def test_a_folder_that_cannot_be_written_is_named() -> None:
     with pytest.raises(UserError, match=r"--output_dir /proc/ppo cannot be written"):
         RunFolder(Path("/proc/ppo")).prepare()
 
