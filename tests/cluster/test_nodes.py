@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,33 +28,33 @@ class FakeHead:
     """What Ray's head keeps: values by key, and the nodes that joined."""
 
     def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes] = {}
         self.rays: list[FakeRay] = []
         self.error: Exception | None = None
         self.start_error: Exception | None = None
 
-    def client(self, address: str) -> FakeHead:
-        self._check()
-        return self
-
-    def _check(self) -> None:
+    @property
+    def values(self) -> dict[bytes, bytes]:
+        """Every request fails while there is an error."""
         if self.error is not None:
             raise self.error
+        return self._values
 
-    def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
-        self._check()
+    def client(self, address: str) -> FakeHead:
+        assert self.values is not None
+        return self
+
+    def internal_kv_get(self, key: bytes, *_: Any, timeout: float) -> bytes | None:
         return self.values.get(key)
 
     def internal_kv_put(self, key: bytes, value: bytes, *_: Any, timeout: float) -> None:
-        self._check()
         self.values[key] = value
 
     def internal_kv_del(self, key: bytes, *_: Any, timeout: float) -> None:
-        self._check()
         self.values.pop(key, None)
 
     def get_all_node_info(self, timeout: float) -> dict[int, Any]:
-        self._check()
+        assert self.values is not None
         # A killed node stays in Ray's list for some seconds; nothing listens there any more.
         return {
             number: SimpleNamespace(
@@ -111,13 +112,12 @@ def head(monkeypatch: pytest.MonkeyPatch) -> FakeHead:
     return fake
 
 
-def unused_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def config(rank: int = 0, *, actor: Any = None, **trainer: Any) -> Config:
-    base = {"nnodes": 2, "node_rank": rank, "master_addr": "127.0.0.1", "node_timeout": 20}
+    """Settings of a node of two; without a `master_port` it is one where nothing listens."""
+    base = {
+        "nnodes": 2, "node_rank": rank, "master_addr": "127.0.0.1", "node_timeout": 20,
+        "master_port": addresses.free_port("127.0.0.1"),
+    }  # fmt: skip
     return Config.model_validate({"trainer": base | trainer, "actor": actor or {}})
 
 
@@ -159,7 +159,7 @@ def refusal(settings: Config, environ: dict[str, str] | None = None) -> ConfigEr
 
 @pytest.fixture
 def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
-    port = unused_port()
+    port = addresses.free_port("127.0.0.1")
     trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
     guest = Guest(config(1, **trainer))
     run_nodes = open_cluster(config(**trainer), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
@@ -244,20 +244,17 @@ def test_a_rank_or_a_machine_that_is_taken(pair: tuple[Nodes, Guest], head: Fake
 
 
 def test_a_rank_that_two_nodes_have_ends_the_start(head: FakeHead) -> None:
-    port = unused_port()
     for address in ("127.0.0.3", "127.0.0.4"):
         options = RayOptions(1, 0, head_address="x", node_address=address, labels={"ppo-rank": "1"})
         FakeRay(options, label="", environ={})
-    assert "NODE_RANK 1 is taken by 127.0.0.3 and" in str(
-        refusal(config(master_port=port, node_timeout=1))
-    )
+    assert "NODE_RANK 1 is taken by 127.0.0.3 and" in str(refusal(config(node_timeout=1)))
 
 
 def test_what_does_not_fit_is_reported_on_both_nodes_and_who_is_missing(
     head: FakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "GRACE_S", 0.3)
-    port = unused_port()
+    port = addresses.free_port("127.0.0.1")
     guest = Guest(config(1, master_port=port, nnodes=3, actor={"ppo_epochs": 3}))
     error = refusal(config(master_port=port, nnodes=3))
     outcome = guest.outcome()
@@ -274,7 +271,7 @@ def test_a_missing_node_is_named_and_after_a_while_what_to_check(
     notes: list[str] = []
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
     with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
-        open_cluster(config(master_port=unused_port(), node_timeout=1), environ, notes.append)
+        open_cluster(config(node_timeout=1), environ, notes.append)
     waiting = [note for note in notes if "waiting for node 1 (gpu2)" in note]
     assert waiting[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
     assert waiting[1].startswith(f"{waiting[0]}: ") and "PPO_CLUSTER_SECRET" in waiting[1]
@@ -282,7 +279,7 @@ def test_a_missing_node_is_named_and_after_a_while_what_to_check(
 
 def test_a_node_on_which_ray_does_not_start_is_named(head: FakeHead) -> None:
     head.start_error = WorkerLost("Ray did not start on node 1.")
-    port = unused_port()
+    port = addresses.free_port("127.0.0.1")
     guest = Guest(config(1, master_port=port, node_timeout=2))
     assert "Ray did not start" in str(refusal(config(master_port=port, node_timeout=2)))
     assert isinstance(guest.outcome(), WorkerLost)
@@ -306,7 +303,7 @@ def test_a_head_that_is_not_ours(head: FakeHead, error: Exception, fragment: str
 
 
 def test_a_node_0_that_does_not_come_is_named() -> None:
-    guest = Guest(config(1, master_port=unused_port(), node_timeout=1))
+    guest = Guest(config(1, master_port=addresses.free_port("127.0.0.1"), node_timeout=1))
     assert "node 0 is not there" in str(guest.outcome())
     assert "waiting for node 0" in guest.notes[0]
 
@@ -349,16 +346,11 @@ def test_a_name_of_this_machine_alone_is_not_where_others_find_it(
 
 def test_the_token_is_of_one_run_and_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = set()
-    for settings in (config(), config(output_dir="elsewhere")):
-        for secret in ("  ", SECRET):
-            for rank in (0, 1):
-                monkeypatch.setenv("RAY_AUTH_TOKEN", "")
-                node_config = settings.model_copy(
-                    update={"trainer": settings.trainer.model_copy(update={"node_rank": rank})}
-                )
-                set_token(node_config, {"PPO_CLUSTER_SECRET": secret})
-                tokens.add(os.environ["RAY_AUTH_TOKEN"])
-                assert SECRET not in os.environ["RAY_AUTH_TOKEN"]
+    for folder, secret, rank in product(("here", "elsewhere"), ("  ", SECRET), (0, 1)):
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+        set_token(config(rank, output_dir=folder), {"PPO_CLUSTER_SECRET": secret})
+        tokens.add(os.environ["RAY_AUTH_TOKEN"])
+        assert SECRET not in os.environ["RAY_AUTH_TOKEN"]
     assert len(tokens) == 4
     with pytest.raises(ConfigError, match="has 5 characters and needs 16") as caught:
         set_token(config(), {"PPO_CLUSTER_SECRET": "12345"})
@@ -377,6 +369,6 @@ def test_a_node_offers_the_gpus_that_it_is_to_give(
 ) -> None:
     monkeypatch.setattr(nodes, "gpu_count", lambda environ: 8)
     for trainer, offered in (({"n_gpus_per_node": 2}, 2), ({}, 1)):
-        refusal(config(master_port=unused_port(), node_timeout=1, **trainer))
+        refusal(config(node_timeout=1, **trainer))
         options = head.rays[-1].options
         assert (options.num_gpus, options.num_cpus) == (offered, os.cpu_count())
