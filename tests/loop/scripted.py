@@ -6,7 +6,7 @@ Every response says who it is: its first token is the prompt, its second the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from ppo_cli.config.derived import gen_batch
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import FinishReason, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen as SilentScreen
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
@@ -45,6 +45,31 @@ def number(prompt: Prompt) -> int:
 
 def is_greedy(rollout: Rollout) -> bool:
     return rollout.text == "greedy"
+
+
+def annotate_batch(batch: Batch, *, old: float = -1.0, ref: float) -> AnnotatedBatch:
+    """Annotate with these log-probs of every token, an entropy of 1 and values of 0."""
+    shape = batch.response_mask_BT.shape
+    return AnnotatedBatch(
+        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
+        old_logprobs_BT=torch.full(shape, old),
+        entropy_BT=torch.ones(shape),
+        ref_logprobs_BT=torch.full(shape, ref),
+        full_kl_BT=None,
+        values_BT=torch.zeros(shape),
+    )
+
+
+def scored(
+    value: float | None, ids: Iterable[int] = (1, 2, 3), finish: FinishReason = "stop",
+    thought: int = 0, source: str = "",
+) -> Scored:  # fmt: skip
+    """A response of these tokens and its score; None is one that failed."""
+    ids = tuple(ids)
+    prompt = Prompt("0", "", (), "", (1,), data_source=source)
+    zeros = np.zeros(len(ids), np.float32)
+    rollout = Rollout(prompt, 0, ids, zeros, "", finish, thought_tokens=thought)
+    return Scored(rollout, Score.failed("timeout") if value is None else Score(value))
 
 
 class Engine:
@@ -71,15 +96,7 @@ class Engine:
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         self.calls.append("annotate")
-        shape = batch.response_mask_BT.shape
-        return AnnotatedBatch(
-            **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
-            old_logprobs_BT=torch.full(shape, -1.0 - self.gaps.get(self.version, 0.0)),
-            entropy_BT=torch.ones(shape),
-            ref_logprobs_BT=torch.full(shape, -1.0 - KL),
-            full_kl_BT=None,
-            values_BT=torch.zeros(shape),
-        )
+        return annotate_batch(batch, old=-1.0 - self.gaps.get(self.version, 0.0), ref=-1.0 - KL)
 
     def step(self, minibatch: MiniBatch) -> Sums:
         self.calls.append("actor" * minibatch.actor + "critic" * minibatch.critic)

@@ -7,26 +7,22 @@ import math
 import numpy as np
 import pytest
 
-from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.records import Part, Score, Scored
 from ppo_cli.report.metrics import StepSums, explained_variance, recent_statistics, score_metrics
-
-
-def scored(value: float | None, length: int = 2, source: str = "a", cut: bool = False) -> Scored:
-    prompt = Prompt("p", "", (), "", (1,), data_source=source)
-    rollout = Rollout(
-        prompt, 0, (1,) * length, np.zeros(length, np.float32), "", "length" if cut else "stop"
-    )
-    parts = {} if value is None else {"rule": Part(raw=value * 2, scaled=value)}
-    return Scored(rollout, Score(value, parts=parts))
+from tests.loop.scripted import scored
 
 
 def test_failed_scores_are_counted_and_left_out() -> None:
-    metrics = score_metrics([scored(1.0), scored(None), scored(0.5, 4, cut=True)])
+    rows = [scored(1.0, range(2)), scored(None, range(2)), scored(0.5, range(4), "length")]
+    metrics = score_metrics(rows)
     assert metrics["reward_mean"] == 0.75
     assert metrics["score/failed"] == 1
-    assert metrics["reward/rule"] == 1.5
     assert metrics["response_length_mean"] == pytest.approx(8 / 3)
     assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    for row, value in ((0, 1.0), (2, 0.5)):
+        part = Part(raw=2 * value, scaled=value)
+        rows[row] = Scored(rows[row].rollout, Score(value, parts={"rule": part}))
+    assert score_metrics(rows)["reward/rule"] == 1.5
 
 
 def test_recent_looks_at_the_last_hundred_steps_and_at_main_metrics() -> None:
@@ -45,7 +41,8 @@ def test_nothing_scored_gives_no_reward_at_all() -> None:
 
 
 def test_validation_has_sources_and_an_accuracy_only_for_right_or_wrong() -> None:
-    metrics = score_metrics([scored(1.0), scored(0.0, source="b"), scored(1.0)], "val/")
+    rows = [scored(1.0, source="a"), scored(0.0, source="b"), scored(1.0, source="a")]
+    metrics = score_metrics(rows, "val/")
     assert metrics["val/accuracy"] == pytest.approx(2 / 3)
     assert metrics["val/reward_mean/a"] == 1.0 and metrics["val/reward_mean/b"] == 0.0
     assert "val/accuracy" not in score_metrics([scored(0.5)], "val/")
