@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.atomic import is_running
 from ppo_cli.cluster.members import Cluster
-from ppo_cli.cluster.ray_process import LOCAL_ONLY
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.base import MiniBatch
@@ -29,7 +26,7 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import gather_objects, join_ranks
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import Interrupted, PpoError, UserError, WorkerLost
-from tests.cluster.conftest import MARK, MarkedRay, local_ray
+from tests.cluster.conftest import MarkedRay, local_ray
 from tests.cluster.test_workers import Hosted
 from tests.engine.packed_steps import MIXED, make_batch, scored, settings
 
@@ -101,59 +98,6 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
         assert seconds_until_lost(lambda: thing.call("sleep", 60), "does not answer") < 20
     finally:
         second.close()
-
-
-DRIVER = """
-import signal, sys, time
-from pathlib import Path
-from ppo_cli.config.placement import Placement
-from ppo_cli.cluster.members import Cluster
-from ppo_cli.cluster.ray_process import RayOptions, RayProcess
-from tests.cluster.test_ray_lost import ONE_NODE, Hosted, Sleeper
-
-logs = Path(sys.argv[1])
-ray = RayProcess(RayOptions(2, 0), log=logs / "ray.log")
-address = ray.await_address(90, lambda: None)
-cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=60, node_timeout=90)
-handled = signal.getsignal(signal.SIGTERM)
-assert handled == signal.SIG_DFL, handled
-seen = []
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: seen.append(number))
-thing = Hosted(cluster, Sleeper, role="thing 0")
-pid = thing.call("sleep", 0)
-print(ray.folder, flush=True)
-while len(seen) < 2:
-    time.sleep(0.05)
-assert thing.call("sleep", 0.3) == pid
-print("still there", flush=True)
-thing.call("sleep", 60)
-"""
-
-
-def test_signals_of_the_terminal_spare_the_workers_and_a_dead_driver_leaves_nothing(
-    tmp_path: Path,
-) -> None:
-    log, ray = tmp_path / "driver.log", MarkedRay(str(tmp_path))
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(tmp_path)],
-            stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, cwd=ROOT,
-            env=os.environ | LOCAL_ONLY | {MARK: str(tmp_path)},
-        ) as driver,
-    ):  # fmt: skip
-        assert driver.stdout is not None
-        line = driver.stdout.readline()
-        assert line, log.read_text()
-        os.killpg(driver.pid, signal.SIGINT)
-        os.killpg(driver.pid, signal.SIGTERM)
-        assert driver.stdout.readline() == "still there\n", log.read_text()
-        assert {"raylet", "gcs_server"} <= set(ray.running().values())
-        driver.kill()
-        driver.wait(10)
-    assert ray.await_end(8) == {}
-    assert not Path(line.strip()).exists()
 
 
 NCCL = (

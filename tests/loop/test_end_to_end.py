@@ -6,16 +6,15 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.forked import run_forked
 from tests.loop.runs import (
-    ROOT,
     SMALL,
     assert_same_run,
     environment,
@@ -29,8 +28,6 @@ from tests.loop.runs import (
     undocumented,
     wait_for,
 )
-
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="module")
@@ -189,19 +186,15 @@ def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows are not at hand")
-def test_gsm8k_rows_go_through_the_whole_loop(tmp_path: Path) -> None:
-    prepare = [sys.executable, "-m", "ppo_cli", "data", "prepare", "gsm8k"]
-    subprocess.run(
-        [*prepare, "--source", str(GSM8K), "--out", str(tmp_path)],
-        env=environment(), check=True, capture_output=True, timeout=800,
-    )  # fmt: skip
-    out = tmp_path / "run"
+def test_rows_of_a_file_go_through_the_whole_loop(tmp_path: Path) -> None:
+    out, file = tmp_path / "run", str(tmp_path / "rows.parquet")
+    words = [{"role": "user", "content": "Ann has 3 apples and buys 4. How many has she?"}]
+    row = {"data_source": "openai/gsm8k", "prompt": words, "reward_model": {"ground_truth": "7"}}
+    pq.write_table(pa.Table.from_pylist([row] * 16), file)
     train(
-        out, "--preset", "embedded", "--train_files", str(tmp_path / "train.parquet"),
-        "--val_files", str(tmp_path / "test.parquet"), "--max_steps", "3", "--batch_size", "8",
-        "--mini_batch_size", "4", "--max_prompt_length", "1024", "--max_response_length", "32",
-        "data.train_max_samples=64", "data.val_max_samples=8", "data.filter_overlong_prompts=true",
+        out, "--preset", "embedded", "--train_files", file, "--val_files", file,
+        "--max_steps", "3", "--batch_size", "8", "--mini_batch_size", "4",
+        "--max_prompt_length", "1024", "--max_response_length", "32", "data.val_max_samples=8",
     )  # fmt: skip
     assert [line["step"] for line in metrics(out)] == [0, 1, 2, 3]
     assert {row["data_source"] for row in rows(out, 3)} == {"openai/gsm8k"}

@@ -85,6 +85,13 @@ class Orphan:
         os.kill(self.pid, signal.SIGKILL)
 
 
+def await_end(family: list[int]) -> None:
+    end = time.monotonic() + 120
+    while running := [pid for pid in family if is_running(pid)]:
+        assert time.monotonic() < end, running
+        time.sleep(0.2)
+
+
 def run_with_a_kill(
     out: Path, kind: str, after: int, moment: float, *flags: str, begin: Begin = start
 ) -> str:
@@ -102,10 +109,7 @@ def run_with_a_kill(
         process.kill()
         raise
     assert process.returncode == 0 and "\nDone\n" in output, output
-    end = time.monotonic() + 120
-    while running := [pid for pid in family if is_running(pid)]:
-        assert time.monotonic() < end, running
-        time.sleep(0.2)
+    await_end(family)
     hidden = [path for path in out.rglob(".*") if path.name.startswith(".unfinished")]
     assert hidden == []
     assert [line["step"] for line in metrics(out)] == [*range(9)]
@@ -143,6 +147,25 @@ def test_a_killed_worker_costs_some_time_and_nothing_else(
     assert "Starting again (1 of 3)" in output and "Traceback" not in output
     assert fragment in output
     assert_same_run(calm, tmp_path / "run")
+
+
+def test_ctrl_c_saves_a_killed_run_leaves_nothing_and_both_go_on(
+    calm: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches all processes of the terminal; the workers must not be among them."""
+    out = tmp_path / "run"
+    for step, ending, code in ((2, signal.SIGINT, 3), (5, signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(
+            command(out, *EIGHT), env=environment(), start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_for(out / "rollouts" / f"step_{step:06d}.jsonl", process)
+        family = descendants(process.pid)
+        os.killpg(process.pid, ending)
+        assert process.wait(300) == code
+        await_end(family)
+    assert "Going on after step" in train(out, *EIGHT).stdout
+    assert_same_run(calm, out)
 
 
 @pytest.mark.skipif(not KILLS, reason="set PPO_KILLS to the number of kills")
