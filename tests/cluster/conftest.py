@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,47 +14,16 @@ from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.records import Prompt
 
-MARK = "PPO_TEST_MARK"
-
-
-class MarkedRay:
-    """Processes with a mark in their environment: also those that a reaper should have ended."""
-
-    def __init__(self, mark: str, process: RayProcess | None = None) -> None:
-        self.mark = mark
-        if process is not None:
-            self.process = process
-
-    def running(self) -> dict[int, str]:
-        """Names of its running processes by id."""
-        names = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    names[int(entry.name)] = (entry / "comm").read_text().strip()
-        return names
-
-    def part(self, name: str) -> int:
-        (pid,) = (pid for pid, running in self.running().items() if running == name)
-        return pid
-
-    def await_end(self, seconds: float) -> dict[int, str]:
-        until = time.monotonic() + seconds
-        while (running := self.running()) and time.monotonic() < until:
-            time.sleep(0.1)
-        return running
-
 
 @contextlib.contextmanager
 def local_ray(
     log: Path, gpus: int = 0, variables: Mapping[str, str] = LOCAL_ONLY
-) -> Iterator[MarkedRay]:
+) -> Iterator[RayProcess]:
     """Start a Ray that only this machine can reach; end it afterwards."""
-    mark = uuid.uuid4().hex
-    environ = {**os.environ, **variables, MARK: mark}
-    process = RayProcess(RayOptions(os.cpu_count() or 1, gpus), log=log, environ=environ)
+    options = RayOptions(os.cpu_count() or 1, gpus)
+    process = RayProcess(options, log=log, environ=os.environ | variables)
     try:
-        yield MarkedRay(mark, process)
+        yield process
     finally:
         process.close()
 
@@ -70,7 +37,7 @@ def start_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         # As `LOCAL_ONLY` does in processes that have not imported Ray yet.
         patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
         log = tmp_path_factory.mktemp("ray") / "ray.log"
-        yield lambda gpus=0: stack.enter_context(local_ray(log, gpus)).process.await_address(120)
+        yield lambda gpus=0: stack.enter_context(local_ray(log, gpus)).await_address(120)
 
 
 @pytest.fixture(scope="module")

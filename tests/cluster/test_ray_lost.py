@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.atomic import is_running
 from ppo_cli.cluster.members import Cluster
+from ppo_cli.cluster.ray_process import RayProcess
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.base import MiniBatch
@@ -26,12 +28,12 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import gather_objects, join_ranks
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import Interrupted, PpoError, UserError, WorkerLost
-from tests.cluster.conftest import MarkedRay, local_ray
+from ppo_cli.reaper import descendants
+from tests.cluster.conftest import local_ray
 from tests.cluster.test_workers import Hosted
 from tests.engine.packed_steps import MIXED, make_batch, scored, settings
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[3]
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 TWO_NODES = Placement(2, 0, (0, 1), ((2,),), ())
 
@@ -50,24 +52,26 @@ class Polite(Sleeper):
         self._mark.touch()
 
 
-def seconds_until_lost(work: Callable[[], object], match: str) -> float:
-    started = time.monotonic()
-    with pytest.raises(WorkerLost, match=match):
-        work()
-    return time.monotonic() - started
+def part(ray: RayProcess, name: str) -> int:
+    """Return the process of a part of Ray."""
+    for pid in descendants(ray.pid):
+        with suppress(OSError):  # a worker that has just ended
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                return pid
+    raise AssertionError(f"{name} does not run")
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Iterator[MarkedRay]:
+def foreign(tmp_path: Path) -> Iterator[RayProcess]:
     """A Ray that the cluster under test has not started."""
     with local_ray(tmp_path / "foreign.log", variables={}) as ray:  # reached as other nodes do
         yield ray
 
 
 def test_a_joined_cluster_is_waited_for_used_left_and_lost(
-    foreign: MarkedRay, tmp_path: Path
+    foreign: RayProcess, tmp_path: Path
 ) -> None:
-    address = foreign.process.await_address(90)
+    address = foreign.await_address(90)
     notes: list[str] = []
     with pytest.raises(WorkerLost, match="After 1 s still waiting for 2 nodes; the cluster has 1"):
         Cluster(TWO_NODES, tmp_path, worker_timeout=60, node_timeout=1, address=address)
@@ -86,16 +90,19 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     first.close([host.member for host in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
     until = time.monotonic() + 5  # Ray tells of an end just before the process is gone
-    while worker in foreign.running() and time.monotonic() < until:
+    while is_running(worker) and time.monotonic() < until:
         time.sleep(0.1)
-    assert worker not in foreign.running()
-    assert "raylet" in foreign.running().values()  # not ours, so it goes on
+    assert not is_running(worker)
+    assert is_running(part(foreign, "raylet"))  # not ours, so it goes on
 
     second = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
     try:
         thing = Hosted(second, Sleeper, role="thing 0")
-        threading.Timer(0.2, os.kill, (foreign.part("gcs_server"), signal.SIGKILL)).start()
-        assert seconds_until_lost(lambda: thing.call("sleep", 60), "does not answer") < 20
+        threading.Timer(0.2, os.kill, (part(foreign, "gcs_server"), signal.SIGKILL)).start()
+        started = time.monotonic()
+        with pytest.raises(WorkerLost, match="does not answer"):
+            thing.call("sleep", 60)
+        assert time.monotonic() - started < 20
     finally:
         second.close()
 
