@@ -42,6 +42,7 @@ from ppo_cli.records import Prompt, Rollout
 STOP, DROP = "stop", "drop"  # messages without an answer
 BEAT, BEAT_S = "beat", 2.0  # keeps the read timeout of the other side from expiring
 GONE = "gone"
+# From the end of the connection to that of the process.
 LEAVES_S = 5.0
 SILENT_S = 180.0  # it may take long to start on a busy machine
 
@@ -190,6 +191,7 @@ class Client:
         answer.parts.put((kind, value))
 
 
+# -P: a file in the current folder may be named like a module.
 SERVICE = (sys.executable, "-P", "-m", "ppo_cli.cluster.driver_process")
 TICK_S = 0.2
 FAREWELL_S = 45.0
@@ -289,6 +291,7 @@ class DriverEngine:
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
         answer = self._ask("save", directory.absolute(), last)
+        # The first part of the answer: the snapshot is taken, and training may go on.
         self._take(answer)
         return self._saver.submit(self._finish, answer)
 
@@ -300,6 +303,7 @@ class DriverEngine:
         """Host what a picklable factory makes in a separate process, on these devices."""
         if self._closed:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
+        # Starting a worker and what it hosts takes long: a stop is heard meanwhile.
         number = self._call("host", factory, role, tuple(devices), may_stop=True)
         return Hosted(self, role, number)
 

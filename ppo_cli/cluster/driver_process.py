@@ -187,6 +187,7 @@ class Service:
         for item in items:
             self._send(number, "item", item)
             if number in self._dropped:
+                # The reader has enough; closing the generator stops the sampling.
                 self._dropped.discard(number)
                 items.close()
                 return
@@ -197,6 +198,7 @@ class Service:
             with self._sending:
                 send(self._connection, number, kind, pickled)
         except OSError:
+            # The run has ended: nobody reads this any more.
             os._exit(0)
 
 

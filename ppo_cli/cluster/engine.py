@@ -263,6 +263,7 @@ class ClusterEngine:
     def load(self, directory: Path) -> None:
         """Load everything that was saved, and send the weights to the samplers."""
         saved = self._call_learners("load", directory.absolute())[0]
+        # Samplers that ran out of memory start with the number of responses that fitted then.
         limits = [(i, rows) for i, rows in enumerate(saved[: len(self._room)]) if rows is not None]
         for i, rows in limits:
             self._room[i] = rows
@@ -272,6 +273,7 @@ class ClusterEngine:
 
     def close(self) -> None:
         """End all workers, and Ray if we started it. Safe to call twice."""
+        # Not waited for: what the saver's thread waits for ends with the workers.
         self._saver.shutdown(wait=False, cancel_futures=True)
         samplers, self._samplers = self._samplers, []
         self.cluster.close(samplers)

@@ -200,6 +200,7 @@ class Waits:
         """
         while True:
             self.check(may_stop=may_stop)
+            # Only whether one has ended: its value, which may be large, is fetched by `_fetch`.
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=TICK_S, fetch_local=False)
             if ready:
                 return ready[0]
@@ -304,6 +305,7 @@ def reserve_nodes(
                 tell(describe_wait(count, gpus))
                 reported_at = now
     except BaseException:
+        # A Ray that is gone cannot remove the group, and would be waited for.
         if waits.trouble() is None:
             remove_placement_group(group)
         raise
@@ -317,6 +319,7 @@ def describe_wait(count: int, gpus: int) -> str:
     fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus)
     has = f"the cluster has {fit}"
     if fit < len(rooms):
+        # The GPUs of each node show which ones are too small.
         counts = ", ".join(f"{room.get('GPU', 0):g}" for room in rooms)
         has += f" (GPUs of its {len(rooms)} nodes: {counts})"
     elif fit >= count:
@@ -451,6 +454,7 @@ class Cluster:
 
     def dismiss(self, member: WorkerHandle) -> None:
         """End a worker. Safe to call twice, and after `close`."""
+        # Compared by handle: `start` replaces a member once it has reported its node.
         if any(m.handle is member.handle for m in self._members):
             self._members = [m for m in self._members if m.handle is not member.handle]
             ray.kill(member.handle)

@@ -192,6 +192,7 @@ class Nodes:
         while (lost := self.lost()) is not None:
             if reason := stop_requested():
                 raise Interrupted(f"Stopped while waiting for a node ({reason}).")
+            # Nodes cannot come back to a head that is gone.
             if self._ray is not None and self._ray.failure():
                 raise WorkerLost(
                     f"{lost} The other nodes depend on it: start the same line again on all nodes."
@@ -502,6 +503,7 @@ class Membership:
                 with suppress(Interrupted):  # nobody reads the output any more
                     self._tell(f"{name}: node 0 is asked to stop. Once more leaves at once.")
         except RpcError:
+            # A busy head may miss a request; only a long silence means that it is gone.
             if time.monotonic() - self._head_seen > HEAD_GONE_S:
                 raise
             return None

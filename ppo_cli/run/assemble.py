@@ -100,6 +100,7 @@ def run_with_restarts(
     started from, or from the first step. Raises Interrupted after too many losses, or if a lost
     node does not come back.
     """
+    # What a start from the first step restores.
     initial = job.order.state_dict(), job.reward.state_dict()
     lost: WorkerLost | None = None
     for restarts in range(max_restarts + 1):
@@ -451,10 +452,12 @@ def _open_job(
     )  # fmt: skip
     # Everything has started: from here on the run folder belongs to this run.
     _claim_folder(start, screen)
+    # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
         reward.attach(folder.path)
     tracker = Tracker(folder.path, screen, config.trainer.logger, start.total_steps, config)
     closing.callback(tracker.close)
+    # One process has loaded: from here on the first Ctrl-C saves.
     if not engines.hosts_rewards():
         closing.enter_context(stop)
     return Job(

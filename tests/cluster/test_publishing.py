@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -257,23 +258,12 @@ WAKE_CACHE = ("learner spare_memory", "sampler wake_cache")
 def test_what_is_asked_of_whom(
     sleepers: tuple[str, ...], verbs: str, expected: tuple[str, ...]
 ) -> None:
-    calls: list[str] = []
-
-    def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
-        calls.append(f"{member} {name}")
-        return SimpleNamespace(ref=None)
-
-    def call(members: list[str], name: str, *rest: Any, **limit: Any) -> None:
-        for member in members:
-            ask(member, name)
-
-    def collect(requests: list[Any], *limit: Any) -> list[bool]:
-        return ["send_in_place" in verbs] * len(requests)
-
-    waits = SimpleNamespace(collect=collect, timeout_s=1.0)
-    cluster: Any = SimpleNamespace(ask=ask, call=call, waits=waits)
-    members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
-    publisher: Any = Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
+    roles = Mock()
+    samplers = [roles.sampler, *(getattr(roles, name) for name in sleepers if name != "sampler")]
+    for sampler in samplers:
+        sampler.load_weights.return_value = "send_in_place" in verbs
+    asleep = [getattr(roles, name) for name in sleepers]
+    publisher: Any = Publisher(Called(), [roles.learner], samplers, sleepers=asleep)  # type: ignore[arg-type]
     for verb in verbs.replace("_in_place", "").split():
         getattr(publisher, verb)(*[None] * (verb == "connect"))
-    assert calls == [*expected]
+    assert [name.replace(".", " ") for name, _, _ in roles.mock_calls] == [*expected]

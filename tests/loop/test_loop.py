@@ -15,7 +15,7 @@ from ppo_cli.errors import Interrupted, UserError, WorkerLost
 from ppo_cli.loop import load, run, take_step
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
 from ppo_cli.run.assemble import run_with_restarts
-from tests.loop.scripted import KL, LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
+from tests.loop.scripted import LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
 
 Make = Callable[..., Script]
 
@@ -211,15 +211,6 @@ def test_the_adaptive_kl_coefficient_is_taken_over_from_step_to_step(make: Make)
     coefs = [0.5 * growth**i for i in range(4)]
     assert stage.column("kl/coef") == pytest.approx(dict(zip((1, 2, 3), coefs, strict=False)))
     assert stage.state.kl_coef == pytest.approx(coefs[3])
-    for step in (1, 2, 3):
-        for batch in stage.engine.batches("critic", step):
-            values = batch.token_rewards_BT[batch.valid_B]
-            torch.testing.assert_close(
-                values[:, 0], torch.full_like(values[:, 0], -KL * coefs[step - 1])
-            )
-            torch.testing.assert_close(
-                values[:, -1], torch.full_like(values[:, 0], 1 - KL * coefs[step - 1])
-            )
     newest = stage.job.store.newest()
     assert newest is not None
     for kind, remaining in (("adaptive", coefs[3]), ("fixed", 0.25)):  # a fixed one is a setting
