@@ -32,7 +32,7 @@ KL = 0.25  # log policy - log reference of every token
 PROMPT, SAMPLE, LENGTH = 0, 1, 4  # where a response says who it is, and its tokens
 
 Scoring = Callable[[Rollout, int], float | Score | None]
-Told = Callable[[MiniBatch, int], Sums]
+ReportSums = Callable[[MiniBatch, int], Sums]
 
 
 def prompts(count: int, name: str = "t") -> list[Prompt]:
@@ -75,13 +75,13 @@ def scored(
 class Engine:
     """Keeps what each verb was asked, in order; `asked` names the verbs."""
 
-    def __init__(self, message: Told = lambda minibatch, step: {}) -> None:
+    def __init__(self, sums: ReportSums = lambda minibatch, step: {}) -> None:
         self.calls: list[str] = []
         self.samplings: list[tuple[list[str], Sampling]] = []
         self.minibatches: list[tuple[int, MiniBatch]] = []  # with the weight version
         self.version = 0
         self.gaps: dict[int, float] = {}  # weight version -> of the trainer's log-probs
-        self._sums = message
+        self._sums = sums
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """The last prompt finishes first."""
@@ -228,7 +228,7 @@ class Script:
     folder: Path
     settings: dict[str, Any]
     score: Scoring = lambda rollout, step: 1.0
-    sums: Told = lambda minibatch, step: {}
+    sums: ReportSums = lambda minibatch, step: {}
     steps: int = 3
     prompts: int = 12
     val_prompts: int = 0

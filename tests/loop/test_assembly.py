@@ -129,9 +129,9 @@ def test_nodes_are_waited_for_and_heard(assembled: Callable[..., SimpleNamespace
 class Judge(ScriptedReward):
     """A reward that keeps what it was asked, in order; it may refuse to start."""
 
-    def __init__(self, message: list[Any], stop: Interrupted | None) -> None:
+    def __init__(self, log: list[Any], stop: Interrupted | None) -> None:
         super().__init__(lambda rollout, step: 1.0)
-        self._log, self._stop = message, stop
+        self._log, self._stop = log, stop
 
     def start(self, prompts: Any, *, patient: bool = False, tell: Any = print) -> None:
         self._log.append(("start", len(prompts), patient))
@@ -149,24 +149,24 @@ class Judge(ScriptedReward):
 def test_a_reward_is_started_and_knows_what_it_has_spent(
     assembled: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output: list[Any] = []
+    log: list[Any] = []
     stops: list[Interrupted] = []
 
     def build_reward(config: Any, *, sources: set[str], host: Any) -> Judge:
         assert sources == {"ppo-cli/arithmetic"} and host is None
-        return Judge(output, stops.pop() if stops else None)
+        return Judge(log, stops.pop() if stops else None)
 
-    def request(*overrides: str, **options: Any) -> SimpleNamespace:
-        output.clear()
+    def build(*overrides: str, **options: Any) -> SimpleNamespace:
+        log.clear()
         return assembled(*overrides, **options)
 
     monkeypatch.setattr(assemble, "build_reward", build_reward)
-    first, attached = request(), ("attach", "run")
-    assert output == [attached, ("start", 13, False), "close"]
+    first, attached = build(), ("attach", "run")
+    assert log == [attached, ("start", 13, False), "close"]
     assert first.screen.notes[-1] == "The judge is tested."
     spent = tmp_path / "run" / "judge_calls.jsonl"
     spent.write_text("")
-    request()
+    build()
     assert spent.exists(), "a run that has no checkpoint yet has spent all the same"
     done: Future[None] = Future()
     done.set_result(None)
@@ -180,8 +180,8 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
         return done
 
     first.job.store.begin_save(1, fill)
-    second = request()
-    assert output == [attached, ("start", 13, True), "close"]
+    second = build()
+    assert log == [attached, ("start", 13, True), "close"]
     checkpoint = second.job.store.newest()
     assert second.restarts["origin"] == checkpoint == first.job.store.directory / "step_000001"
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--rm_budget_usd=1", "--lr", "1 2"])
@@ -189,23 +189,23 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     monkeypatch.setenv("SEED", "42")
     stops.append(Interrupted("Spent.", used_up=ExhaustedBudget("--rm_budget_usd", 1.3, 13, 0.0)))
     with pytest.raises(Interrupted) as stopped:  # 13 of 3 x 2 x 4 x n responses and 2 validations
-        request("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
+        build("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
     assert str(stopped.value).startswith("Spent. Go on with: SEED=42 ppo train --lr '1 2' --rm_b")
     assert str(stopped.value).endswith("--rm_budget_usd 6.5")
     stops.append(Interrupted("Down."))
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--resume", "never"])
     with pytest.raises(Interrupted, match=r"^Down. Go on with: ppo train --resume never$"):
-        request("trainer.resume_mode=never")  # which has not begun: auto would be the run before
+        build("trainer.resume_mode=never")  # which has not begun: auto would be the run before
     for arguments, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
-        anew = request(arguments)
+        other = build(arguments)
         assert not spent.exists()
-        assert output == [("start", 13, False), attached, "close"]
-        assert sum("A new run: " in note for note in anew.screen.notes) == notes
-        assert anew.restarts["origin"] is None and anew.job.store.steps() == []
+        assert log == [("start", 13, False), attached, "close"]
+        assert sum("A new run: " in note for note in other.screen.notes) == notes
+        assert other.restarts["origin"] is None and other.job.store.steps() == []
 
 
 def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
-    message: list[str] = []
+    notes: list[str] = []
     lost: list[Exception] = []
     gathered: list[int] = []
 
@@ -216,17 +216,17 @@ def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
 
     def started(limit: int, *errors: Exception, patience_s: float = 60.0) -> Any:
         lost[:] = errors
-        message.clear()
+        notes.clear()
         gathered.clear()
         return start_engine(
             build, max_restarts=limit, patience_s=patience_s,
             gather=lambda: gathered.append(len(lost)),
-            tell=message.append, resume_command="ppo train -x",
+            tell=notes.append, resume_command="ppo train -x",
         )  # fmt: skip
 
     assert started(0) == "engine"
     assert started(2, WorkerLost("A died."), WorkerLost("B died.")) == "engine"
-    assert message == ["A died. Starting again (1 of 2).", "B died. Starting again (2 of 2)."]
+    assert notes == ["A died. Starting again (1 of 2).", "B died. Starting again (2 of 2)."]
     assert gathered == [1, 0]
     for limit, patience in ((1, 60.0), (9, -1.0)):  # too often, or after too long a wait
         with pytest.raises(Interrupted, match=r"^.* died\. Start again with: ppo train -x$"):

@@ -104,11 +104,11 @@ def test_the_critics_mini_batch_is_the_actors_unless_set_and_order_may_stay(make
             (prompt, sample) for prompt in prompts for sample in (0, 1)
         ]
         assert [len(batch) for batch in batches] == [4, 4, 4]
-    resumed = ran(make("one", steps=1, critic={"shuffle": False}))
-    assert [who(b) for b in resumed.engine.batches("actor")] != [
+    shuffled = ran(make("one", steps=1, critic={"shuffle": False}))
+    assert [who(b) for b in shuffled.engine.batches("actor")] != [
         who(b) for b in stage.engine.batches("actor")
     ]
-    assert [who(b) for b in resumed.engine.batches("critic")] == [
+    assert [who(b) for b in shuffled.engine.batches("critic")] == [
         who(b) for b in stage.engine.batches("critic")
     ]
 
@@ -178,24 +178,25 @@ def test_the_critic_warms_up_alone(make: Make) -> None:
 def test_target_kl_ends_the_epochs_of_one_step_above_one_and_a_half_times(make: Make) -> None:
     tokens = 40.0
     moved = {1: [0.149] * 6, 2: [0.1, 0.151, 0.0, 0.0, 0.0, 0.0], 3: [0.0] * 6}
-    seen: dict[int, int] = {}
+    updates: dict[int, int] = {}
 
-    def output(minibatch: MiniBatch, step: int) -> Sums:
+    def report_sums(minibatch: MiniBatch, step: int) -> Sums:
         if minibatch.critic:
             return {"value_loss": (0.5, 1.0)}
-        seen[step] = seen.get(step, 0) + 1
-        return {"actor/approx_kl": (moved[step][seen[step] - 1] * tokens, tokens)}
+        updates[step] = updates.get(step, 0) + 1
+        return {"actor/approx_kl": (moved[step][updates[step] - 1] * tokens, tokens)}
 
-    stage = ran(make(sums=output, actor={"target_kl": 0.1, "ppo_epochs": 2}))
-    assert seen == {1: 6, 2: 2, 3: 6}
+    stage = ran(make(sums=report_sums, actor={"target_kl": 0.1, "ppo_epochs": 2}))
+    assert updates == {1: 6, 2: 2, 3: 6}
     assert stage.column("actor/stopped_early") == {2: 1.0}
     assert stage.column("actor/approx_kl") == pytest.approx({1: 0.149, 2: 0.251 / 2, 3: 0.0})
     assert stage.column("value_loss") == {1: 0.5, 2: 0.5, 3: 0.5}
-    seen.clear()
+    updates.clear()
     assert (
-        ran(make("free", sums=output, actor={"ppo_epochs": 2})).column("actor/stopped_early") == {}
+        ran(make("free", sums=report_sums, actor={"ppo_epochs": 2})).column("actor/stopped_early")
+        == {}
     )
-    assert seen == {1: 6, 2: 6, 3: 6}
+    assert updates == {1: 6, 2: 6, 3: 6}
 
 
 def test_the_adaptive_kl_coefficient_is_taken_over_from_step_to_step(make: Make) -> None:
@@ -268,9 +269,9 @@ def test_when_validations_and_checkpoints_are_due(
     )
     stage = ran(script)
     assert list(stage.column("val/reward_mean")) == validated
-    result = [n for n, verb in enumerate(stage.engine.calls) if verb.endswith("save")]
-    assert [stage.engine.calls[n] for n in result] == ["save"] * (len(result) - 1) + ["last save"]
-    published = [stage.engine.calls[:n].count("publish") for n in result]
+    saves = [n for n, verb in enumerate(stage.engine.calls) if verb.endswith("save")]
+    assert [stage.engine.calls[n] for n in saves] == ["save"] * (len(saves) - 1) + ["last save"]
+    published = [stage.engine.calls[:n].count("publish") for n in saves]
     assert published == saved
     assert stage.job.store.steps() == expected
     assert stage.engine.calls.count("generate") == 7 + len(validated)
@@ -312,16 +313,16 @@ def test_a_run_without_any_score_says_why_and_stops(make: Make) -> None:
 def test_gradients_that_stay_broken_end_the_run(make: Make) -> None:
     broken = {2: "actor", 4: "critic", 5: "actor", 6: "critic"}
 
-    def output(minibatch: MiniBatch, step: int) -> Sums:
+    def report_sums(minibatch: MiniBatch, step: int) -> Sums:
         role = "actor" if minibatch.actor else "critic"
         return {f"{role}/skipped_steps": (float(broken.get(step) == role), 1.0)}
 
-    script = make(sums=output, steps=9, trainer={"max_nonfinite_steps": 3})
+    script = make(sums=report_sums, steps=9, trainer={"max_nonfinite_steps": 3})
     stage = ran(script, UserError)
     assert "not finite in 3 steps in a row (the last is step 6)" in stage.screen.notes[-1]
     assert stage.column("actor/skipped_steps")[2] == 3.0  # a count, not a mean
-    extra = make("more", sums=output, steps=9, trainer={"max_nonfinite_steps": 4})
-    assert ran(extra).state.step == 9
+    longer = make("more", sums=report_sums, steps=9, trainer={"max_nonfinite_steps": 4})
+    assert ran(longer).state.step == 9
 
 
 @pytest.mark.parametrize(
@@ -372,9 +373,9 @@ def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
     assert stage.state.step == 2 and stage.job.store.steps() == [2]
     down["now"] = False
     resumed = resume(script, 2)
-    second_run = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
-    assert resumed.lines == second_run.lines
-    assert resumed.engine.samplings == second_run.engine.samplings[2:]
+    uninterrupted = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
+    assert resumed.lines == uninterrupted.lines
+    assert resumed.engine.samplings == uninterrupted.engine.samplings[2:]
 
 
 FILTER = {"enable": True, "metric": "seq_reward", "max_num_gen_batches": 4}
@@ -383,11 +384,11 @@ FILTER = {"enable": True, "metric": "seq_reward", "max_num_gen_batches": 4}
 def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make) -> None:
     """Prompts whose number 3 divides score alike; a step of 6 takes batches of 4 of them."""
     down = {"now": True}
-    request: list[int] = []
+    scored_steps: list[int] = []
 
     def score(rollout: Rollout, step: int) -> float | Score | None:
-        request.append(step)
-        if step == 3 and down["now"] and request.count(3) > 8:  # in the second batch
+        scored_steps.append(step)
+        if step == 3 and down["now"] and scored_steps.count(3) > 8:  # in the second batch
             raise Interrupted("The judge is down.")
         p = number(rollout.prompt)
         if p in (1, 2) and rollout.sample:  # one verdict is left: it differs from nothing
@@ -405,22 +406,24 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make
     assert stage.job.store.steps()[-1] == 2
     down["now"] = False
     resumed = resume(script, 2)
-    second_run = ran(make("whole", **arguments))
-    assert resumed.lines == second_run.lines
-    batches = [who(b) for b in second_run.engine.batches("actor", 3)]
+    uninterrupted = ran(make("whole", **arguments))
+    assert resumed.lines == uninterrupted.lines
+    batches = [who(b) for b in uninterrupted.engine.batches("actor", 3)]
     assert [who(b) for b in resumed.engine.batches("actor", 3)] == batches
     for step in range(1, 5):
-        rows = [row for b in second_run.engine.batches("actor", step) for row in who(b)]
-        taught = {p for p, _ in rows}
-        assert len(taught) == 6 and len(rows) == 12
-        assert all(p % 3 and p not in (1, 2) for p in taught)
-    turns = second_run.column("filter/gen_batches")
-    assert sum(turns.values()) == len(second_run.engine.samplings) and max(turns.values()) > 1
+        rows = [row for b in uninterrupted.engine.batches("actor", step) for row in who(b)]
+        trained = {p for p, _ in rows}
+        assert len(trained) == 6 and len(rows) == 12
+        assert all(p % 3 and p not in (1, 2) for p in trained)
+    turns = uninterrupted.column("filter/gen_batches")
+    assert sum(turns.values()) == len(uninterrupted.engine.samplings) and max(turns.values()) > 1
     # Each batch of prompts of a step has a draw of its own.
-    assert len({s.seed for _, s in second_run.engine.samplings}) == len(second_run.engine.samplings)
-    sampled = [int(uid[1:]) for uids, _ in second_run.engine.samplings for uid in uids]
+    assert len({s.seed for _, s in uninterrupted.engine.samplings}) == len(
+        uninterrupted.engine.samplings
+    )
+    sampled = [int(uid[1:]) for uids, _ in uninterrupted.engine.samplings for uid in uids]
     alike = sum(p % 3 == 0 or p in (1, 2) for p in sampled)
-    shares = second_run.column("filter/alike_share")
+    shares = uninterrupted.column("filter/alike_share")
     assert sum(shares[s] * 4 * turns[s] for s in turns) == pytest.approx(alike)
 
 
@@ -438,9 +441,9 @@ def test_dynamic_sampling_ends_where_nothing_differs(make: Make) -> None:
 
 
 def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> None:
-    request: list[str] = []
-    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in request else None)
-    script.score = lambda rollout, step: request.append("stop") or 1.0 if step == 2 else 1.0
+    stops: list[str] = []
+    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in stops else None)
+    script.score = lambda rollout, step: stops.append("stop") or 1.0 if step == 2 else 1.0
     stage = ran(script, Interrupted)
     assert stage.job.store.steps() == [2]
     assert stage.screen.notes[-1].startswith(
@@ -481,20 +484,20 @@ class Mortal(Engine):
             yield rollout
 
 
-@pytest.mark.parametrize("deaths, limit, message", [
+@pytest.mark.parametrize("deaths, limit, warnings", [
     ([2], 1, ["A sampler died. Starting again (1 of 1) from the first step."]),
     ([4, 3], 2, ["A sampler died. Starting again (1 of 2) from step_000002, the last checkpoint.",
                  "A sampler died. Starting again (2 of 2) from step_000002, the last checkpoint."]),
     ([4, 5, 5], 2, []),
 ])  # fmt: skip
 def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
-    make: Make, deaths: list[int], limit: int, message: list[str]
+    make: Make, deaths: list[int], limit: int, warnings: list[str]
 ) -> None:
     """What is taken again is the same: rows, scores, counts, the KL coefficient, the log."""
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 50, "kl_coef": 0.5}}
     options: dict[str, Any] = {"steps": 5, "trainer": {"save_freq": 2}, "algorithm": kl}
     options["score"] = lambda rollout, step: float(number(rollout.prompt) + step)
-    stage, resumed = make(**options).build(), ran(make("whole", **options))
+    stage, uninterrupted = make(**options).build(), ran(make("whole", **options))
     engines: list[Engine] = []
 
     def build() -> Engine:
@@ -503,21 +506,21 @@ def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
 
     job, gathered = replace(stage.job, engine=build()), []
 
-    def go() -> None:
+    def train() -> None:
         run_with_restarts(
             job, lambda job: stage.state, build=build, max_restarts=limit,
             gather=lambda: gathered.append(len(engines)),
         )  # fmt: skip
 
-    if not message:
+    if not warnings:
         with pytest.raises(Interrupted, match=r"one loss more than --max_restarts 2.*Step 4 of 5"):
-            go()
+            train()
         return
-    go()
-    assert stage.screen.warnings == message
+    train()
+    assert stage.screen.warnings == warnings
     assert gathered == [*range(1, len(engines))]  # asked for before each new one
     assert [e.calls[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["last save"]
-    assert stage.lines == resumed.lines
+    assert stage.lines == uninterrupted.lines
 
 
 def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: Make) -> None:
