@@ -21,7 +21,7 @@ from pathlib import Path
 
 HOSTS = ("host-a", "host-b")
 MARK = "PPO_TEST_NODE"
-# A host name of its own, and names that are answered at once: there is no DNS to ask.
+# A separate host name, and names that are answered at once: there is no DNS to ask.
 SETTLE = (
     'hostname "$0" && folder=$1 && shift && mount --bind "$folder/hosts" /etc/hosts && '
     'mount --bind "$folder/resolv.conf" /etc/resolv.conf && exec "$@"'
@@ -30,7 +30,7 @@ SETTLE = (
 
 @dataclass
 class Started:
-    """A command on a node; its output lies in a file, so that nothing blocks."""
+    """A command on a node; its output is in a file, so that nothing blocks."""
 
     process: subprocess.Popen[bytes]
     log: Path

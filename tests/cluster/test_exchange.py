@@ -164,7 +164,7 @@ def test_a_way_that_does_not_work_here_is_told_at_the_start(engine: ClusterEngin
 
 def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: ClusterEngine) -> None:
     stopped, killed = engine._learners[1].pid, engine._samplers[1].pid
-    # Without the second rank no tensor is ever whole: the exchange stands still, the samplers
+    # Without the second rank no tensor is ever whole: the exchange stops, the samplers
     # wait for the first rank, and that waits for the second one. Nobody feels the loss by itself.
     os.kill(stopped, signal.SIGSTOP)
     killing = threading.Timer(2.0, os.kill, (killed, signal.SIGKILL))

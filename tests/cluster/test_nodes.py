@@ -122,7 +122,7 @@ def config(rank: int = 0, *, actor: Any = None, **trainer: Any) -> Config:
 
 
 class Guest:
-    """A node beside node 0, in a thread."""
+    """Another node than node 0, in a thread."""
 
     def __init__(self, settings: Config, **environ: str) -> None:
         self.notes: list[str] = []

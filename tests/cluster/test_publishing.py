@@ -1,7 +1,7 @@
 """When samplers that share the learner's devices sleep and wake, and who makes room for them.
 
 The publisher and the sampler are the product's own; vLLM's engine and the GPU's memory are those of
-`tests/engine/gpu_engine.py`, with the sizes of a 7B model beside one of eight ranks on 80 GB.
+`tests/engine/gpu_engine.py`, with the sizes of a 7B model next to one of eight ranks on 80 GB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nothing outlives the reaper's command, its parent or the reaper itself."""
+"""All processes end with the reaper's command, with its parent and with the reaper itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_cli.atomic import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
-# A child that ignores SIGTERM and an orphan in a session of its own, as hard to end as it gets.
+# A child that ignores SIGTERM and an orphan in a separate session, as hard to end as it gets.
 TREE = (
     "import os,signal,sys,time\n"
     "signal.signal(signal.SIGTERM, getattr(signal, sys.argv[2]))\n"

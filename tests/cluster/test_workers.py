@@ -304,7 +304,7 @@ def test_a_killed_worker_is_named_at_once(
     assert f"Victim {method} on node " in str(caught.value)
     assert f"was killed (signal 9; out of memory?) during `{doing}`" in str(caught.value)
     cluster.dismiss(victim.member)
-    time.sleep(0.5)  # Ray's own words come later, if at all
+    time.sleep(0.5)  # Ray's messages come later, if at all
     assert capfd.readouterr() == ("", "")
 
 

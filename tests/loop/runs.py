@@ -1,4 +1,4 @@
-"""Whole runs in processes of their own, as a user starts them, and how two are compared."""
+"""Whole runs in separate processes, as a user starts them, and how two are compared."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def environment() -> dict[str, str]:
 def train(
     out: Path, *args: str, exit_code: int = 0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`ppo train` to its end; `fresh` as a user starts it, with a hash seed of its own."""
+    """`ppo train` to its end; `fresh` as a user starts it, with its own hash seed."""
     arguments = command(out, *args)
     if fresh:
         done = subprocess.run(
@@ -139,7 +139,7 @@ def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
 
 
 def assert_true(out: Path) -> None:
-    """What a run wrote down against its settings, worked out anew from its own rollouts."""
+    """What a run wrote down against its settings, computed again from its rollouts."""
     config = yaml.safe_load((out / "config.yaml").read_text())
     actor, trainer, control = (
         config["actor"], config["trainer"], config["algorithm"]["kl_ctrl"]
@@ -185,7 +185,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def undocumented(out: Path) -> set[str]:
-    """Metrics of a run that docs/metrics.md does not name; `<part>` there stands for any name."""
+    """Metrics of a run that docs/metrics.md does not name; `<part>` there is any name."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     named = [n for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for n in row.split(", ")]
     patterns = [re.sub(r"<\w+>", ".+", re.escape(n.strip("`"))) for n in named]

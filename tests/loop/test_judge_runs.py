@@ -109,7 +109,7 @@ def await_end(process: Forked, exit_code: int = 0) -> str:
 
 
 def judged_right(line: dict[str, Any]) -> float:
-    """What the loopback judge thinks: 10 when the answer stands in the response, else 1."""
+    """The loopback judge's verdict, scaled: 1 when the answer is in the response, else 0."""
     result = re.search(rf"(?<!\w){re.escape(line['ground_truth'])}(?!\w)", line["response"])
     return 1.0 if result else 0.0
 

@@ -43,7 +43,7 @@ def train(tmp_path: Path, answer: Callable[[str, str], str], *commands: tuple[st
 
 
 def right(question: str, response: str) -> bool:
-    """Whether the sum of the question stands in the response."""
+    """Whether the sum of the question is in the response."""
     total = sum(map(int, re.findall(r"\d+", question)))
     return re.search(rf"(?<!\d){total}(?!\d)", response) is not None
 

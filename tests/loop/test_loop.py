@@ -89,7 +89,7 @@ def test_a_step_in_order_with_whole_mini_batches(make: Make) -> None:
             for batch in batches:  # scores stay with their rows, however they came in
                 scores = [worth(*row) for row in who(batch)]
                 torch.testing.assert_close(batch.scores_B, torch.tensor(scores))
-    assert len(set(orders)) == len(orders)  # shuffled anew for each step, epoch and model
+    assert len(set(orders)) == len(orders)  # another order for each step, epoch and model
     values = [uids for uids, _ in stage.engine.samplings]
     assert {*values[0], *values[1]} == {f"t{i}" for i in range(12)}
     assert stage.column("scripted/scored") == {1: 12, 2: 24}
@@ -417,7 +417,7 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make
         assert all(p % 3 and p not in (1, 2) for p in trained)
     turns = uninterrupted.column("filter/gen_batches")
     assert sum(turns.values()) == len(uninterrupted.engine.samplings) and max(turns.values()) > 1
-    # Each batch of prompts of a step has a draw of its own.
+    # Each batch of prompts of a step has its own seed.
     assert len({s.seed for _, s in uninterrupted.engine.samplings}) == len(
         uninterrupted.engine.samplings
     )

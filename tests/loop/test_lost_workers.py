@@ -169,7 +169,7 @@ def test_ctrl_c_saves_a_killed_run_leaves_nothing_and_both_go_on(
 
 
 @pytest.mark.skipif(not KILLS, reason="set PPO_KILLS to the number of kills")
-def test_a_killed_reward_model_is_hosted_anew(reward_model: Path, tmp_path: Path) -> None:
+def test_a_killed_reward_model_is_hosted_again(reward_model: Path, tmp_path: Path) -> None:
     judged = ("--reward_model", str(reward_model), "--reward_model_self_test", "off")
     train(tmp_path / "calm", *EIGHT, *judged)
     output = run_with_a_kill(tmp_path / "run", "reward-model", 3, 0.1, *judged)

@@ -22,7 +22,7 @@ from tests.loop.runs import (
 from tests.reward_server import RewardServer
 
 pytestmark = pytest.mark.slow
-# A function that rewards steps: each right digit where it stands, and the length at the end.
+# A function that rewards steps: each right digit at its place, and the length at the end.
 STEPS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = [(i + 1, 0.5) for i, (a, b) in enumerate(zip(solution_str, ground_truth)) if a == b]

@@ -73,7 +73,7 @@ def running(
         process.wait()
 
 
-def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
+def test_a_run_saves_after_its_terminal_has_closed(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     with running(
         tmp_path, sys.executable, "-c", OF_A_TERMINAL, stdin=end, stdout=end, stderr=end

@@ -25,7 +25,7 @@ RUN = (
     "data.val_max_samples=16", "--num_workers", "2",
 )  # fmt: skip
 LONG_S = 600.0
-# What `ray start` is told on each machine; it stays in front, so that it ends with the test.
+# Options of `ray start` on each machine; `--block` lets it end with the test.
 RAY_OPTIONS = (
     "--block", "--disable-usage-stats", "--dashboard-agent-listen-port", "0", "--num-cpus", "3",
     "--num-gpus", "0", "--object-store-memory", "150000000",
