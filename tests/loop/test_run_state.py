@@ -19,7 +19,7 @@ def validated(*values: float) -> RunState:
 
 
 def test_the_best_step_may_be_validated_again() -> None:
-    """A resumed run does so; the later value counts, and it is not a validation without a new best."""
+    """A resumed run does so; its value replaces the one before and does not count as stale."""
     state = validated(0.2, 0.5)
     for value in (0.5, 0.4):
         state.note_validation({"val/reward_mean": value})
