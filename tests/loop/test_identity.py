@@ -208,7 +208,6 @@ TINY = (
 )  # fmt: skip
 CHANGED = {
     "actor.clip_ratio_high=0.3": "had another actor.clip_ratio_high (was unset, now 0.3). ",
-    "actor.optim.weight_decay=0.1": "actor.optim.weight_decay (was 0.01, now 0.1)",
     "reward.composite.weights.length=0.5": "reward.composite.weights.length (was unset, now 0.5)",
 }
 
