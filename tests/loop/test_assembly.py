@@ -278,7 +278,8 @@ def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
     engine: EngineFactory = seen.engines
     monkeypatch.setattr(assemble, "AheadEngine", lambda *arguments: arguments)
-    inner, upcoming, *arguments = engine._ahead("inner")  # type: ignore[arg-type,misc]
+    monkeypatch.setattr(EngineFactory, "_make", lambda factory: "inner")
+    inner, upcoming, *arguments = engine.get()  # type: ignore[misc]
     assert (inner, arguments) == ("inner", [2, 6])
     job = seen.job
     job.order.take()
