@@ -20,22 +20,9 @@ def look(tokenizer: Any, path: Path, *lines: object, limit: int = 100) -> Report
     return examine_files([str(path)], Renderer(tokenizer), max_prompt_length=limit)
 
 
-def test_counts(tokenizer: Any, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a", "ground_truth": "1", "data_source": "x", "note": 1},
-        {"prompt": "bb", "ground_truth": "2", "data_source": "y"},
-        {"prompt": "a", "ground_truth": "3", "data_source": "y"},
-        {"prompt": "d<|im_end|>", "data_source": "y"},
-    ]
-    report = look(tokenizer, tmp_path / "a.jsonl", *rows)
-    place = f"{tmp_path}/a.jsonl line"
-    assert (report.rows, report.usable, report.bad) == (4, 4, 0)
-    assert list(report.data_sources.items()) == [("y", 3), ("x", 1)]
-    assert report.missing_ground_truth.examples == (f"{place} 4",)
-    assert report.duplicates.examples == (f"{place} 3 repeats {place} 1",)
-    assert report.control_words.examples == (f"{place} 4: <|im_end|>",)
+def test_columns_that_are_not_read_and_the_first_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(tokenizer, tmp_path / "a.jsonl", {"prompt": "a", "note": 1}, {"prompt": "bb"})
     assert report.unused_columns == ("note",)
-    assert report.characters == {"min": 1, "p50": 2, "p90": 11, "p95": 11, "p99": 11, "max": 11}
     assert report.sample is not None and report.tokens is not None
     assert report.sample.rendered.startswith("<s><|im_start|>user\na<|im_end|>")
     assert report.tokens["min"] == report.sample.tokens

@@ -110,7 +110,7 @@ def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, fragment:
     assert fragment in message
 
 
-def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_data_files_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train.sh").write_text("x")
     assert "Did you mean" not in refusal(tmp_path / "train.jsonl")
@@ -118,9 +118,7 @@ def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
     assert "Data files" not in refusal(tmp_path / "zzz.parquet")
     (tmp_path / "train.jsonl").write_bytes(LINES)
     assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
-    assert "Did you mean 'train.jsonl'?" in refusal(tmp_path / "trian.jsonl")
     assert "Data files there: train.jsonl." in refusal(tmp_path / "zzz.parquet")
-    assert "does not exist either" in refusal(tmp_path / "no" / "train.jsonl")
 
 
 def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
@@ -188,11 +186,6 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         for suffix in (".parquet", ".arrow"):
             message = refusal(tmp_path / f"{name}{suffix}")
             assert "two columns are named 'prompt" in message and "rename or drop one" in message
-    twice = {"a.jsonl": '{"x": 1, "x": 2}', "a.json": '[{"x": {"y": 1, "y": 2}}]'}
-    for name, text in twice.items():
-        (tmp_path / name).write_text(text)
-        (problem,) = read_file(str(tmp_path / name)).problems
-        assert "appears twice in one object; keep one" in problem.message
 
 
 def write_arrow(path: Path, table: pa.Table, *, stream: bool = True) -> None:
