@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_cli.config.schema.run import Model
-from ppo_cli.engine.models.lora import adapt, adapter_tensors
+from ppo_cli.engine.models.lora import (
+    ADAPTER_WEIGHTS,
+    adapt,
+    adapter_tensors,
+    write_adapter_config,
+)
 from tests.engine.tiny_families import make_model
 
 ALL = "all-linear"
@@ -46,6 +53,13 @@ def trained(model: Any) -> Any:
             if "lora_B" in name:
                 tensor.normal_(std=0.3)
     return model
+
+
+def save_adapter(model: Any, folder: Path, base_path: Path) -> None:
+    """Write the adapter as a checkpoint has it, into a new folder."""
+    folder.mkdir()
+    save_file({n: gathered(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
+    write_adapter_config(folder, model, str(base_path))
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -51,18 +51,6 @@ def make_pair(case: str) -> tuple[Any, Any]:
     """A model with a trained adapter, and its base."""
     kind, targets, changes = CASES[case]
     return tiny.trained(tiny.adapted(kind, targets, **changes)), tiny.base(kind, **changes)
-
-
-def save_adapter(model: Any, base_model: Any, folder: Path) -> str:
-    """Write an adapter into a folder and its base beside it; returns the path of the base."""
-    path = folder.with_name("base")
-    base_model.save_pretrained(path)
-    folder.mkdir()
-    save_file(
-        {n: tiny.gathered(t) for n, t in lora.adapter_tensors(model)}, folder / lora.ADAPTER_WEIGHTS
-    )
-    lora.write_adapter_config(folder, model, str(path))
-    return str(path)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,9 +98,11 @@ def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], report: s
 @pytest.mark.parametrize("case", CASES)
 def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
     model, plain = make_pair(case)
-    path = save_adapter(model, plain, folder := tmp_path / "adapter")
+    folder, base = tmp_path / "adapter", tmp_path / "base"
+    plain.save_pretrained(base)
+    tiny.save_adapter(model, folder, base)
     report = json.loads((folder / "adapter_config.json").read_text())
-    assert report["base_model_name_or_path"] == path
+    assert report["base_model_name_or_path"] == str(base)
     assert report["target_modules"] == sorted(report["target_modules"])
     assert (report["r"], report["lora_alpha"], report["lora_dropout"]) == (3, 6, 0.0)
     with warnings.catch_warnings():
@@ -246,8 +236,10 @@ def test_vllm_pads_an_adapter_to_a_rank_that_it_has() -> None:
 
 
 def test_an_export_has_the_tensors_of_its_bases_files(tmp_path: Path) -> None:
-    path = save_adapter(*make_pair("mixtral"), tmp_path / "adapter")
-    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(path)
+    model, plain = make_pair("mixtral")
+    plain.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(tmp_path / "base")
+    tiny.save_adapter(model, tmp_path / "adapter", tmp_path / "base")
     (tmp_path / "out").mkdir()
     write_model(tmp_path / "adapter", tmp_path / "out")
     stored, expected = (load_file(tmp_path / x / "model.safetensors") for x in ("out", "base"))

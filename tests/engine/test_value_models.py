@@ -9,7 +9,6 @@ import pytest
 import torch
 from families.configs import FAMILIES as SIZES
 from families.configs import build_model
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -32,17 +31,12 @@ from ppo_cli.engine.checkpoint import (
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
-from ppo_cli.engine.models.lora import (
-    ADAPTER_WEIGHTS,
-    adapt,
-    adapter_tensors,
-    merged_tensors,
-    write_adapter_config,
-)
+from ppo_cli.engine.models.lora import adapt, merged_tensors
 from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.errors import ModelError
+from tests.engine.adapted_models import save_adapter, trained
 from tests.engine.test_checkpoint import train
 
 FAMILIES = (
@@ -179,15 +173,8 @@ def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, f
     base, source, out = build(tmp_path / "base", family), tmp_path / "source", tmp_path / "out"
     value_model = adapted(load(base), adapt(CriticModel(lora_rank=2), seed=1))
     draw_head(value_model)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(value_model.model):
-            if "lora_B" in name:
-                tensor.normal_(std=0.3)
-    source.mkdir()
+    save_adapter(trained(value_model.model), source, base)
     out.mkdir()
-    write_adapter_config(source, value_model.model, str(base))
-    tensors = {name: t.detach().clone() for name, t in adapter_tensors(value_model.model)}
-    save_file(tensors, source / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     write_model(source, out)
     merged = load(out)
     expected = dict(merged_tensors(value_model.model, lambda tensor: tensor.detach()))
