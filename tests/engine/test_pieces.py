@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppo_cli.engine.sharding.tensors import _own_piece
+from ppo_cli.engine.sharding.tensors import own_piece
 
 # FSDP is the first axis of the mesh, tensor parallelism the second: ranks (0, 0) to (1, 1). Where
 # both cut rows, tensor parallelism has cut first, and FSDP cuts what it has left.
@@ -45,6 +45,6 @@ def test_the_piece_of_each_rank(
         target = DTensor.from_local(
             expected, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
-        piece = _own_piece(full, target)
+        piece = own_piece(full, target)
         dist.destroy_process_group()
         assert torch.equal(piece, expected), rank

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_cli.cluster.workers import _shape_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
@@ -128,7 +127,9 @@ def test_what_will_come_is_declared_and_one_layer_is_in_memory(
         gathered.append(names.get(id(tensor), ""))
         return tensor.detach().clone()
 
-    declared = [(n, t.shape) for n, t in learner.published(_shape_of)]
+    declared = [
+        (n, t.shape) for n, t in learner.published(partial(torch.empty_like, device="meta"))
+    ]
     sent = []
     for name, tensor in learner.published(gather):
         sent.append((name, tensor.shape))

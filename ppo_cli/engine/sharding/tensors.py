@@ -62,12 +62,12 @@ def scatter_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> Non
         received.copy_(full)
     dist.broadcast(received, 0)
     if isinstance(target, DTensor):
-        target.to_local().copy_(_own_piece(received, target))
+        target.to_local().copy_(own_piece(received, target))
     else:
         target.copy_(received)
 
 
-def _own_piece(piece: Tensor, target: DTensor) -> Tensor:
+def own_piece(piece: Tensor, target: DTensor) -> Tensor:
     """Return this rank's shard of a whole tensor, laid out like `target`."""
     mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
     assert coordinate is not None
