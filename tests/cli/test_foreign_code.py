@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 
 from ppo_cli.cli.app import main
+from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
@@ -70,9 +72,21 @@ def bring_code(folder: Path) -> None:
         (folder / name).write_text(json.dumps(config | settings))
 
 
+def adapter_of(base: str) -> str:
+    return json.dumps(
+        {"base_model_name_or_path": base, "peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    )
+
+
+def resolve_over(run: Path, files: Sequence[Path] = (), *overrides: str) -> Resolved:
+    return resolve(
+        flags={}, preset=None, config_files=files, overrides=overrides, environ={}, run=run
+    )
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder of somebody else, whose models bring code and whose settings allow it."""
+    """Another user's run folder: its models bring code, and its settings allow it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     run = Path("theirs")
@@ -85,8 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(tensors, scorer / "model.safetensors", metadata={"format": "pt"})
     adapter = run / "adapter"
     adapter.mkdir()
-    config = {"base_model_name_or_path": str(actor), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_config.json").write_text(adapter_of(str(actor)))
     state = {"format": FORMAT, "run": {"step": 1}, "order": {}, "reward": {}, "fingerprint": {}}
     (actor.parent / "state").mkdir()
     (actor.parent / "state" / "run.json").write_text(json.dumps(state))
@@ -144,10 +157,8 @@ def test_code_runs_for_those_who_allow_it(allowing: str, run: Path) -> None:
     assert Path("ran").exists()
 
 
-def test_a_run_gives_no_consents(run: Path) -> None:
-    resolved = resolve(
-        flags={}, preset=None, config_files=(), overrides=["rollout.n=2"], environ={}, run=run
-    )
+def test_consents_are_not_taken_from_a_run(run: Path) -> None:
+    resolved = resolve_over(run, (), "rollout.n=2")
     config = resolved.config
     assert config.reward.rule == "exact" and config.trainer.total_training_steps == 2
     assert not config.model.trust_remote_code and not config.reward.code.allow_unsandboxed
@@ -169,14 +180,13 @@ def test_a_run_gives_no_consents(run: Path) -> None:
         }}}}},
     ],
 )  # fmt: skip
-def test_code_that_a_run_names_needs_a_word(settings: dict[str, Any], run: Path) -> None:
+def test_code_that_a_run_names_runs_only_if_the_command_names_its_settings(
+    settings: dict[str, Any], run: Path
+) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"reward": settings}))
     with pytest.raises(ConfigError, match=r"would run code that comes with a run.*--config theirs"):
-        resolve(flags={}, preset=None, config_files=(), overrides=(), environ={}, run=run)
-    named = resolve(
-        flags={}, preset=None, config_files=[run / "config.yaml"], overrides=(), environ={}, run=run
-    )
-    assert named.config.reward is not None
+        resolve_over(run)
+    assert resolve_over(run, [run / "config.yaml"]).config.reward is not None
 
 
 def test_a_run_without_a_function_is_taken_from_within_its_folder(
@@ -184,7 +194,7 @@ def test_a_run_without_a_function_is_taken_from_within_its_folder(
 ) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"reward": {"function": None}}))
     monkeypatch.chdir(run)
-    resolve(flags={}, preset=None, config_files=(), overrides=(), environ={}, run=Path())
+    resolve_over(Path())
 
 
 class Pickled:
@@ -208,12 +218,7 @@ def test_weights_are_not_unpickled(file: str, line: str, run: Path) -> None:
     plain = Path("plain")
     shutil.copytree(model_folder("embedded"), plain)
     if file.startswith("adapter"):
-        config = {
-            "base_model_name_or_path": "embedded",
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-        }
-        (plain / "adapter_config.json").write_text(json.dumps(config))
+        (plain / "adapter_config.json").write_text(adapter_of("embedded"))
     (plain / "model.safetensors").unlink()
     torch.save({"score.weight": Pickled()}, plain / file)
     assert main(line.split()) == 2
@@ -230,7 +235,5 @@ def test_weights_are_not_unpickled(file: str, line: str, run: Path) -> None:
 def test_no_other_spelling_of_a_consent_counts(settings: dict[str, Any], run: Path) -> None:
     (run / "reward.yaml").write_text("code: {allow_unsandboxed: true}\n")
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    config = resolve(
-        flags={}, preset=None, config_files=(), overrides=(), environ={}, run=run
-    ).config
+    config = resolve_over(run).config
     assert not config.model.trust_remote_code and not config.reward.code.allow_unsandboxed

@@ -96,6 +96,15 @@ def run_on_terminal(**env: str) -> str:
     return seen.decode()
 
 
+def run_piped(script: str, **env: str) -> str:
+    """Run a script whose output is a pipe and return what it printed."""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env=os.environ | env, timeout=60, check=True
+    )
+    return done.stdout.decode(env.get("PYTHONIOENCODING", "utf-8"))
+
+
 def test_on_a_terminal_bars_lines_and_a_frame() -> None:
     seen = run_on_terminal()
     assert "rollout" in seen and "update actor" in seen and "4/4" in seen
@@ -208,14 +217,7 @@ def test_no_color_is_respected() -> None:
 def test_a_dumb_terminal_and_a_pipe_get_plain_lines() -> None:
     seen = run_on_terminal(TERM="dumb")
     assert "\x1b" not in seen and "step 2/2  reward 1.000" in seen
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        env=os.environ | {"FORCE_COLOR": "1"},
-        timeout=60,
-        check=True,
-    )
-    text = done.stdout.decode()
+    text = run_piped(SCRIPT, FORCE_COLOR="1")
     assert "\x1b" not in text and "\r" not in text
     assert text.splitlines()[:4] == [
         "step 1/2  reward 0.500",
@@ -227,14 +229,7 @@ def test_a_dumb_terminal_and_a_pipe_get_plain_lines() -> None:
 
 
 def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("note(", "note('é' + ")],
-        capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        timeout=60,
-        check=True,
-    )
-    text = done.stdout.decode("ascii")
+    text = run_piped(SCRIPT.replace("note(", "note('é' + "), PYTHONIOENCODING="ascii")
     assert "?a [bold]" in text and "0.500 -> 1.000" in text and "curve       _#" in text
 
 

@@ -75,6 +75,13 @@ def test_threads_of_a_process_that_label_at_once_lose_nothing(tmp_path: Path) ->
     assert {line["id"] for line in read_lines(rollouts.folder / LABELS_FILE)} == set(names)
 
 
+def label_all(folder: Path) -> Rollouts:
+    rollouts = Rollouts(folder)
+    for row in rollouts.rows():
+        set_label(rollouts, row.id, None, 1.0, "")
+    return rollouts
+
+
 def resume(folder: Path) -> None:
     """Go on from step 3: the run does steps 4 to 6 again, half of whose responses are others."""
     tracker = Tracker(folder, Screen(), (), total_steps=6, config=Config())
@@ -99,9 +106,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
     tmp_path: Path,
 ) -> None:
     folder = make_run(tmp_path / "run", steps=6)
-    rollouts = Rollouts(folder)
-    for row in rollouts.rows():
-        set_label(rollouts, row.id, None, 1.0, "")
+    rollouts = label_all(folder)
     assert len(shown_labels(folder)) == 48
     stale = rollouts.read([rollouts.row_of_id("train:6:0")], None)[0]
     resume(folder)
@@ -118,9 +123,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
 
 def test_the_drift_of_a_judge_counts_labels_of_responses_in_the_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=6)
-    rollouts = Rollouts(folder)
-    for row in rollouts.rows():
-        set_label(rollouts, row.id, None, 1.0, "")
+    label_all(folder)
     config = Config.model_validate({"reward": {"api": {"enable": True, "model": "m"}}})
     assert [p.step for p in read_opinions(folder, config)].count(5) == 8
     resume(folder)
