@@ -31,7 +31,7 @@ TEMPLATE = (
 )
 
 
-# Runs of many processes each: side by side they miss deadlines that Ray has of its own.
+# Runs of many processes each: side by side they miss deadlines that Ray sets.
 ONE_AFTER_ANOTHER = ("test_two_node_runs.py", "test_lost_workers.py", "test_cluster_runs.py")
 
 

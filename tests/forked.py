@@ -1,7 +1,7 @@
 """Processes in which torch and transformers are loaded already: forked from one that loaded them.
 
 Loading takes most of the time of a short run. All of them have the hash seed of that process, so a
-test that wants bits not to depend on the seed compares with a process of its own.
+test that wants bits not to depend on the seed compares with a separate process.
 """
 
 from __future__ import annotations

@@ -90,19 +90,15 @@ class HubServer(Loopback):
         return web.json_response({"errors": errors, "warnings": []}, status=400 if errors else 200)
 
     def _modes(self, files: list[dict[str, Any]]) -> web.Response:
-        modes = {file["path"]: "lfs" if file["size"] >= self.large else "regular" for file in files}
-        entries = [
-            {"path": path, "uploadMode": mode, "shouldIgnore": False}
-            for path, mode in modes.items()
-        ]
-        return web.json_response({"files": entries})
+        for file in files:
+            file["uploadMode"] = "lfs" if file["size"] >= self.large else "regular"
+            file["shouldIgnore"] = False
+        return web.json_response({"files": files})
 
     def _batch(self, objects: list[dict[str, Any]]) -> web.Response:
-        entries = [
-            entry | {"actions": {"upload": {"href": f"{self.url}/lfs/{entry['oid']}"}}}
-            for entry in objects
-        ]
-        return web.json_response({"transfer": "basic", "objects": entries})
+        for entry in objects:
+            entry["actions"] = {"upload": {"href": f"{self.url}/lfs/{entry['oid']}"}}
+        return web.json_response({"transfer": "basic", "objects": objects})
 
     def _put(self, oid: str, content: bytes) -> web.Response:
         if hashlib.sha256(content).hexdigest() != oid:

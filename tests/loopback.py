@@ -39,11 +39,10 @@ class Occasion:
             return False
         if self.share is not None and dice.random() >= self.share:
             return False
-        if self.times is not None:
-            if self.times <= 0:
-                return False
-            self.times -= 1
-        return True
+        if self.times is None:
+            return True
+        self.times -= 1
+        return self.times >= 0
 
 
 class Loopback(ABC):
@@ -78,7 +77,7 @@ class Loopback(ABC):
 
     @abstractmethod
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request, whatever its path."""
+        """Answer one request, for any path."""
 
     def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,4 +1,4 @@
-"""How far apart two computations of the same numbers may be, whatever the processor.
+"""How far apart two computations of the same numbers may be, on any processor.
 
 Bits are promised only for the same computation on the same machine: another processor, or another
 shape of the same work, adds up in another order.

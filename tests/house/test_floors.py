@@ -50,7 +50,7 @@ MAY: dict[str, set[str]] = {
 # What a command imports only inside a function: heavy, or not for every command.
 UPPER = ("run", "extras", "cluster", "scoring", "self_test")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
-# Third-party roots -> the only places that may import them, at whatever depth.
+# Third-party roots -> the only places that may import them, at any depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": (
         *LOOP, "algo", "engine", "cluster", "run", "extras.fitting", "rewards.models", "self_test",

@@ -13,7 +13,7 @@ from tests.house.test_floors import own_imports
 
 MOST = 25
 STANDS = {
-    "cli.bridge": "a command of its own: runs on verl",
+    "cli.bridge": "a separate command: runs on verl",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
     "config.checks.run": "the checks of one subject of several, behind the runner",
@@ -24,7 +24,7 @@ STANDS = {
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reads and chooses responses; the server only sends them",
     "rewards.algebra": "what sympy compares, in workers; rules stays free of it",
-    "rewards.code.probe": "a program of its own, inside the sandbox",
+    "rewards.code.probe": "a separate program, inside the sandbox",
     "rewards.judge.monitor": "a second judge and canaries: watches the judge",
     "rewards.judge.providers.claude": "one provider of several, behind their declarations",
     "rewards.judge.providers.gemini": "one provider of several, behind their declarations",

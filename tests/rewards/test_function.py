@@ -1,4 +1,4 @@
-"""A user's reward function: whatever it does, the run goes on or says why it cannot start."""
+"""A user's reward function: the run continues after any fault of it, or refuses to start."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_workers_use_one_thread_and_are_clean(scores: Scores) -> None:
     infos = [score.info for score in scores(code, *"abc", num_workers=3)]
     assert [info["heavy"] for info in infos] == [[]] * 3
     assert [info["fixed"] for info in infos] == [["1", "1", "1", "1", "0"]] * 3
-    # Each leads a session of its own, which is killed as one.
+    # Each leads a separate session, which is killed as a whole.
     assert all(pid == session for pid, session in (info["pids"] for info in infos))
     assert len({pid for info in infos for pid in info["pids"]}) == 3
 

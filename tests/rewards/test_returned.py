@@ -1,4 +1,4 @@
-"""Whatever a reward function gives back becomes a number or a reason."""
+"""All that a reward function can return becomes a number or a reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_dict_gives_parts_info_and_reason() -> None:
     json.dumps(returned.info)
 
 
-def test_plain_values_hold_in_json_whatever_came() -> None:
+def test_plain_values_of_any_object_fit_into_json() -> None:
     class Odd:
         def __repr__(self) -> str:
             raise RuntimeError

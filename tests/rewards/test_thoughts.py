@@ -50,7 +50,7 @@ def test_reasoning_is_stripped_from_a_response(text: str, answer: str) -> None:
 
 
 @given(st.text(alphabet="ab \n", max_size=20), st.text(alphabet="ab .", min_size=1, max_size=20))
-def test_whatever_is_thought_the_answer_is_left(thought: str, answer: str) -> None:
+def test_the_answer_is_left_of_any_thought(thought: str, answer: str) -> None:
     for name in ("think", "thinking", "reasoning"):
         assert strip_reasoning(f"<{name}>{thought}</{name}>{answer}") == answer.strip()
         assert strip_reasoning(f"{thought}</{name}>{answer}") == answer.strip()

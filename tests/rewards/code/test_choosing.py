@@ -20,7 +20,7 @@ from tests.rewards.tables import read_blocks, table
 
 
 class Running(Unsandboxed):
-    """Starts another program than the probe, or whatever `run` does with the streams."""
+    """Starts another program than the probe, or calls `run` with the streams."""
 
     def __init__(self, run: str | Callable[..., ChildProcess]) -> None:
         self._run = run

@@ -71,7 +71,7 @@ def test_faults_of_the_row_are_failures(run_code: RunCode) -> None:
 
 
 def test_a_response_computes_nothing_for_the_tests(run_code: RunCode) -> None:
-    """Whatever the tests use as a module is never the response's own."""
+    """What the tests use as a module never comes from the response."""
     fake = "class np:\n    allclose = isclose = lambda *a, **k: True\nmath = np\ndef f(n): return 0"
     for test in ("assert np.allclose(f(1), 5)", "assert math.isclose(f(1), 5)"):
         assert run_code(fake, [test]).value == 0.0

@@ -17,7 +17,6 @@ from attacks import read_attacks
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import Call
-from ppo_cli.rewards.code import limits
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Sandlock, find_fault
 
@@ -25,13 +24,18 @@ TESTS = ["assert solve(3) == 9"]
 RIGHT = Call("code", "def solve(n): return n * n", TESTS, {})
 
 
+# System calls by their numbers on x86_64 and on aarch64: unshare, mount, setns.
+NUMBERS = ((272, 165, 308), (97, 40, 268))
+# Instructions and return values of classic BPF (linux/seccomp.h).
+LOAD, JUMP_EQUAL, RETURN, ALLOW, NOT_PERMITTED = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
+
+
 def refuse_namespaces() -> None:
     """Put a filter on this process, and on what it starts, as a container has one."""
-    column = 0 if os.uname().machine == "x86_64" else 1
-    program = limits._step(limits._LOAD, 0)
-    for name in ("unshare", "mount", "setns"):
-        program += b"".join(limits._rule(limits._DENIED[name][column], [limits._refuse()]))
-    program += limits._step(limits._RETURN, limits._ALLOW)
+    steps = [(LOAD, 0, 0, 0)]
+    for number in NUMBERS[os.uname().machine != "x86_64"]:
+        steps += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, NOT_PERMITTED)]
+    program = b"".join(pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, ALLOW)])
     buffer = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
     prctl = ctypes.CDLL(None).prctl
