@@ -102,8 +102,7 @@ def test_a_mixture_is_on_the_scale_of_the_file(model: list[str], bench: Bench) -
     assert summary["parts"]["rule"]["mean"] == 0.5
     assert [c["parts"] for c in summary["correlations"]] == [["model", "rule"]]
     assert summary["remarks"] == []
-    out = bench.reward(*args).out
-    assert "70%" in out and "model with rule" in out
+    assert "model with rule" in bench.reward(*args).out
 
 
 def test_answers_to_one_prompt_are_a_group(bench: Bench) -> None:

@@ -69,11 +69,9 @@ def test_a_batch_scores_like_its_samples() -> None:
 
 def test_a_frozen_body_is_read_once_and_learns_nothing() -> None:
     network = load(frozen=True)
-    with torch.no_grad():
-        network.module.score.weight.fill_(0.1)
+    torch.nn.init.constant_(network.module.score.weight, 0.1)
     first = scores(network, SAMPLES)
-    with torch.no_grad():
-        network.module.base_model.embed_tokens.weight.zero_()
+    torch.nn.init.zeros_(network.module.base_model.embed_tokens.weight)
     assert scores(network, SAMPLES) == first  # kept, not read again
     network.score_samples(SAMPLES).sum().backward()
     grads = {name for name, p in network.module.named_parameters() if p.grad is not None}

@@ -138,15 +138,11 @@ def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "recipe", "steps"),
-    [
-        (100, Recipe(batch_size=32), 4),
-        (96, Recipe(batch_size=32, epochs=2), 6),
-        (100, Recipe(batch_size=32, max_steps=3), 3),
-        (100, Recipe(batch_size=32, max_steps=9), 4),
-    ],
+    ("pairs", "limits", "steps"),
+    [(100, {}, 4), (96, {"epochs": 2}, 6), (100, {"max_steps": 3}, 3), (100, {"max_steps": 9}, 4)],
 )
-def test_the_number_of_steps(pairs: int, recipe: Recipe, steps: int) -> None:
+def test_the_number_of_steps(pairs: int, limits: dict[str, int], steps: int) -> None:
+    recipe = Recipe(batch_size=32, **limits)  # type: ignore[arg-type]
     assert training.count_steps(pairs, recipe) == steps
     assert len(list(training.iterate_batches(make_pairs(pairs), recipe, steps))) == steps
 
@@ -227,9 +223,8 @@ def test_equals_torch_and_stays_finite_far_out() -> None:
 
 
 def test_figures_count_ties_half() -> None:
-    figures = training.summarise_pairs(
-        tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0]), torch.zeros(4)
-    )
+    chosen, rejected = tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0])
+    figures = training.summarise_pairs(chosen, rejected, torch.zeros(4))
     assert figures.accuracy == 0.5  # one right, one wrong, two ties
     assert figures.margin == pytest.approx((1 + 0 - 2 + 0) / 4)
     assert figures.mean == pytest.approx(13 / 8)
