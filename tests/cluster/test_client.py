@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,23 +130,13 @@ def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Cl
 
 
 def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
-    closed: list[str] = []
-
-    class Part:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def say(self, *values: object) -> None:
-            raise KeyboardInterrupt
-
-        def close(self, *patience: float) -> None:
-            closed.append(self._name)
-
+    parts = Mock()
+    parts.client.say.side_effect = KeyboardInterrupt
     engine = object.__new__(DriverEngine)
     vars(engine).update(
         _closing=threading.Lock(), _closed=False, _joins=True, _saver=ThreadPoolExecutor(1),
-        _client=Part("client"), _ray_process=Part("Ray"),
+        _client=parts.client, _ray_process=parts.ray,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert closed == ["client", "Ray"]
+    assert [name for name, _, _ in parts.mock_calls] == ["client.say", "client.close", "ray.close"]

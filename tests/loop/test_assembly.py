@@ -115,17 +115,6 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
     assert steps.total_steps == 5
 
 
-def test_nodes_are_waited_for_and_heard(assembled: Callable[..., SimpleNamespace]) -> None:
-    cluster = Cluster()
-    seen = assembled("trainer.engine=ray", cluster=cluster)
-    assert seen.engines.address == cluster.address
-    for ask in (seen.job.stop_requested, seen.engines.stop_requested):
-        assert ask() == "SIGTERM on node 1"
-    for options in (seen.start, seen.restarts):
-        options["gather"]()
-    assert [ask() for ask in cluster.waited] == ["SIGTERM on node 1"] * 2
-
-
 class Judge(ScriptedReward):
     """A reward that keeps what it was asked, in order; it may refuse to start."""
 
@@ -245,7 +234,8 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     engines = [Mock(weight_transfer="memory") for _ in range(2)]
     build = Mock(side_effect=engines)
     monkeypatch.setattr(driver, "DriverEngine", build)
-    seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
+    cluster = Cluster()
+    seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=cluster)
     factory: EngineFactory = seen.engines
     assert factory.get() is factory.get() is engines[0]
     memory: list[str] = []
@@ -258,7 +248,10 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     assert options["placement"] == placement_of(seen.job.config)
     assert options["placement"].train == (0, 1, 2)
     assert options["address"] == Cluster.address
-    assert options["stop_requested"]() == "SIGTERM on node 1"
+    assert options["stop_requested"]() == seen.job.stop_requested() == "SIGTERM on node 1"
+    for start in (seen.start, seen.restarts):  # each waits for the nodes, and can be stopped
+        start["gather"]()
+    assert [ask() for ask in cluster.waited] == ["SIGTERM on node 1"] * 2
     options["tell"]("Hello")
     assert seen.screen.notes[-5:] == ["Loading embedded", *memory, *products, "Hello"]
     # What failed once need not be tried again by another start.
