@@ -119,10 +119,11 @@ class Judge(SdkProvider):
 
     def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
         """Return the arguments of a chat completion."""
-        arguments = self.plain_fields(question, forms)
-        arguments |= {"model": self.model, "messages": chat_messages(question)}
+        messages = chat_messages(question)
+        arguments: dict[str, Any] = {"model": self.model, "messages": messages}
         if "enable_thinking" in forms:
             arguments["enable_thinking"] = False
+        arguments |= self.plain_fields(question, forms)
         if "response_format" in forms and question.output == "json":
             arguments["response_format"] = response_format(question, forms["response_format"])
         return arguments

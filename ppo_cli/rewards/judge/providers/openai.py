@@ -75,8 +75,9 @@ class Judge(SdkProvider):
     def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
         """Return the arguments of a chat completion."""
         apart = forms.get("system_message") == "apart"
-        arguments = self.plain_fields(question, forms)
-        arguments |= {"model": self.model, "messages": chat_messages(question, apart=apart)}
+        messages = chat_messages(question, apart=apart)
+        arguments: dict[str, Any] = {"model": self.model, "messages": messages}
+        arguments |= self.plain_fields(question, forms)
         # As an extra argument it is sent unchanged: the SDK's walk over it takes a fifth of a call.
         extra: dict[str, Any] = {}
         if "response_format" in forms and question.output == "json":

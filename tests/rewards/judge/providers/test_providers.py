@@ -224,7 +224,11 @@ def test_usage_is_read_by_the_names_of_the_provider(row: dict[str, Any]) -> None
     assert read_usage(row["usage"], TOKENS[row["tokens"]]) == expected
 
 
-THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}
+THOUGHT = {
+    "type": "thinking",
+    "text": "Score: 3",
+    "thinking": [{"type": "text", "text": "Score: 3"}],
+}
 ANSWER = {"type": "text", "text": "Score: 8"}
 
 
