@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
+from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config import derived
 from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.algorithm import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
+from ppo_cli.config.schema.algorithm import Actor, Critic, Optim, PolicyLoss
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.batches.rows import build_micro_batch
@@ -30,7 +32,8 @@ from ppo_cli.engine.training import actor_critic
 from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
-from ppo_cli.records import Prompt, Rollout
+from tests.engine.packed_steps import annotated, build_optimizer, scored
+from tests.engine.packed_steps import make_batch as make_rows
 from tests.rounding import assert_near
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
@@ -56,78 +59,71 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_batch(seed: int = 0, rows: int = 17) -> TrainBatch:
     """Rows of very different lengths, some without a score."""
     rng = np.random.default_rng(seed)
-    rollouts = []
-    for b in range(rows):
-        prompt = Prompt(
-            uid=f"p{b // 2}", text="", messages=(), rendered="",
-            token_ids=tuple(rng.integers(1, VOCAB, rng.integers(2, 30)).tolist()),
-        )  # fmt: skip
-        ids = tuple(rng.integers(1, VOCAB, rng.integers(1, 25)).tolist())
-        logprobs = -rng.random(len(ids)).astype(np.float32)
-        rollouts.append(Rollout(prompt, b % 2, ids, logprobs, "", "stop"))
-    batch = build_batch(rollouts, pad_token_id=0)
-    shape = batch.response_mask_BT.shape
+    lengths = zip(
+        rng.integers(2, 30, rows).tolist(), rng.integers(1, 25, rows).tolist(), strict=True
+    )
+    batch = make_rows(tuple(lengths), seed, vocabulary=VOCAB)
     torch.manual_seed(seed)
-    noise = {name: torch.randn(shape) for name in ("adv", "ret", "val", "old", "ref")}
-    annotated = AnnotatedBatch(
-        **{n: getattr(batch, n) for n in Batch.__dataclass_fields__},
-        old_logprobs_BT=-4.5 + 0.1 * noise["old"],
-        entropy_BT=torch.zeros(shape),
-        ref_logprobs_BT=-4.5 + 0.1 * noise["ref"],
-        full_kl_BT=None,
-        values_BT=noise["val"],
-    )
-    return TrainBatch(
-        **{n: getattr(annotated, n) for n in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(rows),
-        valid_B=torch.arange(rows) % 5 != 3,
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=noise["adv"],
-        returns_BT=noise["ret"],
-        is_weight_BT=torch.ones(shape),
-    )
-
-
-def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: object) -> torch.Tensor:
-    policy = load_policy(model_dir)
-    reference = load_policy(model_dir)
-    actor = Actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, **settings)  # type: ignore[arg-type]
-    optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, reference, actor, TOKENS, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
-    return optimizer.gradient
-
-
-def gradients_of_critic(model_dir: str, batch: TrainBatch, **settings: object) -> torch.Tensor:
-    value_model = load_value_model(model_dir)
-    optimizer = Recorder(value_model.model, CriticOptim())
-    torch.manual_seed(1)
-    torch.nn.init.normal_(value_model.head.weight)
-    critic = Critic(**settings)  # type: ignore[arg-type]
-    CriticLearner(value_model, critic, TOKENS, optimizer, COMPUTE, LONGEST).step(batch)
-    return optimizer.gradient
+    old, reference, values, advantages, returns = torch.randn(5, *batch.response_mask_BT.shape)
+    with_logprobs = annotated(
+        batch, old_logprobs_BT=-4.5 + 0.1 * old, ref_logprobs_BT=-4.5 + 0.1 * reference,
+        values_BT=values,
+    )  # fmt: skip
+    return scored(
+        with_logprobs, seed, valid_B=torch.arange(rows) % 5 != 3, advantages_BT=advantages,
+        returns_BT=returns,
+    )  # fmt: skip
 
 
 class Recorder(Optimizer):
     """Keeps the gradient that a step would have used."""
 
-    def __init__(self, module: torch.nn.Module, optim: ActorOptim | CriticOptim) -> None:
-        super().__init__(module, optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None)
         self.module = module
         self.gradient = torch.empty(0)
 
     def apply(self) -> tuple[float, bool]:
-        results = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
-        self.gradient = torch.cat(results).clone()
+        gradients = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
+        self.gradient = torch.cat(gradients).clone()
         return super().apply()
+
+
+def learner_of(
+    policy: Policy, optimizer: Optimizer | None = None, reference: Policy | None = None,
+    tokens: int = TOKENS, **settings: Any,
+) -> ActorLearner:  # fmt: skip
+    actor, optimizer = Actor(**settings), optimizer or Recorder(policy.model)
+    return ActorLearner(policy, reference, actor, tokens, optimizer, COMPUTE, 0.7, LONGEST)
+
+
+def critic_of(value_model: ValueModel, tokens: int = TOKENS, **settings: Any) -> CriticLearner:
+    optimizer = Recorder(value_model.model)
+    return CriticLearner(value_model, Critic(**settings), tokens, optimizer, COMPUTE, LONGEST)
+
+
+def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: Any) -> torch.Tensor:
+    losses = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    reference = load_policy(model_dir)
+    learner = learner_of(load_policy(model_dir), reference=reference, **losses | settings)
+    learner.step(batch)
+    return learner.optimizer.gradient
+
+
+def gradients_of_critic(model_dir: str, batch: TrainBatch) -> torch.Tensor:
+    value_model = load_value_model(model_dir)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(value_model.head.weight)
+    learner = critic_of(value_model)
+    learner.step(batch)
+    return learner.optimizer.gradient
 
 
 @pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
 def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> None:
     batch = make_batch()
     full = gradients(model_dir, batch)
-    wider = pad_wider(batch, 13)
-    shuffled = batch.rows(torch.randperm(len(batch)))
-    for other in (wider, shuffled):
+    for other in (pad_wider(batch, 13), batch.rows(torch.randperm(len(batch)))):
         assert_near(gradients(model_dir, other), full, terms=TERMS)
 
 
@@ -139,13 +135,13 @@ def test_many_logits_are_computed_again_and_few_are_kept(
     results = []
     for limit in (logits, logits - 1):
         monkeypatch.setattr(actor_critic, "KEPT_LOGITS", limit)
-        passes: list[object] = []
-        monkeypatch.setattr(
-            actor_critic, "gather_logprobs_entropy",
-            lambda *kwargs, passes=passes, **named: (
-                passes.append(named["keep"]) or gather_logprobs_entropy(*kwargs, **named)
-            ),
-        )  # fmt: skip
+        passes: list[bool] = []
+
+        def note(*args: Any, passes: list[bool] = passes, **named: Any) -> Any:
+            passes.append(named["keep"])
+            return gather_logprobs_entropy(*args, **named)
+
+        monkeypatch.setattr(actor_critic, "gather_logprobs_entropy", note)
         results.append(gradients_of_actor(model_dir, batch))
         assert passes == [limit == logits]
     assert_near(results[0], results[1], terms=TERMS)
@@ -178,64 +174,42 @@ def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
     return replace(batch, **wide)
 
 
-def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
-    policy = load_policy(model_dir)
-    optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
-    return optimizer.gradient
-
-
-def test_value_head_starts_at_zero_and_a_trained_one_is_kept(model_dir, tmp_path: Path) -> None:
-    value_model = load_value_model(model_dir)
-    assert not value_model.head.weight.any() and not value_model.head.bias.any()
-    torch.nn.init.normal_(value_model.head.weight)
-    value_model.model.save_pretrained(tmp_path)
-    repeated = load_value_model(str(tmp_path))
-    assert torch.equal(repeated.head.weight, value_model.head.weight)
-
-
-def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [
+        pytest.param({"valid_B": False}, "actor/empty_minibatches", id="no row has a score"),
+        pytest.param({"advantages_BT": math.inf}, "actor/skipped_steps", id="infinite gradients"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_changes_nothing(
+    model_dir: str, change: dict[str, Any], metric: str
+) -> None:
     batch = make_batch(rows=4)
-    batch = replace(batch, valid_B=torch.zeros(4, dtype=torch.bool))
+    batch = replace(batch, **{n: torch.full_like(getattr(batch, n), v) for n, v in change.items()})
     policy = load_policy(model_dir)
     before = [p.clone() for p in policy.model.parameters()]
-    optimizer = Optimizer(
-        policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=None
-    )
-    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 1.0, LONGEST)
-    sums = merge_sums([learner.step(batch)])
-    assert sums == {"actor/empty_minibatches": (1.0, 1.0)}
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
-
-
-def test_non_finite_gradients_skip_the_step(model_dir) -> None:
-    batch = make_batch(rows=4)
-    batch = replace(batch, advantages_BT=torch.full_like(batch.advantages_BT, float("inf")))
-    policy = load_policy(model_dir)
-    before = [p.clone() for p in policy.model.parameters()]
-    optimizer = Optimizer(
-        policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=0.5
-    )
-    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 1.0, LONGEST)
-    sums = merge_sums([learner.step(batch)])
-    assert sums["actor/skipped_steps"] == (1.0, 1.0)
+    optimizer = build_optimizer(policy.model, Optim(lr=1.0), grad_clip=1.0, clip_grad_value=0.5)
+    sums = merge_sums([learner_of(policy, optimizer).step(batch)])
+    assert sums[metric] == (1.0, 1.0)
+    assert len(sums) == 1 or metric == "actor/skipped_steps"
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "results"), [((300, 400, 500), [300, 400, 500]), ((None,) * 3, [2048] * 3)], ids=str
+    ("tokens", "expected"), [((300, 400, 500), [300, 400, 500]), ((None,) * 3, [2048] * 3)], ids=str
 )
-def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(kwargs, results) -> None:
-    actor, critic, reference = kwargs
+def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(
+    tokens: tuple[int | None, ...], expected: list[int]
+) -> None:
     config = Config.model_validate({
         "model": {"path": "embedded", "packing": False},
-        "actor": {"ppo_max_token_len_per_gpu": actor},
-        "critic": {"ppo_max_token_len_per_gpu": critic},
-        "ref": {"log_prob_max_token_len_per_gpu": reference},
+        "actor": {"ppo_max_token_len_per_gpu": tokens[0]},
+        "critic": {"ppo_max_token_len_per_gpu": tokens[1]},
+        "ref": {"log_prob_max_token_len_per_gpu": tokens[2]},
     })  # fmt: skip
     learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
     budgets = learner._budgets()
-    assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == results
+    assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == expected
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -268,15 +242,12 @@ def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
     batch, policy, value = make_batch(), load_policy(model_dir), load_value_model(model_dir)
     for rows, tokens, fewest in ((None, 16384, 1), (3, 16384, 6), (None, 120, 5), (2, 120, 9)):
         cut = {"ppo_micro_batch_size_per_gpu": rows}
-        actor = ActorLearner(
-            policy, None, Actor(**cut), tokens, Recorder(policy.model, ActorOptim()), COMPUTE,
-            0.7, LONGEST,
-        )  # fmt: skip
-        critic = CriticLearner(
-            value, Critic(**cut), tokens, Recorder(value.model, CriticOptim()), COMPUTE, LONGEST
+        actor, critic = (
+            learner_of(policy, None, None, tokens, **cut),
+            critic_of(value, tokens, **cut),
         )
         for model, learner in ((policy, actor), (value, critic)):
-            results = shapes(model, lambda learner=learner: learner.step(batch))
+            results = shapes(model, partial(learner.step, batch))
             assert sum(B for B, _ in results) == len(batch) and len(results) >= fewest
             assert max(B for B, _ in results) <= (rows or len(batch))
             assert max(B * L for B, L in results) <= tokens
@@ -286,8 +257,8 @@ def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
 def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch) -> None:
     """Memory runs out above three rows: the gradient stays right and the size is remembered."""
     batch = make_batch(rows=16)
-    full = gradients_of_actor_plain(model_dir, batch)
-    policy = load_policy(model_dir)
+    exact, policy = learner_of(load_policy(model_dir)), load_policy(model_dir)
+    exact.step(batch)
     forward, sizes = policy.backbone.forward, []
 
     def limited(*args: object, **kwargs: object) -> object:
@@ -298,10 +269,9 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(policy.backbone, "forward", limited)
-    optimizer = Recorder(policy.model, ActorOptim())
-    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 0.7, LONGEST)
+    learner = learner_of(policy)
     learner.step(batch)
-    assert_near(optimizer.gradient, full, terms=TERMS)
+    assert_near(learner.optimizer.gradient, exact.optimizer.gradient, terms=TERMS)
     assert learner.budget.rows == 2 and learner.budget.halvings == 3
     sizes.clear()
     learner.step(batch)
@@ -346,16 +316,11 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     ]
     engine.save(tmp_path).result(60)
     other.load(tmp_path)
-    repeated = other._learner
-    assert (
-        repeated.weight_version == 3
-        and other._sampler.capacity.rows == other._sampler.capacity.halved_rows() == 3
-    )
+    repeated, capacity = other._learner, other._sampler.capacity
+    assert (repeated.weight_version, capacity.rows, capacity.halved_rows()) == (3, 3, 3)
     assert repeated._budgets() == budgets
     assert repeated._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
-    assert repeated._critic is not None and repeated._critic.optimizer.lr == pytest.approx(
-        0.5 * 4 / 7
-    )
+    assert repeated._critic.optimizer.lr == pytest.approx(0.5 * 4 / 7)
     # What is told of a step from then on, by the first rank alone.
     batch = replace(make_batch(), valid_B=torch.zeros(17, dtype=torch.bool))
     sums = other.step(MiniBatch(batch, actor=True, critic=True))

@@ -6,13 +6,14 @@ The plain side sees one row at a time: no padding, no micro-batches, no code of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -21,11 +22,11 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
+from ppo_cli.algo.batch import TrainBatch, merge_annotations
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
-from tests.engine.packed_steps import MIXED, make_batch
+from tests.engine.packed_steps import MIXED, make_batch, merge_settings, scored
 from tests.rounding import allowed, assert_near
 
 TINY = {
@@ -68,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def settings(folders: dict[str, str], **parts: dict[str, Any]) -> Config:
-    own_values: dict[str, dict[str, Any]] = {
+    defaults: dict[str, dict[str, Any]] = {
         "model": {"path": folders["actor"]},
         "ref": {"path": folders["reference"], "log_prob_max_token_len_per_gpu": 50},
         "rollout": {"temperature": TEMPERATURE},
@@ -76,51 +77,34 @@ def settings(folders: dict[str, str], **parts: dict[str, Any]) -> Config:
         "actor": {"optim": ACTOR_OPTIM},
         "critic": {"optim": CRITIC_OPTIM, "model": {"path": folders["critic"]}},
     }
-    return Config.model_validate(
-        {k: own_values.get(k, {}) | parts.get(k, {}) for k in {**own_values, **parts}}
-    )
+    return merge_settings(defaults, parts)
 
 
-@dataclass
-class PlainAdamW:
-    """AdamW as its paper has it, over one model in float64 (arXiv 1711.05101, algorithm 2)."""
+class PlainAdamW(torch.optim.AdamW):
+    """torch's AdamW over one model in float64; its formula is checked in `test_optimizer.py`."""
 
-    model: Any
-    betas: tuple[float, float]
-    eps: float
-    decay: float
-    grad_clip: float
-    clip_value: float | None
-    steps: int = 0
-    first: dict[str, Tensor] = field(default_factory=dict)
-    second: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, model: Any, optim: dict[str, Any], clips: dict[str, Any]) -> None:
+        self.model, self.clips = model, clips
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": others}]
+        super().__init__(groups, betas=optim["betas"], eps=optim["eps"], weight_decay=0.0)
 
-    @torch.no_grad()
-    def step(self, lr: float) -> float:
+    def clip_and_step(self, lr: float) -> float:
         """Clip, move the weights; returns the norm before clipping."""
-        self.steps += 1
-        named = dict(self.model.named_parameters())
-        grads = {n: p.grad for n, p in named.items() if p.grad is not None}
-        before = _norm(grads)
-        if self.clip_value is not None:
-            grads = {n: g.clamp(-self.clip_value, self.clip_value) for n, g in grads.items()}
-        if self.grad_clip and _norm(grads) > self.grad_clip:
-            scale = self.grad_clip / _norm(grads)
-            grads = {n: g * scale for n, g in grads.items()}
-        for n, g in grads.items():
-            b1, b2 = self.betas
-            self.first[n] = b1 * self.first.get(n, torch.zeros_like(g)) + (1 - b1) * g
-            self.second[n] = b2 * self.second.get(n, torch.zeros_like(g)) + (1 - b2) * g * g
-            if g.ndim > 1:
-                named[n].mul_(1 - lr * self.decay)
-            root = (self.second[n] / (1 - b2**self.steps)).sqrt()
-            named[n].sub_(lr * self.first[n] / (1 - b1**self.steps) / (root + self.eps))
-        self.model.zero_grad()
-        return before
+        parameters = [*self.model.parameters()]
+        norm = clip_grad_norm_(parameters, math.inf).item()
+        if self.clips.get("clip_grad_value"):
+            clip_grad_value_(parameters, self.clips["clip_grad_value"])
+        clip_grad_norm_(parameters, self.clips["grad_clip"] or math.inf)
+        for group in self.param_groups:
+            group["lr"] = lr
+        self.step()
+        self.zero_grad()
+        return norm
 
-
-def _norm(grads: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+    def moments(self, name: str) -> dict[str, Tensor]:
+        return {n: self.state[p][name] for n, p in self.model.named_parameters() if self.state[p]}
 
 
 def plain(folder: str, kind: Any = AutoModelForCausalLM) -> Any:
@@ -156,19 +140,11 @@ def to_train(learner: Learner, folders: dict[str, str], seed: int) -> TrainBatch
     annotated = merge_annotations(batch, [learner.annotate(batch)])
     shape = batch.response_mask_BT.shape
     noise = torch.randn((4, *shape), generator=torch.Generator().manual_seed(seed))
-    old = annotated.old_logprobs_BT + 0.6 * noise[0]
-    values = annotated.values_BT
-    named = {n: getattr(annotated, n) for n in AnnotatedBatch.__dataclass_fields__}
-    return TrainBatch(
-        **named | {
-            "old_logprobs_BT": old,
-            "values_BT": None if values is None else values + 0.6 * noise[1],
-        },
-        scores_B=torch.zeros(len(batch)),
-        valid_B=torch.arange(len(batch)) != 2,
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=noise[2],
-        returns_BT=noise[3],
+    moved: dict[str, Tensor] = {"old_logprobs_BT": annotated.old_logprobs_BT + 0.6 * noise[0]}
+    if annotated.values_BT is not None:
+        moved["values_BT"] = annotated.values_BT + 0.6 * noise[1]
+    return scored(
+        annotated, seed, **moved, advantages_BT=noise[2], returns_BT=noise[3],
         is_weight_BT=0.2 + noise[1].abs(),
     )  # fmt: skip
 
@@ -205,14 +181,12 @@ class ActorCase:
     factor: float = float(LONGEST)
     packing: bool = False
 
-    def of(self, name: str, default: Any) -> Any:
-        return self.actor.get(name, default)
-
 
 def plain_actor_loss(
     case: ActorCase, model: Any, reference: Any, batch: TrainBatch
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of the whole mini-batch, and what is told of it."""
+    actor = case.actor
     surrogate, entropy, kl, ratios, clips, lowers = [], [], [], [], [], []
     for b in range(len(batch)):
         if not batch.valid_B[b]:
@@ -230,12 +204,12 @@ def plain_actor_loss(
         bound = torch.where(a < 0, -a * case.ratio_bound, torch.inf)
         surrogate.append(w * torch.where(worse > bound, bound, worse))
         entropy.append(-(full_logprobs.exp() * full_logprobs).sum(-1))
-        kind = case.of("kl_loss_type", "low_var_kl")
+        kind = actor.get("kl_loss_type", "low_var_kl")
         kl.append(plain_kl(kind, new, ref, full_logprobs, ref_whole))
         ratios.append(ratio.detach())
         clips.append(clipped > free)
         lowers.append(worse > bound)
-    mode = case.of("loss_agg_mode", "token-mean")
+    mode = actor.get("loss_agg_mode", "token-mean")
     policy, spread, apart = (aggregated(r, mode, case.factor) for r in (surrogate, entropy, kl))
     sums = {
         "policy_loss": policy.item(),
@@ -246,45 +220,38 @@ def plain_actor_loss(
     }
     assert sums["clip_fraction"] > 0.2 and sums["actor/clip_lower"] > 0
     loss = policy
-    if case.of("entropy_coeff", 0.0):
-        loss = loss - case.of("entropy_coeff", 0.0) * spread
+    if "entropy_coeff" in actor:
+        loss = loss - actor["entropy_coeff"] * spread
         sums["actor/entropy_loss"] = spread.item()
-    if case.of("use_kl_loss", False):
-        loss = loss + case.of("kl_loss_coef", 0.001) * apart
+    if "use_kl_loss" in actor:
+        loss = loss + actor["kl_loss_coef"] * apart
         sums["actor/kl_loss"] = apart.item()
     sums["actor_loss"] = loss.item()
     return loss, sums
 
 
 def assert_step(
-    learner: Learner,
-    name: str,
-    batch: TrainBatch,
-    by_hand: PlainAdamW,
-    expected_sums: dict[str, float],
+    learner: Learner, name: str, batch: TrainBatch, by_hand: PlainAdamW, expected: dict[str, float]
 ) -> None:
     """One step of the learner against a plain one that is taken already."""
     minibatch = MiniBatch(batch, actor=name == "actor", critic=name == "critic")
     sums = merge_sums([learner.step(minibatch)])
     means = {key: total / count for key, (total, count) in sums.items()}
-    assert means == pytest.approx(
-        expected_sums | {f"{name}/skipped_steps": 0.0}, rel=allowed(TERMS)
-    )
+    assert means == pytest.approx(expected | {f"{name}/skipped_steps": 0.0}, rel=allowed(TERMS))
     trained = learner._learners()[name]
     moments = trained.optimizer.moments()
-    for what, exact in (("exp_avg", by_hand.first), ("exp_avg_sq", by_hand.second)):
-        assert {n.removesuffix(f".{what}") for n in moments if n.endswith(f".{what}")} == set(exact)
-        moments_of_name = torch.cat([moments[f"{n}.{what}"].flatten() for n in exact])
-        assert_near(moments_of_name, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        exact = by_hand.moments(kind)
+        assert {n.removesuffix(f".{kind}") for n in moments if n.endswith(f".{kind}")} == set(exact)
+        actual = torch.cat([moments[f"{n}.{kind}"].flatten() for n in exact])
+        assert_near(actual, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
     model = learner.policy.model if name == "actor" else trained.value_model.model
-    exact = dict(by_hand.model.named_parameters())
+    weights = dict(by_hand.model.named_parameters())
+    # About how far a step moves a weight: what its error is compared with.
+    rate = min(ACTOR_LR if name == "actor" else CRITIC_LR)
     for n, p in model.named_parameters():
-        assert (p.double() - exact[n]).abs().max() < 1e-3 * by_hand_rate(name), n
-
-
-def by_hand_rate(name: str) -> float:
-    """About how far a step moves a weight: what its error is compared with."""
-    return min(ACTOR_LR if name == "actor" else CRITIC_LR)
+        assert (p.double() - weights[n]).abs().max() < 1e-3 * rate, n
+    learner.publish()
 
 
 EVERYTHING = {
@@ -330,17 +297,14 @@ def test_two_steps_of_the_actor(name: str, folders: dict[str, str], tokenizer: A
     config = settings(folders, actor=actor, model=model)
     learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
     policy, reference = plain(folders["actor"]), plain(folders["reference"])
-    by_hand = PlainAdamW(
-        policy, (0.8, 0.9), 1e-3, 0.3, actor["grad_clip"], actor.get("clip_grad_value")
-    )
+    by_hand = PlainAdamW(policy, ACTOR_OPTIM, actor)
     for step, lr in enumerate(ACTOR_LR):
         batch = to_train(learner, folders, seed=step)
         loss, sums = plain_actor_loss(case, policy, reference, batch)
         loss.backward()
-        norm = by_hand.step(lr)
+        norm = by_hand.clip_and_step(lr)
         assert norm > 0.5  # so that clipping to less is seen, and no clipping too
         assert_step(learner, "actor", batch, by_hand, sums | {"grad_norm": norm, "actor/lr": lr})
-        learner.publish()
 
 
 @dataclass(frozen=True)
@@ -380,9 +344,7 @@ def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: 
     config = settings(folders, actor=actor, critic=critic, model=model)
     learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
     value_model = plain(folders["critic"], AutoModelForTokenClassification)
-    by_hand = PlainAdamW(
-        value_model, (0.7, 0.95), 5e-3, 0.1, critic["grad_clip"], critic.get("clip_grad_value")
-    )
+    by_hand = PlainAdamW(value_model, CRITIC_OPTIM, critic)
     for step, lr in enumerate(CRITIC_LR):
         batch = to_train(learner, folders, seed=step)
         assert batch.values_BT is not None
@@ -402,7 +364,7 @@ def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: 
         clip_fraction = torch.cat(clips).double().mean().item()
         assert 0.1 < clip_fraction < 0.9
         (critic["value_loss_coef"] * loss).backward()
-        norm = by_hand.step(lr)
+        norm = by_hand.clip_and_step(lr)
         sums = {
             "value_loss": loss.item(), "critic_loss": critic["value_loss_coef"] * loss.item(),
             "critic/clip_fraction": clip_fraction,
@@ -410,7 +372,6 @@ def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: 
         }  # fmt: skip
         assert norm > 0.1
         assert_step(learner, "critic", batch, by_hand, sums)
-        learner.publish()
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -449,11 +410,8 @@ def test_what_is_not_asked_for_is_not_computed(folders: dict[str, str], tokenize
     learner = Learner(settings(folders, algorithm=algorithm), tokenizer, total_steps=1)
     batch = make_batch(MIXED, 0)
     annotated = merge_annotations(batch, [learner.annotate(batch)])
-    assert (annotated.ref_logprobs_BT, annotated.full_kl_BT, annotated.values_BT) == (
-        None,
-        None,
-        None,
-    )
+    for name in ("ref_logprobs_BT", "full_kl_BT", "values_BT"):
+        assert getattr(annotated, name) is None, name
     sampled = settings(folders, algorithm={"kl_penalty": "kl"})
     seen = Learner(sampled, tokenizer, total_steps=1).annotate(batch).tensors
     assert "full_kl_BT" not in seen and {"ref_logprobs_BT", "values_BT"} <= seen.keys()
