@@ -9,8 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from torch import nn
 
 from ppo_cli.config.schema.algorithm import Optim, Sharding
 from ppo_cli.engine.checkpoint import TrainedModel, describe_full_model, restore, take_snapshot
@@ -20,8 +20,8 @@ from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy
-from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
+from tests.engine.packed_steps import build_optimizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -35,18 +35,12 @@ def join(rank: int, size: int, folder: Path, name: str, tensor_size: int = 1) ->
 
 def load(folder: Path, ranks: Ranks) -> list[TrainedModel]:
     """An actor and a critic in pieces, with fresh optimizers."""
-    actor = load_sharded(load_policy, str(folder / "model"), ranks, Sharding(), CPU)
-    critic = load_sharded(load_value_model, str(folder / "model"), ranks, Sharding(), CPU)
-    return [
-        describe_full_model(name, model, build_optimizer(model, ranks), {})
-        for name, model in (("actor", actor.model), ("critic", critic.model))
-    ]
-
-
-def build_optimizer(model: nn.Module, ranks: Ranks) -> Optimizer:
-    return Optimizer(
-        model, Optim(lr=0.01), total_steps=9, grad_clip=1.0, clip_grad_value=None, ranks=ranks
-    )
+    parts = []
+    for name, loader in (("actor", load_policy), ("critic", load_value_model)):
+        model = load_sharded(loader, str(folder / "model"), ranks, Sharding(), CPU).model
+        optimizer = build_optimizer(model, Optim(lr=0.01), grad_clip=1.0, ranks=ranks)
+        parts.append(describe_full_model(name, model, optimizer, {}))
+    return parts
 
 
 def move(part: TrainedModel) -> None:
@@ -87,12 +81,8 @@ def refuse_damage(folder: Path, ranks: Ranks, parts: list[TrainedModel]) -> None
     if ranks.rank == 0:
         shutil.copytree(folder / "written", folder / "damaged")
         (folder / "damaged/critic/model-00002-of-00002.safetensors").write_bytes(b"half")
-    try:
+    with pytest.raises(ModelError, match=r"critic/model-00002-of-00002\.safetensors cannot be"):
         restore(folder / "damaged", parts, ranks)
-    except ModelError as error:
-        assert "critic/model-00002-of-00002.safetensors cannot be read" in str(error)
-    else:
-        raise AssertionError("a damaged checkpoint was read")
 
 
 def copy(folder: Path, ranks: Ranks, name: str) -> None:

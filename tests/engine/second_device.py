@@ -56,7 +56,7 @@ CAST = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product
 
 
 class SecondTensor(Tensor):
-    """A tensor of the device; `held` is where it really lies."""
+    """A tensor of the device; `inner` holds its numbers."""
 
     inner: Tensor
 
@@ -80,11 +80,11 @@ class SecondTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Lets `Module.to` exchange weights in place, so that tied ones stay tied."""
-        return ["held"], None
+        return ["inner"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], *_: Any) -> SecondTensor:
-        return SecondTensor(inner["held"])
+        return SecondTensor(inner["inner"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +124,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return decomposed
     flat, spec = pytree.tree_flatten((args, kwargs))
     target = kwargs.get("device")
-    leaves_device = func is aten._to_copy.default and target is not None and _is_cpu(target)
+    leaves_device = func is aten._to_copy.default and target is not None
+    leaves_device = leaves_device and torch.device(target).type == "cpu"
     leaves_device |= func is aten.copy_.default and not isinstance(args[0], SecondTensor)
     if leaves_device or looks_at_values(func, args, kwargs) or _comes_blocking(func, args):
         note_crossing(func)
@@ -155,9 +156,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = kwargs.get("out")
     if out is not None:
         return out
-    return pytree.tree_map_only(
-        Tensor, lambda t: SecondTensor(t) if t.dim() >= 0 else t, decomposed
-    )
+    return pytree.tree_map_only(Tensor, SecondTensor, decomposed)
 
 
 def looks_at_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -176,10 +175,6 @@ def _comes_blocking(func: Any, args: Any) -> bool:
         return False
     source, non_blocking = args[1], len(args) > 2 and args[2]
     return source.numel() > 0 and not isinstance(source, SecondTensor) and not non_blocking
-
-
-def _is_cpu(device: Any) -> bool:
-    return torch.device(device).type == "cpu"
 
 
 class Watch(TorchDispatchMode):

@@ -11,7 +11,8 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.config.schema.run import Config
@@ -31,6 +32,7 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.models import heads as reward_loading
 from ppo_cli.rewards.models.local import ModelScorer, Sample
+from tests.engine.packed_steps import merge_settings, scored
 from tests.engine.second_device import OUTSIDE, Watch, crossings, install
 from tests.rewards.models import twins
 
@@ -124,16 +126,13 @@ REWARDS: dict[str, Callable[[Path], Path]] = {
 
 def config_of(change: dict[str, Any]) -> Config:
     """A small run of the bundled model."""
-    sections: dict[str, Any] = {
+    actor = {"optim": {"lr": 1e-3}, "clip_grad_value": 0.5, "ppo_micro_batch_size_per_gpu": 5}
+    defaults: dict[str, dict[str, Any]] = {
         "model": {"path": "embedded", "dtype": "float32", "packing": False},
         "data": {"max_prompt_length": 32, "max_response_length": 8},
-        "actor": {"optim": {"lr": 1e-3}, "clip_grad_value": 0.5, "ppo_micro_batch_size_per_gpu": 5},
-        "critic": {"optim": {"lr": 1e-3}},
-        "trainer": {"engine": "local"},
-    }
-    for name, values in change.items():
-        sections[name] = sections.get(name, {}) | values
-    return Config.model_validate(sections)
+        "actor": actor, "critic": {"optim": {"lr": 1e-3}}, "trainer": {"engine": "local"},
+    }  # fmt: skip
+    return merge_settings(defaults, change)
 
 
 def prompts_of(tokenizer: Any) -> list[Prompt]:
@@ -152,20 +151,6 @@ def rollouts_of(prompts: list[Prompt]) -> list[Rollout]:
     return rollouts
 
 
-def scored(annotated: AnnotatedBatch) -> TrainBatch:
-    shape = annotated.response_mask_BT.shape
-    noise = torch.linspace(-1, 1, shape.numel()).view(shape)
-    return TrainBatch(
-        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(shape[0]),
-        valid_B=torch.ones(shape[0], dtype=torch.bool),
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=noise,
-        returns_BT=noise,
-        is_weight_BT=torch.ones(shape),
-    )
-
-
 def train(config: Config, folder: Path, watch: Watching) -> Numbers:
     """Sample, annotate, step, publish, save and load; every number that came of it."""
     tokenizer = load_tokenizer(model_folder("embedded"))
@@ -180,9 +165,7 @@ def train(config: Config, folder: Path, watch: Watching) -> Numbers:
         sampler.load_weights(weights)
         drawn = sorted(sampler.generate(prompts, SAMPLINGS[2], 2), key=lambda r: r.prompt.uid)
         own_rollouts = sorted(engine.generate(prompts, SAMPLINGS[2]), key=lambda r: r.prompt.uid)
-    assert [r.token_ids for r in drawn] == [r.token_ids for r in own_rollouts], (
-        "other weights were sent"
-    )
+    assert [r.token_ids for r in drawn] == [r.token_ids for r in own_rollouts], "other weights"
     engine.close()
     return results
 
@@ -193,25 +176,26 @@ def work(engine: LocalEngine, prompts: list[Prompt], pad_token_id: int, folder: 
     for i, sampling in enumerate(SAMPLINGS):
         rollouts = sorted(engine.generate(prompts, sampling), key=lambda r: r.key)
         results[f"sampled {i}"] = [float(t) for r in rollouts for t in r.token_ids]
-        results[f"sampler's log-probs {i}"] = [
-            float(p) for r in rollouts for p in r.sampler_logprobs
-        ]
+        logprobs = [r.sampler_logprobs.tolist() for r in rollouts]
+        results[f"sampler's log-probs {i}"] = [*chain(*logprobs)]
     batch = build_batch(rollouts_of(prompts), pad_token_id)
+    mask_BT = batch.response_mask_BT
+    noise_BT = torch.linspace(-1, 1, mask_BT.numel()).view(mask_BT.shape)
     for turn in range(2):
         annotated = engine.annotate(batch)
         for name in ("old_logprobs_BT", "entropy_BT", "ref_logprobs_BT", "values_BT", "full_kl_BT"):
             if (value := getattr(annotated, name)) is not None:
                 assert value.device == CPU, name
-                results[f"{name} {turn}"] = value[batch.response_mask_BT].tolist()
-        sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=True))
+                results[f"{name} {turn}"] = value[mask_BT].tolist()
+        train_batch = scored(annotated, 0, advantages_BT=noise_BT, returns_BT=noise_BT)
+        sums = engine.step(MiniBatch(train_batch, actor=True, critic=True))
         results |= {f"{name} {turn}": list(both) for name, both in sums.items()}
         engine.publish()
         if turn == 0:
             (folder / "saved").mkdir(parents=True)
             engine.save(folder / "saved").result()
     engine.load(folder / "saved")
-    annotated_again = engine.annotate(batch)
-    results["after loading"] = annotated_again.old_logprobs_BT[batch.response_mask_BT].tolist()
+    results["after loading"] = engine.annotate(batch).old_logprobs_BT[mask_BT].tolist()
     assert results["after loading"] == results["old_logprobs_BT 1"], "load gave other weights"
     return results
 
@@ -250,14 +234,12 @@ def not_refused(second: torch.device) -> list[str]:
         "numpy": lambda: device_tensor.numpy(),
         "in-place from the CPU": lambda: cpu_tensor.add_(device_tensor),
     }
-    copies = []
+    taken = []
     for name, mistake in mistakes.items():
-        try:
+        with suppress(RuntimeError, TypeError):
             mistake()
-            copies.append(name)
-        except (RuntimeError, TypeError):
-            pass
-    return copies
+            taken.append(name)
+    return taken
 
 
 Trials = dict[str, Callable[[Tensor, Tensor, Tensor], Any]]  # of numbers, a mask and indices
@@ -268,21 +250,11 @@ WAITS: Trials = {
     "to the CPU": lambda x, m, i: x.cpu(),
     "mask as an index": lambda x, m, i: x[m],
     "bytes as an index": lambda x, m, i: x[m.byte()],
-    "mask beside a slice": lambda x, m, i: x.view(2, 2)[:, m[:2]],
     "mask written at": lambda x, m, i: x.clone().__setitem__(m, 0.0),
-    "values written at a mask": lambda x, m, i: x.clone().index_put_((m,), x[i][:2]),
     "nonzero": lambda x, m, i: x.nonzero(),
-    "argwhere": lambda x, m, i: torch.argwhere(x),
-    "where": lambda x, m, i: torch.where(m),
-    "masked_select": lambda x, m, i: x.masked_select(m),
     "unique": lambda x, m, i: x.unique(),
-    "unique of rows": lambda x, m, i: x.view(2, 2).unique(dim=0),
-    "unique_consecutive": lambda x, m, i: torch.unique_consecutive(x),
-    "bincount": lambda x, m, i: torch.bincount(i),
     "repeat_interleave": lambda x, m, i: x.repeat_interleave(i, dim=0),
-    "one_hot": lambda x, m, i: torch.nn.functional.one_hot(i),
     "equal": lambda x, m, i: torch.equal(x, x + 1),
-    "allclose": lambda x, m, i: torch.allclose(x, x + 1),
     "multinomial": lambda x, m, i: x.abs().multinomial(1),
     "isin": lambda x, m, i: torch.isin(i, i),
     "a mask in transformers": lambda x, m, i: find_packed_sequence_indices(i[None]),
@@ -290,7 +262,7 @@ WAITS: Trials = {
     "from the CPU": lambda x, m, i: torch.ones(3).to(x.device),
     "copied from the CPU": lambda x, m, i: torch.empty_like(x).copy_(torch.ones(4)),
 }
-# What a backward pass waits for.
+# torch tags the other operations that look at values. What a backward pass waits for:
 WAITS_BACKWARD: Trials = {
     "masked_scatter": lambda x, m, i: torch.zeros_like(x).masked_scatter(m, x),
     "mask as an index": lambda x, m, i: x[m],
@@ -298,17 +270,11 @@ WAITS_BACKWARD: Trials = {
 NO_WAITS: Trials = {
     "indices": lambda x, m, i: x[i],
     "written at indices": lambda x, m, i: x.clone().index_put((i,), x[i]),
-    "index_select": lambda x, m, i: x.index_select(0, i),
-    "index_copy": lambda x, m, i: torch.zeros_like(x).index_copy(0, i, x),
-    "gather": lambda x, m, i: x.gather(0, i),
     "where": lambda x, m, i: torch.where(m, x, 0.0),
-    "masked_fill": lambda x, m, i: x.masked_fill(m, 0.0),
     "repeat_interleave": lambda x, m, i: x.repeat_interleave(2),
     "repeat_interleave of known length": lambda x, m, i: x.index_select(
         0, torch.repeat_interleave(i, output_size=6)
     ),
-    "sum": lambda x, m, i: x.sum() / m.sum(),
-    "sort": lambda x, m, i: x.sort().values,
     "queued from the CPU": lambda x, m, i: x + torch.ones(4).to(x.device, non_blocking=True),
 }
 
@@ -331,11 +297,9 @@ def miscounted(second: torch.device) -> list[str]:
     wrong = [name for name, work in WAITS.items() if not count(work)]
     with torch.inference_mode():
         wrong += [f"{name} in inference mode" for name, work in WAITS.items() if not count(work)]
-    wrong += [
-        f"{name} backward"
-        for name, work in WAITS_BACKWARD.items()
-        if not count(work, forward=False, backward=True)
-    ]
+    for name, work in WAITS_BACKWARD.items():
+        if not count(work, forward=False, backward=True):
+            wrong.append(f"{name} backward")
     wrong += [f"no {name}" for name, work in NO_WAITS.items() if count(work, backward=True)]
     crossings.clear()
     return wrong
@@ -349,8 +313,8 @@ def gaps(cpu: Numbers, second: Numbers) -> dict[str, float]:
     }
 
 
-def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
-    """Run everything, or what was chosen, on both devices."""
+def main(folder: Path) -> dict[str, Any]:
+    """Run everything on both devices."""
     second = install()
     present = {"device": CPU}
     dtype_of = Compute.choose
@@ -373,12 +337,10 @@ def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
 
     report: dict[str, Any] = {"not refused": not_refused(second), "miscounted": miscounted(second)}
     for name, change in RUNS.items():
-        if not chosen or name in chosen:
-            compare(name, lambda at, watch, c=change: train(config_of(c), at, watch))
+        compare(name, lambda at, watch, c=change: train(config_of(c), at, watch))
     for name, twin in REWARDS.items():
-        if not chosen or name in chosen:
-            path = twin(folder / name)
-            compare(name, lambda at, watch, p=path: score(p, watch))
+        path = twin(folder / name)
+        compare(name, lambda at, watch, p=path: score(p, watch))
     report["hidden"] = sorted(crossings.keys() - LEAVES - {OUTSIDE})
     report["unused"] = sorted(LEAVES - crossings.keys())
     report["waits"] = dict(crossings)
@@ -386,4 +348,4 @@ def main(folder: Path, chosen: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])))
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
+from tests.engine.packed_steps import build_optimizer
 
 TINY = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -63,20 +67,21 @@ def make(family: str, seed: int = 0) -> Any:
 
 def train(model: Any, steps: int = 2) -> Optimizer:
     """Steps on made-up gradients: what is tested is where tensors go, not what is learnt."""
-    optimizer = Optimizer(
-        model, Optim(lr=0.01), total_steps=9, grad_clip=1.0, clip_grad_value=None
-    )  # fmt: skip
+    optimizer = build_optimizer(model, Optim(lr=0.01), grad_clip=1.0)
     for _ in range(steps):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.apply()
+        step(model, optimizer)
     return optimizer
 
 
-def trained(model: Any, optimizer: Optimizer, name: str = "actor") -> TrainedModel:
-    return describe_full_model(
-        name, model, optimizer, model_files(model, AutoTokenizer.from_pretrained(TIED))
-    )
+def step(model: Any, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.apply()
+
+
+def trained(model: Any, optimizer: Optimizer | None = None) -> TrainedModel:
+    files = model_files(model, AutoTokenizer.from_pretrained(TIED))
+    return describe_full_model("actor", model, optimizer or train(model), files)
 
 
 def write(folder: Path, *parts: TrainedModel, ranks: int = 1) -> None:
@@ -86,9 +91,8 @@ def write(folder: Path, *parts: TrainedModel, ranks: int = 1) -> None:
 
 
 def equal(actual: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return list(actual) == list(expected) and all(
-        torch.equal(actual[n], expected[n]) for n in actual
-    )
+    same_names = list(actual) == list(expected)
+    return same_names and all(torch.equal(actual[n], expected[n]) for n in actual)
 
 
 def copied(tensors: Any) -> dict[str, torch.Tensor]:
@@ -98,7 +102,7 @@ def copied(tensors: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["tied", "untied", "critic", "experts"])
 def test_the_folder_is_what_hugging_face_itself_writes(tmp_path: Path, family: str) -> None:
     model = make(family)
-    part = trained(model, train(model))
+    part = trained(model)
     write(tmp_path / "ours", part)
     model.save_pretrained(tmp_path / "theirs")
     AutoTokenizer.from_pretrained(TIED).save_pretrained(tmp_path / "theirs")
@@ -148,9 +152,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_copied_or_refused(tmp_path: Path) -
 
 def test_dropout_and_a_pad_token_are_saved_as_the_base_has_them(tmp_path: Path) -> None:
     path = copy_model(tmp_path / "model", "config.json", attention_dropout=0.25)
-    tokenizer_config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    (tmp_path / "model" / "tokenizer_config.json").write_text(
-        json.dumps(tokenizer_config | {"pad_token": None})
+    tokenizer_file = tmp_path / "model" / "tokenizer_config.json"
+    tokenizer_file.write_text(
+        json.dumps(json.loads(tokenizer_file.read_text()) | {"pad_token": None})
     )
     tokenizer = load_tokenizer(path)
     assert pad_token_id(tokenizer) == tokenizer.eos_token_id == 281
@@ -162,7 +166,7 @@ def test_dropout_and_a_pad_token_are_saved_as_the_base_has_them(tmp_path: Path) 
 @pytest.mark.parametrize("family", ["tied", "untied", "critic", "experts"])
 def test_two_writers_make_a_folder_that_hugging_face_loads(tmp_path: Path, family: str) -> None:
     model = make(family)
-    write(tmp_path, trained(model, train(model)), ranks=2)
+    write(tmp_path, trained(model), ranks=2)
     folder = tmp_path / "actor"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -205,13 +209,9 @@ def test_what_is_trained_after_the_snapshot_does_not_leak_into_the_files(tmp_pat
     optimizer = train(model)
     weights, moments = copied(stored_tensors(model)), copied(optimizer.moments())
     snapshot = take_snapshot([trained(model, optimizer)], {}, ALONE)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.apply()
+    step(model, optimizer)
     written = snapshot.write_in_background(tmp_path)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.apply()
+    step(model, optimizer)
     written.result(timeout=60)
     assert equal(load_file(tmp_path / "actor/model.safetensors"), dict(sorted(weights.items())))
     saved_moments = load_file(tmp_path / "state/actor_optimizer.safetensors")
@@ -236,17 +236,15 @@ def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) ->
 
 
 def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:
-    model = make("tied")
     (tmp_path / "actor").write_text("in the way")
-    written = take_snapshot([trained(model, train(model))], {}, ALONE).write_in_background(tmp_path)
+    written = take_snapshot([trained(make("tied"))], {}, ALONE).write_in_background(tmp_path)
     assert isinstance(written.exception(timeout=60), OSError)
 
 
 def test_a_folder_that_was_given_up_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make("tied")
-    snapshot = take_snapshot([trained(model, train(model))], {}, ALONE)
+    snapshot = take_snapshot([trained(make("tied"))], {}, ALONE)
     write_share = RankShare.write
 
     def give_up(share: RankShare, directory: Path) -> None:
@@ -261,8 +259,7 @@ def test_a_folder_that_was_given_up_does_not_come_back(
 
 
 def test_each_rank_digests_what_it_wrote_and_the_manifest_joins_them(tmp_path: Path) -> None:
-    model = make("untied")
-    write(tmp_path, trained(model, train(model)), ranks=2)
+    write(tmp_path, trained(make("untied")), ranks=2)
     # After a rank has hashed its file: the manifest must hold what was written, not what is there.
     second = tmp_path / "actor" / "model-00002-of-00002.safetensors"
     second.write_bytes(second.read_bytes()[:-1] + b"x")
@@ -275,8 +272,7 @@ def test_each_rank_digests_what_it_wrote_and_the_manifest_joins_them(tmp_path: P
 
 
 def test_a_file_that_a_loader_would_read_beside_what_was_saved_is_named(tmp_path: Path) -> None:
-    model = make("untied")
-    write(tmp_path, trained(model, train(model)))
+    write(tmp_path, trained(make("untied")))
     write_manifest(tmp_path)
     (tmp_path / "actor/NOTES.md").write_text("the best one")
     assert find_damage(tmp_path) == []
@@ -305,66 +301,51 @@ def test_shares_are_whole_disjoint_and_balanced() -> None:
     shares = [build_rank_share("x", tensors, Ranks(rank, 4), 3).tensors for rank in range(4)]
     assert shares[3] == {}
     assert sorted(name for share in shares for name in share) == sorted(tensors)
-    assert equal(
-        copied({n: t for s in shares for n, t in sorted(s.items())}),
-        copied({n: tensors[n] for s in shares for n in sorted(s)}),
-    )
+    assert all(torch.equal(t, tensors[name]) for share in shares for name, t in share.items())
     sizes = [sum(t.numel() for t in share.values()) for share in shares[:3]]
     assert max(sizes) - min(sizes) <= 2 * 20 * 8
     owners = assign_owners(tensors, 3)
     assert all(owners[f"layers.{i}.a"] == owners[f"layers.{i}.b"] for i in range(20))
 
 
-def spoil_tensors(path: Path, change: Any) -> None:
+def spoil(path: Path, drop: str = "", add: tuple[str, ...] = ()) -> None:
+    """Drop a tensor of a file, or put others of three numbers there."""
     tensors = load_file(path)
-    change(tensors)
+    tensors.pop(drop, None)
+    tensors.update({name: torch.ones(3) for name in add})
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-NORM = "model.norm.weight"
-DAMAGE: dict[str, tuple[str, Any, str]] = {
-    "cut off": ("actor/model", lambda p: p.write_bytes(p.read_bytes()[:-9]),
-                r"actor/model\.safetensors cannot be read"),
-    "gone": ("actor/model", Path.unlink, r"actor/model\.safetensors is missing"),
-    "lacking": ("actor/model", lambda p: spoil_tensors(p, lambda t: t.pop(NORM)),
-                r"actor/model\.safetensors lacks the tensor model\.norm\.weight"),
-    "misshapen": ("actor/model",
-                  lambda p: spoil_tensors(p, lambda t: t.update({NORM: torch.ones(3)})),
-                  r"actor/model\.safetensors holds model\.norm\.weight as \(3,\)"),
-    "unknown": ("actor/model", lambda p: spoil_tensors(p, lambda t: t.update({"x": torch.ones(3)})),
-                r"actor/model\.safetensors holds a tensor that the model lacks: x"),
-    "no moments": ("state/actor_optimizer", lambda p: p.write_bytes(b"half"),
-                   r"state/actor_optimizer\.safetensors cannot be read"),
-    "half a moment": ("state/actor_optimizer",
-                      lambda p: spoil_tensors(p, lambda t: t.pop(f"{NORM}.exp_avg")),
-                      r"actor_optimizer\.safetensors lacks the tensor model\.norm\.weight\.e"),
-    "misshapen moment": ("state/actor_optimizer",
-                         lambda p: spoil_tensors(
-                             p, lambda t: t.update({f"{NORM}.exp_avg_sq": torch.ones(3)})),
-                         r"actor_optimizer: model\.norm\.weight\.exp_avg_sq does not fit"),
-    "other moments": ("state/actor_optimizer",
-                      lambda p: spoil_tensors(p, lambda t: t.update(
-                          {f"x.{m}": torch.ones(3) for m in ("step", "exp_avg", "exp_avg_sq")})),
-                      r"other parameters.*\(x\."),
-}  # fmt: skip
+NORM, WEIGHTS, MOMENTS = "model.norm.weight", "actor/model", "state/actor_optimizer"
+OTHERS = tuple(f"x.{moment}" for moment in ("step", "exp_avg", "exp_avg_sq"))
+DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
+    (WEIGHTS, lambda p: p.write_bytes(p.read_bytes()[:-9]), "actor/model.safetensors cannot be r"),
+    (WEIGHTS, Path.unlink, "actor/model.safetensors is missing"),
+    (WEIGHTS, partial(spoil, drop=NORM), f"actor/model.safetensors lacks the tensor {NORM}"),
+    (WEIGHTS, partial(spoil, add=(NORM,)), f"actor/model.safetensors holds {NORM} as (3,)"),
+    (WEIGHTS, partial(spoil, add=("x",)), "safetensors holds a tensor that the model lacks: x"),
+    (MOMENTS, lambda p: p.write_bytes(b"half"), "actor_optimizer.safetensors cannot be read"),
+    (MOMENTS, partial(spoil, drop=f"{NORM}.exp_avg"), f"safetensors lacks the tensor {NORM}.e"),
+    (MOMENTS, partial(spoil, add=(f"{NORM}.exp_avg_sq",)), f"{NORM}.exp_avg_sq does not fit"),
+    (MOMENTS, partial(spoil, add=OTHERS), "other parameters than are trained now (x."),
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(tmp_path: Path, damage: str) -> None:
-    model = make("untied")
-    part = trained(model, train(model))
+@pytest.mark.parametrize(("stem", "damage", "message"), DAMAGE)
+def test_damage_is_named(
+    tmp_path: Path, stem: str, damage: Callable[[Path], Any], message: str
+) -> None:
+    part = trained(make("untied"))
     write(tmp_path, part)
-    stem, spoil, message = DAMAGE[damage]
-    spoil(tmp_path / f"{stem}.safetensors")
-    with pytest.raises(ModelError, match=message) as caught:
+    damage(tmp_path / f"{stem}.safetensors")
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
         restore(tmp_path, [part], ALONE)
     assert "--resume never" in str(caught.value)
     assert str(caught.value).count("\n") == 0
 
 
 def test_one_of_several_files_that_is_gone_is_named(tmp_path: Path) -> None:
-    model = make("untied")
-    part = trained(model, train(model))
+    part = trained(make("untied"))
     write(tmp_path, part, ranks=2)
     (tmp_path / "actor/model-00001-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match=r"actor/model-00001-of-00002\.safetensors is missing"):
