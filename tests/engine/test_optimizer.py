@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.engine.training.optimizer import Optimizer, _from_8_bits, _quantise
-from ppo_cli.errors import MissingPart, ModelError
+from ppo_cli.engine.training.optimizer import Optimizer, dequantise, quantise
+from ppo_cli.errors import MissingPart
+from tests.engine.packed_steps import build_optimizer
 
 COSINE = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}
 SCHEDULES: list[tuple[dict[str, Any], int, dict[int, float]]] = [
@@ -47,9 +48,8 @@ def test_schedules_by_hand() -> None:
         assert factors == pytest.approx(expected), settings
 
 
-def build(module: nn.Module, **options: object) -> Optimizer:
-    settings = {"total_steps": 10, "grad_clip": 1.0, "clip_grad_value": None} | options
-    return Optimizer(module, Optim(lr=0.1, weight_decay=0.0), **settings)  # type: ignore[arg-type]
+def build(module: nn.Module, **options: Any) -> Optimizer:
+    return build_optimizer(module, Optim(lr=0.1, weight_decay=0.0), **{"grad_clip": 1.0} | options)
 
 
 def test_value_clipping_does_not_hide_an_infinity() -> None:
@@ -61,40 +61,6 @@ def test_value_clipping_does_not_hide_an_infinity() -> None:
     assert torch.equal(module.weight, before) and module.weight.grad is None
 
 
-def test_the_norm_bound_counts_after_value_clipping() -> None:
-    module = nn.Linear(2, 1, bias=False)
-    optimizer = build(module, clip_grad_value=0.5, grad_clip=0.6)
-    module.weight.grad = torch.tensor([[30.0, 0.2]])
-    norm, _ = optimizer.apply()
-    assert norm == pytest.approx(math.hypot(30.0, 0.2))
-    # Of (0.5, 0.2), which is shorter than 0.6, nothing more is taken.
-    moments = optimizer.moments()["weight.exp_avg"]
-    assert moments.flatten().tolist() == pytest.approx([0.05, 0.02])
-
-
-def stepped(module: nn.Module) -> Optimizer:
-    optimizer = build(module)
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.apply()
-    return optimizer
-
-
-def test_moments_have_the_names_of_the_parameters_and_go_back() -> None:
-    torch.manual_seed(0)
-    first, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    assert build(nn.Linear(3, 2)).moments() == {}
-    saved = {name: t.clone() for name, t in stepped(first).moments().items()}
-    assert set(saved) == {
-        f"{p}.{what}" for p in ("weight", "bias") for what in ("step", "exp_avg", "exp_avg_sq")
-    }
-    fresh = build(other)
-    fresh.load_moments(list(saved), saved.get)
-    assert all(torch.equal(t, saved[name]) for name, t in fresh.moments().items())
-    fresh.load_moments([], saved.get)
-    assert fresh.moments() == {}
-
-
 def test_the_first_step_takes_no_memory_for_moments() -> None:
     module = nn.Linear(512, 512)
     optimizer = build(module)
@@ -104,14 +70,6 @@ def test_the_first_step_takes_no_memory_for_moments() -> None:
         optimizer.apply()
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
     assert allocated < module.weight.nbytes / 8
-
-
-def test_moments_of_other_parameters_are_refused() -> None:
-    saved = stepped(nn.Linear(3, 2)).moments()
-    with pytest.raises(ModelError, match=r"other parameters than are trained now \(bias\.exp_avg"):
-        build(nn.Linear(3, 2, bias=False)).load_moments(list(saved), saved.get)
-    with pytest.raises(ValueError, match="no whole tensor of shape"):
-        build(nn.Linear(4, 2)).load_moments(list(saved), saved.get)
 
 
 @pytest.fixture
@@ -144,23 +102,21 @@ def steps(module: nn.Module, optimizer: Optimizer, numbers: range) -> None:
         noise = torch.Generator().manual_seed(number)
         for p in module.parameters():
             # Of very different sizes, so that blocks have small codes too.
-            p.grad = (
-                torch.randn(p.shape, generator=noise) * torch.rand(p.shape, generator=noise) ** 8
-            )
+            sizes = torch.rand(p.shape, generator=noise) ** 8
+            p.grad = torch.randn(p.shape, generator=noise) * sizes
         optimizer.apply()
 
 
 def eight_bit(module: nn.Module) -> Optimizer:
     pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
-    optim = Optim(lr=0.01, optimizer="AdamW8bit")
-    return Optimizer(module, optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    return build_optimizer(module, Optim(lr=0.01, optimizer="AdamW8bit"))
 
 
 def test_moments_in_8_bits_step_nearly_as_float32_ones() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(97, 301)
     other, before = copy.deepcopy(layer), layer.weight.detach().clone()
-    plain = Optimizer(other, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    plain = build_optimizer(other, Optim(lr=0.01))
     quantised = eight_bit(layer)
     steps(layer, quantised, range(20))
     steps(other, plain, range(20))
@@ -189,7 +145,7 @@ def test_moments_in_8_bits_come_back_to_the_bit() -> None:
 def test_moments_go_from_one_precision_to_the_other() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(97, 301)
-    plain = Optimizer(layer, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    plain = build_optimizer(layer, Optim(lr=0.01))
     steps(layer, plain, range(3))
     saved = plain.moments()
     quantised = eight_bit(layer)
@@ -202,20 +158,17 @@ def test_without_the_package_8_bits_are_refused_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    optim = Optim(optimizer="AdamW8bit")
     with pytest.raises(MissingPart, match="pip install bitsandbytes"):
-        Optimizer(nn.Linear(1, 1), optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+        build_optimizer(nn.Linear(1, 1), Optim(optimizer="AdamW8bit"))
 
 
 def test_steps_are_those_of_adamw_by_hand() -> None:
     """Decoupled decay for matrices alone, with the settings' betas, epsilon and schedule."""
     optim = Optim(lr=0.1, weight_decay=0.2, betas=(0.7, 0.8), eps=1e-2, lr_warmup_steps=1)
     module = nn.Linear(3, 2)
-    optimizer = Optimizer(module, optim, total_steps=4, grad_clip=0.0, clip_grad_value=None)
-    expected_weights = {n: p.detach().clone() for n, p in module.named_parameters()}
-    first, second = (
-        {n: torch.zeros_like(p) for n, p in expected_weights.items()} for _ in range(2)
-    )
+    optimizer = build_optimizer(module, optim, total_steps=4)
+    weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+    first, second = ({n: torch.zeros_like(p) for n, p in weights.items()} for _ in range(2))
     for step, rate in enumerate((0.05, 0.1, 0.1), 1):
         optimizer.set_progress(step - 1)
         assert optimizer.lr == pytest.approx(rate)
@@ -224,14 +177,12 @@ def test_steps_are_those_of_adamw_by_hand() -> None:
             first[name] = 0.7 * first[name] + 0.3 * p.grad
             second[name] = 0.8 * second[name] + 0.2 * p.grad**2
             spread = (second[name] / (1 - 0.8**step)).sqrt() + 1e-2
-            decay = 1 - rate * (0.2 if p.ndim == 2 else 0.0)
-            expected_weights[name] = (
-                decay * expected_weights[name] - rate * first[name] / (1 - 0.7**step) / spread
-            )
+            weights[name] *= 1 - rate * (0.2 if p.ndim == 2 else 0.0)
+            weights[name] -= rate * first[name] / (1 - 0.7**step) / spread
         norm = math.sqrt(sum(float((p.grad**2).sum()) for p in module.parameters()))
         assert optimizer.apply() == (pytest.approx(norm), True)
         for name, p in module.named_parameters():
-            torch.testing.assert_close(p, expected_weights[name])
+            torch.testing.assert_close(p, weights[name])
     moments = optimizer.moments()
     assert moments["bias.step"] == 3
     torch.testing.assert_close(moments["weight.exp_avg"], first["weight"])
@@ -288,19 +239,18 @@ def test_codes_and_sizes_of_blocks_by_hand() -> None:
         codes = torch.arange(300) % 4
         sizes = torch.tensor([3.0, 0.5])
         values = code[codes] * sizes.repeat_interleave(256)[:300]
-        actual_codes, blocks = _quantise(values.view(3, 100), code)
+        actual_codes, blocks = quantise(values.view(3, 100), code)
         assert (actual_codes.dtype, actual_codes.shape) == (torch.uint8, (3, 100))
         assert torch.equal(actual_codes.flatten().long(), codes) and torch.equal(blocks, sizes)
-        state = {
-            "step": 7, "state1": actual_codes, "absmax1": blocks, "qmap1": code,
-            "state2": values,  # too few to be held in 8 bits
-        }  # fmt: skip
-        moments = _from_8_bits(state)
+        # The second moment is too small to be held in 8 bits.
+        state = {"step": 7, "state1": actual_codes, "absmax1": blocks, "qmap1": code}
+        state["state2"] = values
+        moments = dequantise(state)
         assert moments["step"] == 7 and torch.equal(moments["exp_avg_sq"], values)
         torch.testing.assert_close(moments["exp_avg"], values.view(3, 100))
-    rounded, size = _quantise(torch.tensor([0.3, 0.4, 2.0, -0.9]), torch.tensor([0.0, 0.25, 1.0]))
+    rounded, size = quantise(torch.tensor([0.3, 0.4, 2.0, -0.9]), torch.tensor([0.0, 0.25, 1.0]))
     assert rounded.tolist() == [1, 1, 2, 0] and size.tolist() == [2.0]
-    assert _from_8_bits({}) == {}
+    assert dequantise({}) == {}
 
 
 def test_only_parameters_that_had_a_gradient_have_moments() -> None:

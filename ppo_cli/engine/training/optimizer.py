@@ -131,7 +131,7 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if name in self._stepped:
                 state: Mapping[str, Any] = self._adamw.state[self._pieces[name]]
-                for what, tensor in (_from_8_bits(state) if self._in_8_bits else state).items():
+                for what, tensor in (dequantise(state) if self._in_8_bits else state).items():
                     moments[f"{name}.{what}"] = (
                         tensor if what == "step" else _as_layout_of(parameter, tensor)
                     )
@@ -251,7 +251,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _from_8_bits(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def dequantise(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the moments of bitsandbytes' state by AdamW's names, in float32 in host memory."""
     if not state:
         return {}
@@ -267,7 +267,7 @@ def _from_8_bits(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _to_8_bits(moments: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return bitsandbytes' state for the moments of one piece; the inverse of `_from_8_bits`.
+    """Return bitsandbytes' state for the moments of one piece; the inverse of `dequantise`.
 
     Exact when the blocks are cut as they were; otherwise values are rounded again.
     """
@@ -278,12 +278,12 @@ def _to_8_bits(moments: Mapping[str, Tensor]) -> dict[str, Any]:
         state[f"state{number}"] = moment
         if moment.numel() >= LEAST_IN_8_BITS:
             code = functional.create_dynamic_map(signed=what == "exp_avg").to(moment.device)
-            codes, sizes = _quantise(moment, code)
+            codes, sizes = quantise(moment, code)
             state |= {f"state{number}": codes, f"qmap{number}": code, f"absmax{number}": sizes}
     return state
 
 
-def _quantise(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes in the shape of `values`, and the scales of their blocks."""
     missing = -values.numel() % BLOCK
     blocks = nn.functional.pad(values.flatten(), (0, missing)).view(-1, BLOCK)
