@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.algo.batch import AnnotatedBatch
-from ppo_cli.config.schema.algorithm import Actor, Optim, Sharding
+from ppo_cli.config.schema.algorithm import Actor, Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.policy import split_model
@@ -28,9 +27,8 @@ from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import load as sharding
 from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.training.actor_critic import ActorLearner
-from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import WorkerLost
-from tests.engine.packed_steps import make_batch, scored
+from tests.engine.packed_steps import annotated, build_optimizer, make_batch, scored
 
 LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
 
@@ -93,28 +91,18 @@ CONFIG = LlamaConfig(
 def take_step(ranks: Ranks, keep_gathered: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Take an optimizer step of three micro-batches."""
     collectives = Collectives()
-    monkeypatch.setattr(
-        Ranks,
-        "exchange_failures",
-        lambda *_, **__: collectives.counts.update(["exchange_failures"]),
-    )
+    note = lambda *_, **__: collectives.counts.update(["exchange_failures"])  # noqa: E731
+    monkeypatch.setattr(Ranks, "exchange_failures", note)
     compute = Compute(torch.device("cpu"), torch.float32)
     policy = load_sharded(
         load, "made up", ranks, Sharding(reshard_after_forward=not keep_gathered), compute,
         gradient_checkpointing=True,
     )  # fmt: skip
-    optimizer = Optimizer(
-        policy.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
-    )
+    optimizer = build_optimizer(policy.model, ranks=ranks)
     actor = ActorLearner(policy, None, Actor(), 16, optimizer, compute, 1.0, 8, ranks)
     batch = make_batch(((4, 4),) * (SIZE * 6), 0)
-    shape = batch.response_mask_BT.shape
-    annotated = AnnotatedBatch(
-        **vars(batch), old_logprobs_BT=torch.zeros(shape), entropy_BT=torch.zeros(shape),
-        ref_logprobs_BT=None, full_kl_BT=None, values_BT=None,
-    )  # fmt: skip
     with collectives:
-        actor.step(scored(annotated, 0))
+        actor.step(scored(annotated(batch), 0))
     return collectives.counts
 
 

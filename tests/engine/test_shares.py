@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -35,14 +35,25 @@ def test_every_row_is_computed_once_and_all_ranks_take_as_many_turns(
     lengths: list[int], tokens: int, rows: int | None, ranks: int, packed: bool
 ) -> None:
     groups = shares(lengths, Budget(tokens, rows, packed=packed), ranks)
-    assert sorted(i for mine in groups for group in mine for i in group) == list(
-        range(len(lengths))
-    )
+    rows_of_all = sorted(i for mine in groups for group in mine for i in group)
+    assert rows_of_all == list(range(len(lengths)))
     assert len({len(mine) for mine in groups}) == 1
     for group in (group for mine in groups for group in mine if len(group) > 1):
         row_lengths = [lengths[i] for i in group]
         assert (sum(row_lengths) if packed else len(group) * max(row_lengths)) <= tokens
         assert rows is None or len(group) <= rows
+
+
+def fail_with(error: Exception) -> Callable[..., None]:
+    """Work on a micro-batch that fails."""
+
+    def work(rows: Sequence[int], last: bool) -> None:
+        raise error
+
+    return work
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_fewer_rows_than_ranks_leave_some_ranks_idle() -> None:
@@ -79,19 +90,16 @@ def test_no_rank_always_has_the_heavier_micro_batch() -> None:
 
 
 def test_ranks_that_share_layers_do_not_try_again() -> None:
-    def work(rows: Sequence[int], last: bool) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     pair = Ranks(1, 2, tensor_size=2, mesh=object())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"Learner rank 1 ran out of memory .* up to 4 sequences"):
-        run_within_memory([9] * 8, Budget(36), work, lambda: None, pair)
+        run_within_memory([9] * 8, Budget(36), fail_with(NO_MEMORY), lambda: None, pair)
 
 
 class Flags(Ranks):
     """A rank whose others fail in some of the rounds; what it says is kept."""
 
     fail: tuple[int, ...]
-    failures: list[bool]
+    rounds: list[bool]
 
     def exchange_failures(self, *, failed: bool = False) -> None:
         round_ = len(self.rounds)
@@ -142,7 +150,7 @@ def test_ranks_turn_back_together_and_halve_alike(
     def work(rows: Sequence[int], last: bool) -> None:
         seen.append(len(rows))
         if len(rows) > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise NO_MEMORY
 
     # 17 rows: one rank has 9 at first, the other 8; both count what all have.
     run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks, models=[model])
@@ -151,34 +159,25 @@ def test_ranks_turn_back_together_and_halve_alike(
     assert model.calls.count("begin") == len(tried) - failures.count(True)
 
 
-def test_a_rank_that_cannot_even_stand_in_says_what_helps() -> None:
-    def work(rows: Sequence[int], last: bool) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(UserError, match=r"Learner rank 1 .* shortest sequence alone.*--n_gpus"):
-        run_within_memory([7] * 4, Budget(100), work, lambda: None, second_of_two())
+NCCL = "NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\n"
 
 
-def test_memory_that_runs_out_inside_a_collective_ends_the_rank() -> None:
-    """The others wait in it: a rank that asked them to turn back would wait for them, too."""
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (NO_MEMORY, UserError, r"Learner rank 1 .* shortest sequence alone.*--n_gpus"),
+        # The others wait in it: a rank that asked them to turn back would wait for them, too.
+        (DistBackendError(f"{NCCL}Failed to CUDA calloc 10485760 bytes"), WorkerLost,
+         r"rank 1 ran out of memory inside of a collective.*10485"),
+        (DistBackendError(f"{NCCL}Cuda failure 'invalid'"), WorkerLost,
+         r"rank 1 failed .*cuda error; Cuda failure 'invalid'\. NCCL_DEBUG=INFO"),
+    ],
+    ids=["it cannot even stand in", "inside of a collective", "what NCCL cannot do"],
+)  # fmt: skip
+def test_a_rank_that_cannot_go_on_says_why(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
     ranks = second_of_two()
-
-    def work(rows: Sequence[int], last: bool) -> None:
-        raise DistBackendError("NCCL error: Failed to CUDA calloc 10485760 bytes")
-
-    with pytest.raises(WorkerLost, match=r"rank 1 ran out of memory inside of a collective.*10485"):
-        run_within_memory([7] * 4, Budget(100), work, lambda: None, ranks)
+    with pytest.raises(kind, match=message):
+        run_within_memory([7] * 4, Budget(100), fail_with(error), lambda: None, ranks)
     assert ranks.rounds == []
-
-
-def test_what_nccl_cannot_do_is_told_in_its_words() -> None:
-    text = "NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\nCuda failure 'invalid'"
-
-    def work(rows: Sequence[int], last: bool) -> None:
-        raise DistBackendError(text)
-
-    fragments = (
-        r"Learner rank 1 failed .*unhandled cuda error; Cuda failure 'invalid'\. NCCL_DEBUG=INFO"
-    )
-    with pytest.raises(WorkerLost, match=fragments):
-        run_within_memory([7] * 4, Budget(100), work, lambda: None, second_of_two())
