@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import export
@@ -56,46 +48,36 @@ def logits(model: Any) -> Tensor:
 
 def assert_same_model(actual: Any, expected: Any) -> None:
     """Every bit of the weights; what they compute may be rounded by where they lie in memory."""
-    actual_weights, expected_weights = actual.state_dict(), expected.state_dict()
-    assert actual_weights.keys() == expected_weights.keys()
-    assert [
-        name
-        for name in actual_weights
-        if not torch.equal(actual_weights[name], expected_weights[name])
-    ] == []
+    weights, expected_weights = actual.state_dict(), expected.state_dict()
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
     dtype = next(expected.parameters()).dtype
     assert_near(logits(actual), logits(expected.eval()), terms=TERMS, dtype=dtype)
 
 
-def save_in_pieces(model: Any, folder: Path, ranks: int) -> None:
-    """As many ranks save: each some whole tensors, in a file of its own, and an index."""
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {}
-    for rank in range(ranks):
-        file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-        share = {name: t for i, (name, t) in enumerate(tensors.items()) if i % ranks == rank}
-        save_file(share, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(share, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+@pytest.fixture
+def pieces(tmp_path: Path) -> Path:
+    """A model in several files with an index, as ranks save theirs."""
+    llama().save_pretrained(tmp_path / "actor", max_shard_size="20KB")
+    assert len(list((tmp_path / "actor").glob("*.safetensors"))) > 2
+    return tmp_path / "actor"
 
 
-def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
-    """An adapter as a run saves it; returns the adapted model."""
+def save_adapter(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Save a base, and an adapter of it as a run saves it; returns the adapted model."""
+    base, source = folder / "base", folder / "actor"
+    llama().to(dtype).save_pretrained(base)
     inject = adapt(Model.model_validate({"lora_rank": 2, **settings}), 42)
     assert inject is not None
     model = inject(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     torch.manual_seed(7)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(model):
-            if "lora_B" in name:
-                tensor.normal_(std=0.3)
-    folder.mkdir(parents=True)
-    write_adapter_config(folder, model, str(base))
+    for name, tensor in adapter_tensors(model):
+        if "lora_B" in name:
+            tensor.detach().normal_(std=0.3)
+    source.mkdir()
+    write_adapter_config(source, model, str(base))
     tensors = {name: t.detach().clone() for name, t in adapter_tensors(model)}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, source / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     return model
 
 
@@ -109,17 +91,18 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("in_pieces", [False, True])
 def test_pieces_of_ranks_become_one_file(
-    ranks: int, tmp_path: Path, out: Path, tokenizer: Any
+    in_pieces: bool, pieces: Path, tmp_path: Path, out: Path, tokenizer: Any
 ) -> None:
-    source = tmp_path / "actor"
-    save_in_pieces(llama(), source, ranks)
+    source = pieces if in_pieces else tmp_path / "one file"
+    if not in_pieces:
+        llama().save_pretrained(source)
     tokenizer.save_pretrained(source)
     (source / ".half-written").write_text("x")
     written = write_model(source, out)
     assert_same_model(AutoModelForCausalLM.from_pretrained(out), llama())
-    assert written.parameters == sum(p.numel() for p in llama().parameters())
+    assert written.parameters == llama().num_parameters()
     assert written.files == ("model.safetensors",)
     assert written.bytes == (out / "model.safetensors").stat().st_size
     assert (written.dtype, written.base) == ("float32", None)
@@ -134,12 +117,10 @@ def test_pieces_of_ranks_become_one_file(
 
 
 def test_a_large_model_gets_several_files(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    pieces: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "FILE_BYTES", 20_000)
-    source = tmp_path / "actor"
-    save_in_pieces(llama(), source, 2)
-    written = write_model(source, out)
+    written = write_model(pieces, out)
     count = len(written.files)
     assert count > 2
     assert written.files[0] == f"model-00001-of-{count:05d}.safetensors"
@@ -151,36 +132,28 @@ def test_a_large_model_gets_several_files(
     assert_same_model(AutoModelForCausalLM.from_pretrained(out), llama())
 
 
-def test_a_cast_model_loads_in_its_dtype(tmp_path: Path, out: Path) -> None:
-    source = tmp_path / "actor"
-    save_in_pieces(llama(), source, 2)
-    written = write_model(source, out, dtype="bfloat16")
-    assert written.dtype == "bfloat16"
+def test_a_cast_model_loads_in_its_dtype(pieces: Path, out: Path) -> None:
+    assert write_model(pieces, out, dtype="bfloat16").dtype == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert_same_model(model, llama().to(torch.bfloat16))
 
 
 def test_tied_weights_stay_tied(tmp_path: Path, out: Path) -> None:
-    torch.manual_seed(1)
-    model = Qwen2ForCausalLM(Qwen2Config(**TINY, tie_word_embeddings=True))
-    save_in_pieces(model, tmp_path / "actor", 2)
-    written = write_model(tmp_path / "actor", out)
-    assert written.parameters == model.num_parameters()
+    model = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "actor", max_shard_size="20KB")
+    assert write_model(tmp_path / "actor", out).parameters == model.num_parameters()
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
     assert_same_model(AutoModelForCausalLM.from_pretrained(out), model)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_an_adapter_is_merged(dtype: str | None, tmp_path: Path, out: Path, tokenizer: Any) -> None:
-    base, source = tmp_path / "base", tmp_path / "actor"
-    llama().to(torch.bfloat16).save_pretrained(base)
-    model = save_adapter(base, source)
-    tokenizer.save_pretrained(source)
-    written = write_model(source, out, dtype=dtype)
-    assert written.dtype == (dtype or "float32")
-    assert written.base == str(base)
-    assert written.parameters == sum(p.numel() for p in llama().parameters())
+    model = save_adapter(tmp_path, torch.bfloat16)
+    tokenizer.save_pretrained(tmp_path / "actor")
+    written = write_model(tmp_path / "actor", out, dtype=dtype)
+    assert (written.dtype, written.base) == (dtype or "float32", str(tmp_path / "base"))
+    assert written.parameters == llama().num_parameters()
     exported = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert {p.dtype for p in exported.parameters()} == {getattr(torch, dtype or "float32")}
     weights = dict(exported.named_parameters())
@@ -195,11 +168,7 @@ def test_an_adapter_is_merged(dtype: str | None, tmp_path: Path, out: Path, toke
 
 
 def test_an_adapter_of_chosen_modules_and_scale(tmp_path: Path, out: Path) -> None:
-    base = tmp_path / "base"
-    llama().save_pretrained(base)
-    model = save_adapter(
-        base, tmp_path / "actor", target_modules=("q_proj", "down_proj"), lora_alpha=5
-    )
+    model = save_adapter(tmp_path, target_modules=("q_proj", "down_proj"), lora_alpha=5)
     with pytest.raises(ModelError, match="There is no tokenizer in"):
         write_model(tmp_path / "actor", out)
     (tmp_path / "actor" / "tokenizer_config.json").write_text("{}")
@@ -209,17 +178,15 @@ def test_an_adapter_of_chosen_modules_and_scale(tmp_path: Path, out: Path) -> No
 
 
 def test_the_tokenizer_of_the_base_fills_in(tmp_path: Path, out: Path, tokenizer: Any) -> None:
-    llama().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path)
     tokenizer.save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "base", tmp_path / "actor")
     write_model(tmp_path / "actor", out)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 24}, {"num_hidden_layers": 1}])
 def test_another_base_is_refused(changes: dict[str, int], tmp_path: Path, out: Path) -> None:
-    llama().save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "base", tmp_path / "actor")
+    save_adapter(tmp_path)
     llama(**changes).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match=r"was not trained on .*other .*--base"):
         write_model(tmp_path / "actor", out, base=str(tmp_path / "other"))
@@ -227,27 +194,20 @@ def test_another_base_is_refused(changes: dict[str, int], tmp_path: Path, out: P
 
 @pytest.mark.parametrize("name", ["", "nobody/nothing"])
 def test_a_base_that_nobody_has(name: str, tmp_path: Path, out: Path) -> None:
-    llama().save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "base", tmp_path / "actor")
+    save_adapter(tmp_path)
     file = tmp_path / "actor" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
     with pytest.raises(ModelError, match="--base"):
         write_model(tmp_path / "actor", out)
 
 
-@pytest.mark.parametrize("harm", ["missing file", "cut file", "nothing"])
-def test_damage_is_named(harm: str, tmp_path: Path, out: Path) -> None:
-    source = tmp_path / "actor"
-    save_in_pieces(llama(), source, 2)
-    second = source / "model-00002-of-00002.safetensors"
-    if harm == "missing file":
-        second.unlink()
-    elif harm == "cut file":
+@pytest.mark.parametrize("damage", ["missing file", "cut file", "no files"])
+def test_damage_is_named(damage: str, pieces: Path, out: Path) -> None:
+    first, second, *others = sorted(pieces.glob("*.safetensors"))
+    if damage == "cut file":
         second.write_bytes(second.read_bytes()[:-100])
-    else:
-        second.unlink()
-        (source / "model-00001-of-00002.safetensors").unlink()
-    fragment = "model.safetensors is missing" if harm == "nothing" else second.name
-    with pytest.raises(ModelError, match=fragment):
-        write_model(source, out)
-    shutil.rmtree(source)
+    for file in {"missing file": [second], "no files": [first, second, *others]}.get(damage, ()):
+        file.unlink()
+    expected = "model.safetensors is missing" if damage == "no files" else second.name
+    with pytest.raises(ModelError, match=expected):
+        write_model(pieces, out)
