@@ -24,6 +24,7 @@ from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, extend_rollout, start_rollouts
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout
+from tests.engine.packed_steps import annotated
 
 BATCH, SAMPLES = 3, 2
 PROMPTS = tuple(
@@ -75,27 +76,15 @@ class SmallEngine:
             drawn = stir(self.sampler_weights, sampling.temperature, place)
             ids.append(drawn % 250)
             stopped = drawn % 7 == 0
+        logprobs = np.full(len(ids), -1 / (2 + self.version), dtype=np.float32)
         return extend_rollout(
-            begun,
-            ids,
-            np.full(len(ids), -1 / (2 + self.version), dtype=np.float32),
-            stopped=stopped,
-            sampling=sampling,
-            weight_version=self.version,
+            begun, ids, logprobs, stopped=stopped, sampling=sampling, weight_version=self.version,
             detokenize=lambda text, context: f"“{text}”\ud83d",
-        )
+        )  # fmt: skip
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         self.calls.append("annotate")
-        zeros = torch.zeros_like(batch.sampler_logprobs_BT)
-        return AnnotatedBatch(
-            **vars(batch),
-            old_logprobs_BT=zeros,
-            entropy_BT=zeros,
-            ref_logprobs_BT=None,
-            full_kl_BT=None,
-            values_BT=None,
-        )
+        return annotated(batch)
 
     def step(self, minibatch: MiniBatch) -> Sums:
         self.calls.append("step")
@@ -163,9 +152,8 @@ class Run:
         self.order = PromptOrder(len(PROMPTS), BATCH, self.seed)
         self.engine: Engine = self.inner
         if self.async_steps:
-            self.engine = AheadEngine(
-                self.inner, self.upcoming, self.async_steps, self.partial_tokens
-            )
+            options = (self.async_steps, self.partial_tokens)
+            self.engine = AheadEngine(self.inner, self.upcoming, *options)
 
     def sampling(self, step: int) -> Sampling:
         return Sampling(self.temperature, n=SAMPLES, seed=1000 + step, max_tokens=12)
@@ -190,12 +178,20 @@ class Run:
         batch = build_batch(rollouts, 0)
         self.engine.annotate(batch)
         staleness = self.inner.version - int(batch.weight_version_B.min())
-        seen = [
+        seen: list[tuple[object, ...]] = [
             (r.key, r.token_ids, r.sampler_logprobs.tobytes(), r.text, r.finish_reason, r.carried)
             for r in rollouts
         ]
-        self.trained.append(TrainedModel(self.step, staleness, list(seen)))
+        self.trained.append(TrainedModel(self.step, staleness, seen))
         return batch
+
+    def begin_step_and_hold(self) -> tuple[Batch, threading.Event]:
+        """Hold up the round that is sampled ahead until the event is set."""
+        event = threading.Event()
+        self.inner.pause = self.inner.wait_in_round(event)
+        batch = self.begin_step()
+        wait_until(lambda: self.inner.is_sampling)
+        return batch, event
 
     def undo_step(self, order: dict[str, object]) -> None:
         """What the loop does when a step cannot be finished."""

@@ -73,11 +73,8 @@ def test_publish_does_not_wait_for_the_long_ones(start: Start) -> None:
     batch = run.begin_step()
     run.end_step(batch)
     rounds = run.engine._rounds  # type: ignore[attr-defined]
-    lengths = [[len(r.token_ids) for r in round_.unfinished] for round_ in rounds]
-    assert [set(lengths_of_round) for lengths_of_round in lengths] == [
-        {6},
-        {3},
-    ]  # of the next step, and of the one after it
+    lengths = [{len(r.token_ids) for r in round_.unfinished} for round_ in rounds]
+    assert lengths == [{6}, {3}]  # of the next step, and of the one after it
     run.inner.calls.clear()
     run.begin_step()
     # What is left of the round is sampled at once, then the others go on together.
@@ -104,10 +101,6 @@ def test_what_was_carried_over_outlasts_an_error(start: Start) -> None:
     assert all(trained_ids[key][: len(ids)] == ids for key, ids in before.items())
 
 
-def test_a_run_that_does_not_sample_ahead_has_fresh_rollouts(start: Start) -> None:
-    assert {t.staleness for t in start(0).train(4).trained} == {0}
-
-
 @pytest.mark.parametrize(("steps", "partial"), [(1, None), (2, None), (1, 3), (3, 2)])
 def test_the_clock_decides_nothing(start: Start, steps: int, partial: int | None) -> None:
     def slowly(seed: int) -> Run:
@@ -125,19 +118,15 @@ def test_the_clock_decides_nothing(start: Start, steps: int, partial: int | None
 
 
 def test_steps_do_not_wait_for_the_round_but_publish_does(start: Start) -> None:
-    run, extend_rollout = start(1), threading.Event()
-    run.train(1)
+    run = start(1).train(1)
     run.inner.calls.clear()
-    run.inner.pause = run.inner.wait_in_round(extend_rollout)
-    batch = run.begin_step()
-    wait_until(lambda: run.inner.is_sampling)
+    batch, event = run.begin_step_and_hold()
     in_steps: list[bool] = []
     step = run.inner.step
     run.inner.step = lambda m: (in_steps.append(run.inner.is_sampling), step(m))[1]  # type: ignore[method-assign]
-    threading.Timer(0.2, extend_rollout.set).start()
+    threading.Timer(0.2, event.set).start()
     run.end_step(batch)
-    assert in_steps == [True, True]
-    assert extend_rollout.is_set()
+    assert in_steps == [True, True] and event.is_set()
     assert sorted(run.inner.calls[:2]) == ["annotate", "generate 1003"]
     assert run.inner.calls[2:] == ["step", "step", "publish"]
 
@@ -163,11 +152,9 @@ def test_validations_see_the_newest_weights(start: Start) -> None:
 
 
 def test_what_is_sampled_in_the_middle_of_a_step_waits_for_the_round(start: Start) -> None:
-    run, extend_rollout = start(1).train(1), threading.Event()
-    run.inner.pause = run.inner.wait_in_round(extend_rollout)
-    run.begin_step()
-    wait_until(lambda: run.inner.is_sampling)
-    threading.Timer(0.1, extend_rollout.set).start()
+    run = start(1).train(1)
+    _, event = run.begin_step_and_hold()
+    threading.Timer(0.1, event.set).start()
     assert len(run.validate()) == 4
     assert run.inner.calls[-1] == "generate 3000"
 
@@ -176,12 +163,11 @@ def test_rows_of_the_same_words_are_not_taken_for_each_other() -> None:
     round_ = Round(PROMPTS[:2], Sampling(seed=1), begun_at=0)
     assert round_.matches(list(PROMPTS[:2]), Sampling(seed=1))
     assert not round_.matches(PROMPTS[:2], Sampling(seed=2))
-    assert not round_.matches(PROMPTS[1::-1], Sampling(seed=1))
-    assert not round_.matches(PROMPTS[:1], Sampling(seed=1))
-    twin = replace(PROMPTS[1], uid="row:77")
-    assert not round_.matches([PROMPTS[0], twin], Sampling(seed=1))
-    other_words = replace(PROMPTS[1], token_ids=(1, 99))
-    assert not round_.matches([PROMPTS[0], other_words], Sampling(seed=1))
+    twin, other_words = replace(PROMPTS[1], uid="row:77"), replace(PROMPTS[1], token_ids=(1, 99))
+    for prompts in (
+        PROMPTS[1::-1], PROMPTS[:1], [PROMPTS[0], twin], [PROMPTS[0], other_words],
+    ):  # fmt: skip
+        assert not round_.matches(prompts, Sampling(seed=1))
 
 
 @pytest.mark.parametrize(
@@ -231,29 +217,22 @@ def test_a_sampler_that_missed_a_publish_is_noticed(start: Start) -> None:
 
 
 def test_closed_in_the_middle_of_a_round(start: Start) -> None:
-    run = start(1)
-    run.train(1)
-    never = threading.Event()
-    run.inner.pause = run.inner.wait_in_round(never)
-    run.begin_step()
-    wait_until(lambda: run.inner.is_sampling)
+    run = start(1).train(1)
+    run.begin_step_and_hold()
     started = time.monotonic()
     run.close()
     run.close()
     assert time.monotonic() - started < 30
-    assert not run.inner.is_sampling
-    assert run.inner.closed.is_set()
+    assert not run.inner.is_sampling and run.inner.closed.is_set()
 
 
 def test_a_round_under_way_stops_at_its_next_rollout(start: Start) -> None:
-    run = start(1)
-    run.train(1)
+    run = start(1).train(1)
     run.inner.pause = lambda: time.sleep(0.05)
     run.begin_step()
     wait_until(lambda: run.inner.is_sampling)
     run.close()
-    assert run.inner.rounds_drawn == 2
-    assert not run.inner.is_sampling
+    assert run.inner.rounds_drawn == 2 and not run.inner.is_sampling
 
 
 def test_at_least_one_step_ahead() -> None:
