@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.sharding.host_memory import OffloadedModel
 from ppo_cli.engine.sharding.tensors import gather_copy
-from ppo_cli.engine.training.optimizer import Optimizer
+from tests.engine.packed_steps import build_optimizer
 from tests.engine.second_device import SecondTensor, install
 
 STEPS = 3
@@ -53,9 +53,7 @@ def make_model() -> nn.Module:
 def step_offloaded(device: torch.device) -> dict[str, Any]:
     """Optimizer steps whose moments wait in host memory: copies of each, and their places."""
     model = make_model().to(device)
-    optimizer = Optimizer(
-        model, Optim(lr=0.1), total_steps=9, grad_clip=1.0, clip_grad_value=None, offload=True
-    )
+    optimizer = build_optimizer(model, Optim(lr=0.1), grad_clip=1.0, offload=True)
     copies, places, moments = [], [], []
     for step in range(STEPS):
         model(torch.ones(2, 8, device=device) * step).sum().backward()
@@ -82,7 +80,6 @@ def wake_hosted(device: torch.device) -> dict[str, Any]:
         copies.append(dict(seen.count))
         places.append([p.data_ptr() for p in model.parameters()])
     assert all(p.device.type == "cpu" for p in model.parameters())
-
     return {"copies": copies, "places": places}
 
 

@@ -26,22 +26,22 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+def check_copies(steps: dict[str, Any], out: int, home: int) -> None:
+    """Each step copies as often, and tensors stay where they are."""
+    assert {(copies["out"], copies["home"]) for copies in steps["copies"]} == {(out, home)}
+    assert steps["places"][0] == steps["places"][1] == steps["places"][2]
+
+
 def test_moments_keep_their_places_and_are_copied_once_each_way(report: dict[str, Any]) -> None:
     """Two of each of two trained parameters; the norm of the gradients sends a tensor, too."""
-    optimizer = report["optimizer"]
-    for copies in optimizer["copies"]:
-        assert (copies["out"], copies["home"]) == (4 + 1, 4)
-    assert optimizer["places"][0] == optimizer["places"][1] == optimizer["places"][2]
-    assert optimizer["moments"] == pytest.approx(report["on_cpu"])
+    check_copies(report["optimizer"], out=4 + 1, home=4)
+    assert report["optimizer"]["moments"] == pytest.approx(report["on_cpu"])
 
 
 def test_weights_keep_their_places_and_only_trained_ones_are_copied_back(
     report: dict[str, Any],
 ) -> None:
-    hosted = report["hosted"]
-    for copies in hosted["copies"]:
-        assert (copies["out"], copies["home"]) == (4, 2)
-    assert hosted["places"][0] == hosted["places"][1] == hosted["places"][2]
+    check_copies(report["hosted"], out=4, home=2)
 
 
 def test_a_whole_tensor_is_copied_once(report: dict[str, Any]) -> None:
@@ -92,8 +92,6 @@ def test_the_host_waits_once_for_all_copies_from_a_gpu(
         copies = HostCopies()
         first = copies.store(tensors)
         copies_again = copies.store(tensors)
-    assert requests == [(3 * 64, True)]
-    assert len(waits) == 2
-    assert all(
-        first[name] is copies_again[name] and first[name].device.type == "cpu" for name in tensors
-    )
+    assert requests == [(3 * 64, True)] and len(waits) == 2
+    for name in tensors:
+        assert first[name] is copies_again[name] and first[name].device.type == "cpu"

@@ -30,39 +30,36 @@ print(json.dumps([os.environ.get("GOMP_SPINCOUNT"), time.process_time() - before
 """
 
 
+def version_1(groups: str, quota_us: int) -> dict[str, str]:
+    return {
+        "proc/self/cgroup": groups, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": f"{quota_us}\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
-        ({}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/a/cpu.max": "400000 200000\n",
-            },
-            2.0,
+        pytest.param({}, None, id="no groups"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None,
+            id="no limit",
         ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/x\n3:memory:/docker/x\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3.0,
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5,
+            id="a limit of the group",
         ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            None,
+        pytest.param(
+            {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+             "sys/fs/cgroup/a/cpu.max": "400000 200000\n"}, 2.0,
+            id="a limit above",
         ),
+        pytest.param(
+            version_1("4:cpu,cpuacct:/docker/x\n3:memory:/docker/x\n", 300000), 3.0, id="version 1"
+        ),
+        pytest.param(version_1("4:cpu:/\n", -1), None, id="version 1, no limit"),
     ],
-    ids=["no groups", "no limit", "own limit", "limit above", "version 1", "version 1, no limit"],
-)
+)  # fmt: skip
 def test_the_cpu_quota_is_the_smallest(
     files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
