@@ -44,15 +44,7 @@ from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy, scatter_from_rank0
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.errors import ConfigError
-from tests.engine.packed_steps import (
-    MIXED,
-    Rows,
-    Seen,
-    build_optimizer,
-    gaps,
-    settings,
-    take_steps,
-)
+from tests.engine.packed_steps import MIXED, Rows, Seen, build_optimizer, gaps, settings, take_steps
 from tests.engine.published_weights import published
 from tests.engine.spread_training import (
     BFLOAT16,
