@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import GlooGroup, join_store, open_store
 
 WAIT_S = 20.0
@@ -93,19 +89,3 @@ def test_a_store_listens_at_its_address_alone() -> None:
     with pytest.raises(RuntimeError):
         join_store("127.0.0.2", store.port, 0.5)
     assert join_store("127.0.0.1", store.port, WAIT_S)
-
-
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_merge": True}])
-def test_shapes_are_known_without_gathering(lora: dict[str, Any]) -> None:
-    model = {"path": "embedded", "dtype": "float32", **lora}
-    config = Config.model_validate(
-        {"model": model, "algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}}
-    )
-    learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
-
-    def outline(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    published = [(name, t.shape, t.dtype) for name, t in learner.published(outline)]
-    assert published == [(name, t.shape, t.dtype) for name, t in learner.published()]
-    assert len(published) > 10 and not any("lora" in name for name, _, _ in published)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import Actor, Critic, Optim, PolicyLoss
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
+from ppo_cli.engine.batches.micro_batches import Budget
 from ppo_cli.engine.batches.rows import build_micro_batch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner, LocalEngine
@@ -227,31 +226,25 @@ def test_a_gpu_and_several_ranks_take_large_micro_batches(trainer) -> None:
     assert micro_batch_tokens(config, None) == 16384 and micro_batch_tokens(config, 99) == 99
 
 
-def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
-    """At most so many rows, and at most so many padded tokens, in each forward pass."""
+@pytest.mark.parametrize(("rows", "tokens"), [(None, 16384), (3, 16384), (2, 120)])
+def test_each_model_has_a_budget_of_its_settings(
+    model_dir: str, rows: int | None, tokens: int
+) -> None:
+    cut = {"ppo_micro_batch_size_per_gpu": rows}
+    policy, value_model = load_policy(model_dir), load_value_model(model_dir)
+    assert learner_of(policy, None, None, tokens, **cut).budget == Budget(tokens, rows)
+    assert critic_of(value_model, tokens, **cut).budget == Budget(tokens, rows)
 
-    def shapes(model: Policy | ValueModel, step: Callable[[], object]) -> list[tuple[int, ...]]:
-        seen: list[tuple[int, ...]] = []
-        hook = model.backbone.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-        )
-        step()
-        hook.remove()
-        return seen
 
-    batch, policy, value = make_batch(), load_policy(model_dir), load_value_model(model_dir)
-    for rows, tokens, fewest in ((None, 16384, 1), (3, 16384, 6), (None, 120, 5), (2, 120, 9)):
-        cut = {"ppo_micro_batch_size_per_gpu": rows}
-        actor, critic = (
-            learner_of(policy, None, None, tokens, **cut),
-            critic_of(value, tokens, **cut),
-        )
-        for model, learner in ((policy, actor), (value, critic)):
-            results = shapes(model, partial(learner.step, batch))
-            assert sum(B for B, _ in results) == len(batch) and len(results) >= fewest
-            assert max(B for B, _ in results) <= (rows or len(batch))
-            assert max(B * L for B, L in results) <= tokens
-            assert tokens < 16384 or len(results) == fewest
+def test_every_forward_pass_stays_within_the_budget(model_dir: str) -> None:
+    """At most two rows, and at most 120 padded tokens."""
+    batch, value_model, shapes = make_batch(), load_value_model(model_dir), []
+    value_model.backbone.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    critic_of(value_model, 120, ppo_micro_batch_size_per_gpu=2).step(batch)
+    assert sum(B for B, _ in shapes) == len(batch)
+    assert max(B for B, _ in shapes) == 2 and max(B * L for B, L in shapes) <= 120
 
 
 def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch) -> None:

@@ -164,21 +164,6 @@ def test_odd_batches_are_the_same_with_an_adapter(rows: Any) -> None:
     assert_alike(gaps(first, other))
 
 
-@pytest.mark.parametrize("tokens", [60, 10_000], ids=["several micro-batches", "one micro-batch"])
-@pytest.mark.parametrize("adapter", [{}, {"lora_rank": 4}], ids=["whole", "adapter"])
-def test_steps_are_the_same_where_rows_share_their_prompt(
-    tokens: int, adapter: dict[str, Any]
-) -> None:
-    """Prompts of one token, of many, of one row only; rows of one prompt lie apart."""
-    rows = ((17, 2), (1, 4), (3, 9), (17, 12), (23, 1), (1, 1), (5, 5), (17, 1), (3, 9), (17, 5))
-    model = {"path": "embedded", **adapter}
-    shared, padded = (
-        take_steps(settings(tokens, model={**model, **way}), rows=rows, one_prompt=True)
-        for way in ({"packing": True, "share_prompts": True}, {"packing": False})
-    )
-    assert_alike(gaps(shared, padded))
-
-
 def test_a_shared_prompt_lies_there_once() -> None:
     batch = make_batch(((3, 2), (4, 1), (3, 3)), seed=0, one_prompt=True)
     cut = build_micro_batch(batch, [2, 1, 0], CPU, packed=True, shared=True)

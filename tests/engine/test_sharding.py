@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.models.bundled import model_folder
-from tests.engine.spread_training import STEPS
 from tests.engine.tiny_families import save_model
 from tests.forked import run_ranks
 
@@ -145,13 +144,11 @@ def test_frozen_and_trained_weights_mix_in_a_layer(report: Report) -> None:
     assert first["pieces"]  # outside of `awake`, a pass without gradients frees what it gathered
 
 
-def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(report: Report) -> None:
+def test_weights_that_stay_whole_train_alike_and_are_pieces_again_after(report: Report) -> None:
     reports = report("whole-1-2")
     for model in ("policy", "value", "lora"):
         check_alike(reports, model)
-    for of_rank in reports:
-        assert of_rank["told"] == dict.fromkeys(("gathers", "reductions"), STEPS * of_rank["parts"])
-        assert of_rank["pieces"]
+    assert all(of_rank["pieces"] for of_rank in reports)
     mixed = reports[0]["bfloat16"]
     assert 0 < mixed["loss"] < 2e-3 and mixed["norm"] < 1e-2
 
