@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.memory.plan import with_settings
-from ppo_cli.config.schema.algorithm import CriticModel, Optim, Sharding
+from ppo_cli.config.schema.algorithm import CriticModel, Sharding
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import learner
 from ppo_cli.engine.checkpoint import stored_tensors
 from ppo_cli.engine.models import Policy, load_policy
-from ppo_cli.engine.models.lora import adapt, merged_tensors, reference_of
+from ppo_cli.engine.models.lora import adapt, merged_tensors
 from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import (
@@ -223,16 +222,11 @@ ADAPT_VALUE = partial(adapted, adapt=adapt(CriticModel(lora_rank=4), 42))
 
 
 def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """Adapters of the first rank on all; the reference is asked inside of the policy's work."""
+    """Adapters of the first rank on all."""
     spread, alone = both(ranks, models["tied"], prepare=ADAPT)
-    results = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
-    kls = []
-    for trained, of in ((spread, ranks), (alone, ALONE)):
-        if trained is not None:
-            assert isinstance(trained.model, Policy)
-            kls.append(divergence(trained.model, reference_of(trained.model), of))
     value = train_both(ranks, models, model="untied", value=True, prepare=ADAPT_VALUE)
-    return results | {"kls": kls, "value": value}
+    adapters = sum("lora_" in n for n in spread.parameters)
+    return compare(spread, alone) | {"adapters": adapters, "value": value}
 
 
 def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -243,35 +237,6 @@ def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
         return {"norms": spread.norms}
     expected = dict(merged_tensors(alone.model.model, gather_copy))
     return compare(spread, alone) | {"merged": gap(merged, expected)}
-
-
-def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """A reference of its own, asked inside of the policy's work."""
-    results = []
-    for of in (ranks, ALONE):
-        policy, reference = (load(of, models[name]) for name in ("untied", "other"))
-        reference.model.requires_grad_(False)
-        results.append(divergence(policy, reference, of))
-    return {"kls": results}
-
-
-def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
-    """KL of all rows and the norm of its gradient."""
-
-    def work(ids_BL: Tensor) -> tuple[Tensor, ...]:
-        hidden = policy.hidden_BLH(ids_BL).flatten(0, 1)
-
-        def ask(ids_BL: Tensor) -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                expected_hidden = reference.hidden_BLH(ids_BL).flatten(0, 1)
-            return (full_kl(hidden, policy.head, expected_hidden, reference.head, 1.0, 8),)
-
-        return reference.run(ask, ids_BL)
-
-    (kl_N,) = policy.run(work, rows(9, 60)[ranks.data_rank :: ranks.data_size])
-    kl_N.sum().backward()
-    optimizer = build_optimizer(policy.model, Optim(lr=0.0), ranks=ranks)
-    return [sum_over_ranks(ranks, kl_N.sum().item()) / ranks.tensor_size, optimizer.apply()[0]]
 
 
 def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -345,7 +310,10 @@ def packed_case(
     ranks: Ranks, models: dict[str, str], *, model: str = "tied", lora_rank: int = 0,
     rows: Rows = MIXED, changes: dict[str, Any] | None = None,
 ) -> Found:  # fmt: skip
-    """Packed rows on all ranks against padded ones on the first alone."""
+    """Packed rows on all ranks against padded ones on the first alone.
+
+    The loss has the KL over the vocabulary, so the reference is asked inside of the policy's work.
+    """
     config = settings(model={"path": models[model], "lora_rank": lora_rank, "packing": True})
     spread = take_steps(with_settings(config, changes or {}), ranks, rows, steps=2)
     return {} if ranks.rank else gaps(spread, padded_alone(models[model], lora_rank, rows))
@@ -459,7 +427,7 @@ CASES: dict[int, dict[tuple[int, int], dict[str, Case]]] = {
     2: {
         (1, 2): EVERYWHERE | OFFLOAD | VALUE | PACKED_WHOLE | {
             "frozen": frozen_case, "whole": whole_case, "bfloat16": bfloat16_case,
-            "nested": nested_case, "checkpointed": checkpointed_case, "experts": experts_case,
+            "checkpointed": checkpointed_case, "experts": experts_case,
             "routers": partial(packed_case, model="routers"), "reference": reference_case,
             "broken_off": broken_off_case, "together": together_case, "published": published_case,
             "idle": partial(packed_case, lora_rank=4, rows=MIXED[1:2]),  # one row for all ranks

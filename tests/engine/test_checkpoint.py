@@ -218,7 +218,7 @@ def test_what_is_trained_after_the_snapshot_does_not_leak_into_the_files(tmp_pat
     assert equal(saved_moments, dict(sorted(moments.items())))
 
 
-def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_written_from_the_live_tensors() -> None:
     model = make("untied")
     optimizer = train(model)
     live = {tensor.data_ptr() for tensor in stored_tensors(model).values()}
@@ -230,9 +230,6 @@ def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) ->
 
     assert saved_steps(last=True) == live
     assert not saved_steps(last=False) & live
-    take_snapshot([trained(model, optimizer)], {}, ALONE, last=True).write(tmp_path)
-    weights = load_file(tmp_path / "actor/model.safetensors")
-    assert equal(weights, dict(sorted(stored_tensors(model).items())))
 
 
 def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:

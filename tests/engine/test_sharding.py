@@ -154,21 +154,13 @@ def test_weights_that_stay_whole_train_alike_and_are_pieces_again_after(report: 
 
 
 @pytest.mark.parametrize("case", ["lora-1-2", "lora-2-1"])
-def test_adapters_train_alike_and_the_reference_is_asked_inside(report: Report, case: str) -> None:
-    first = check_alike(report(case))
-    assert first["adapters"] == 2 * 7 * 2
-    spread, alone = first["kls"]
-    assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
+def test_adapters_train_alike(report: Report, case: str) -> None:
+    assert check_alike(report(case))["adapters"] == 2 * 7 * 2
     check_alike(report(case), "value")
 
 
 def test_adapters_of_experts_train_and_merge_alike(report: Report) -> None:
     assert check_alike(report("experts-1-2"))["merged"] <= 5e-6
-
-
-def test_a_separate_reference_is_asked_inside(report: Report) -> None:
-    spread, alone = report("nested-1-2")[0]["kls"]
-    assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(report: Report) -> None:
