@@ -1,6 +1,7 @@
 """One rank of a few that writes a checkpoint, reads one, or both.
 
-Run as `python checkpoint_worker.py RANK SIZE FOLDER write|read`; the ranks meet over files.
+Run as `python checkpoint_worker.py RANK SIZE FOLDER write` or `... FOLDER read TENSOR SHARD`, where
+the last two are sizes of the layout; the ranks meet over files.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from tests.engine.packed_steps import build_optimizer
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def join(rank: int, size: int, folder: Path, name: str, tensor_size: int = 1) -> Ranks:
+def join(
+    rank: int, size: int, folder: Path, name: str, tensor_size: int = 1, shard_size: int = -1
+) -> Ranks:
     return join_ranks(
         rank, size, init_method=f"file://{folder / name}", device=CPU.device,
-        tensor_size=tensor_size, timeout_s=60,
+        tensor_size=tensor_size, shard_size=shard_size, timeout_s=60,
     )  # fmt: skip
 
 
@@ -94,14 +97,15 @@ def copy(folder: Path, ranks: Ranks, name: str) -> None:
     take_snapshot(parts, {}, ranks, writers=2).write(folder / name)
 
 
-def main(rank: int, size: int, folder: Path, what: str) -> None:
+def main(rank: int, size: int, folder: Path, what: str, *layout: str) -> None:
     if what == "write":
         write(rank, size, folder)
         return
-    ranks = join(rank, size, folder, "meet-read")
-    copy(folder, ranks, "copied")
+    name = "-".join((str(size), *layout))
+    ranks = join(rank, size, folder, f"meet-{name}", *map(int, layout))
+    copy(folder, ranks, name)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

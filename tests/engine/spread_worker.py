@@ -40,10 +40,10 @@ from ppo_cli.engine.ranks import (
 )
 from ppo_cli.engine.sharding.gathered import CountedGather, CountedReduction, ShardedModel
 from ppo_cli.engine.sharding.load import load_sharded
-from ppo_cli.engine.sharding.tensors import gather_copy, scatter_from_rank0
+from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.errors import ConfigError
-from tests.engine.packed_steps import MIXED, Rows, Seen, build_optimizer, gaps, settings, take_steps
+from tests.engine.packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from tests.engine.published_weights import published
 from tests.engine.spread_training import (
     BFLOAT16,
@@ -109,31 +109,13 @@ def stored_bytes(spread: TrainedModel) -> float:
     return local / sum(p.numel() for p in parameters)
 
 
-def put_back(spread: TrainedModel, ranks: Ranks) -> Found:
-    """Weights and moments into a fresh model and optimizer, from the first rank's whole ones."""
-    fresh = load(ranks, spread.model.model.name_or_path)
-    for name, parameter in fresh.model.named_parameters():
-        scatter_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
-    optimizer = build_optimizer(fresh.model, ranks=ranks)
-    saved = spread.moments if ranks.rank == 0 else {}
-    optimizer.load_moments(list(spread.moments), saved.get)
-    parameters = {n: gather_copy(p) for n, p in fresh.model.named_parameters()}
-    moments = {n: gather_copy(m) for n, m in optimizer.moments().items()}
-    target = next(iter(fresh.model.parameters()))
-    with pytest.raises(ValueError, match="no whole tensor of shape"):
-        scatter_from_rank0(target, torch.zeros(3) if ranks.rank == 0 else None, ranks)
-    return {
-        "parameters": gap(parameters, spread.parameters), "moments": gap(moments, spread.moments),
-    }  # fmt: skip
-
-
 def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(ranks, models["tied"])
     model = spread.model.model
     return compare(spread, alone) | {
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "held": stored_bytes(spread), "put_back": put_back(spread, ranks),
-        "stop": model.generation_config.eos_token_id, "drift": drift(spread, ranks),
+        "held": stored_bytes(spread), "stop": model.generation_config.eos_token_id,
+        "drift": drift(spread, ranks),
     }  # fmt: skip
 
 
@@ -202,11 +184,6 @@ def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return {
         "policy": compare(*policies), "value": compare(*values), "dtypes": sorted(dtypes),
     }  # fmt: skip
-
-
-def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    spread, alone = both(ranks, models["untied"])
-    return compare(spread, alone) | {"put_back": put_back(spread, ranks)}
 
 
 def parted_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -408,7 +385,7 @@ def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 Case = Callable[..., Found]
 # Layout of the ranks -> what is tried in it: (tensor size, shard size).
-UNTIED: dict[str, Case] = {"untied": untied_case}
+UNTIED: dict[str, Case] = {"untied": partial(train_both, model="untied")}
 OFFLOAD: dict[str, Case] = {
     "offload": partial(train_both, model="untied", sharding=Sharding(param_offload=True))
 }

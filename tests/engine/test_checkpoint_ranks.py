@@ -73,11 +73,20 @@ def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
     assert_equal(read_all(desk / "tensor"), truth(desk))
 
 
-def test_three_ranks_read_it_and_two_of_them_write(desk: Path) -> None:
-    run_ranks(WORKER, 3, str(desk), "read")
-    assert_equal(read_all(desk / "copied"), truth(desk))
-    assert json.loads((desk / "copied/state/engine.json").read_text()) == {}
-    assert len(list((desk / "copied/actor").glob("*.safetensors"))) == 2
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "shard"),
+    [
+        pytest.param(3, 1, -1, id="three ranks, two of which write"),
+        pytest.param(4, 2, 2, id="two axes cut the same", marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, id="two copies of two", marks=pytest.mark.slow),
+    ],
+)
+def test_other_ranks_read_it(desk: Path, ranks: int, tensor: int, shard: int) -> None:
+    run_ranks(WORKER, ranks, str(desk), "read", str(tensor), str(shard))
+    folder = desk / f"{ranks}-{tensor}-{shard}"
+    assert_equal(read_all(folder), truth(desk))
+    assert json.loads((folder / "state/engine.json").read_text()) == {}
+    assert len(list((folder / "actor").glob("*.safetensors"))) == 2
 
 
 def test_one_process_reads_it(desk: Path) -> None:

@@ -123,16 +123,6 @@ def test_files_that_untie_what_the_config_ties_are_followed_by_every_rank(
     assert [of_rank["saved"] for of_rank in report(case)] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"), [("tied-1-2", 2), ("tied-2-1", 2), ("untied-2-2", 4), ("untied-2-1", 4)]
-)
-def test_whole_weights_and_moments_go_back_into_pieces(
-    report: Report, case: str, ranks: int
-) -> None:
-    for of_rank in report(case, ranks):
-        assert of_rank["put_back"] == {"parameters": 0.0, "moments": 0.0}
-
-
 def test_gradient_checkpointing_changes_no_gradient(report: Report) -> None:
     for of_rank in report("checkpointed-1-2"):
         assert of_rank == {"gaps": [0.0, 0.0], "passes": [1, 2, 1, 2]}
