@@ -166,6 +166,7 @@ class Run:
 
     def begin_step(self, *, baselines: bool = False) -> Batch:
         """Everything up to the answers of the judges."""
+        self.order_before = self.order.state_dict()
         self.step += 1
         prompts = [PROMPTS[i] for i in self.order.take()]
         rollouts = list(self.engine.generate(prompts, self.sampling(self.step)))
@@ -193,11 +194,11 @@ class Run:
         wait_until(lambda: self.inner.is_sampling)
         return batch, event
 
-    def undo_step(self, order: dict[str, object]) -> None:
-        """What the loop does when a step cannot be finished."""
+    def undo_step(self) -> None:
+        """What the loop does when a step cannot be finished; for runs that were not loaded."""
         self.step -= 1
-        self.order.load_state_dict(order)
-        self.trained.pop()
+        self.order.load_state_dict(self.order_before)
+        del self.trained[self.step :]
 
     def end_step(self, batch: Batch) -> None:
         for rows in torch.arange(len(batch)).split(BATCH):
@@ -231,6 +232,15 @@ class Run:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def fail_with(error: Exception) -> Callable[[], None]:
+    """A pause that ends in an error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ppo_cli.engine.async_rollout import AheadEngine, Round
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import ModelError, WorkerLost
-from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, wait_until
+from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, fail_with, wait_until
 
 Start = Callable[..., Run]
 
@@ -23,13 +23,6 @@ Start = Callable[..., Run]
 def version_of(logprob: float) -> int:
     """The version of the weights that a token of the small engine was drawn under."""
     return round(-1 / float(logprob)) - 2
-
-
-def failing_with(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -177,7 +170,7 @@ def test_what_goes_wrong_in_the_background_comes_out_once_and_as_itself(
     start: Start, error: Exception
 ) -> None:
     run = start(1).train(1)
-    run.inner.pause = failing_with(error)
+    run.inner.pause = fail_with(error)
     batch = run.begin_step()
     with pytest.raises(type(error)) as caught:
         run.end_step(batch)
@@ -189,7 +182,7 @@ def test_what_goes_wrong_in_the_background_comes_out_once_and_as_itself(
 
 def test_an_error_comes_out_when_something_else_is_sampled(start: Start) -> None:
     run = start(1).train(1)
-    run.inner.pause = failing_with(WorkerLost("sampler 0"))
+    run.inner.pause = fail_with(WorkerLost("sampler 0"))
     run.begin_step()
     with pytest.raises(WorkerLost):
         run.validate()
@@ -197,7 +190,7 @@ def test_an_error_comes_out_when_something_else_is_sampled(start: Start) -> None
 
 def test_a_round_that_failed_is_sampled_anew(start: Start) -> None:
     run, calm = start(1).train(1), start(1).train(4)
-    run.inner.pause = failing_with(WorkerLost("sampler 0"))
+    run.inner.pause = fail_with(WorkerLost("sampler 0"))
     batch = run.begin_step()
     with pytest.raises(WorkerLost):
         run.engine.publish()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.errors import ModelError, WorkerLost
-from tests.engine.ahead_runs import Run, wait_until
+from tests.engine.ahead_runs import Run, fail_with, wait_until
 
 Start = Callable[..., Run]
 
@@ -66,11 +66,10 @@ def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> 
 @pytest.mark.parametrize("way", [(1, None), (2, None), (2, 3)])
 def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way: Way) -> None:
     unbroken, run = start(*way).train(8), start(*way).train(3)
-    order = run.order.state_dict()
     drawn = run.inner.rounds_drawn
     for _ in range(3):
         run.begin_step()
-        run.undo_step(order)
+        run.undo_step()
     run.train(1)
     assert run.inner.rounds_drawn == drawn + 1 + (way[1] is not None)  # and the ends of its own
     same_end(run.train(4), unbroken)
@@ -78,9 +77,8 @@ def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way:
 
 def test_the_first_step_may_be_undone(start: Start) -> None:
     unbroken, run = start(1).train(8), start(1)
-    order = run.order.state_dict()
     run.begin_step()
-    run.undo_step(order)
+    run.undo_step()
     same_end(run.train(8), unbroken)
 
 
@@ -89,8 +87,7 @@ def test_the_first_step_may_be_undone(start: Start) -> None:
 def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, done: int) -> None:
     """The round under way is not waited for: it is sampled again, the same."""
     unbroken, run = start(*way).train(8), start(*way).train(done)
-    order, never = run.order.state_dict(), threading.Event()
-    begun = threading.Event()
+    never, begun = threading.Event(), threading.Event()
 
     def pause() -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -100,7 +97,7 @@ def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, do
     run.inner.pause = pause
     run.begin_step()
     assert begun.wait(10)
-    run.undo_step(order)
+    run.undo_step()
     folder = run.save(tmp_path / "saved")
     assert run.inner.is_sampling
     run.inner.closed.set()
@@ -115,7 +112,7 @@ def test_saved_when_a_step_is_undone_among_its_own_rollouts(
 ) -> None:
     """What was drawn by then of the ends of carried responses is drawn again, the same."""
     unbroken, run = start(2, 2).train(8), start(2, 2).train(3)
-    order, pauses_left = run.order.state_dict(), iter(range(pauses))
+    pauses_left = iter(range(pauses))
 
     def fail() -> None:
         if next(pauses_left, None) is None:
@@ -124,23 +121,18 @@ def test_saved_when_a_step_is_undone_among_its_own_rollouts(
     run.inner.pause = fail
     with pytest.raises(WorkerLost):
         run.begin_step()
-    run.step, run.inner.pause = 3, lambda: None
-    run.order.load_state_dict(order)
+    run.inner.pause = lambda: None
+    run.undo_step()
     folder = run.save(tmp_path / "saved")
     same_end(start(2, 2).load(folder).train(5), unbroken)
 
 
 def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_path: Path) -> None:
     unbroken, run = start(1).train(8), start(1).train(3)
-    order = run.order.state_dict()
-
-    def fail() -> None:
-        raise WorkerLost("sampler 0")
-
-    run.inner.pause = fail
+    run.inner.pause = fail_with(WorkerLost("sampler 0"))
     run.begin_step()
     wait_until(lambda: not run.inner.is_sampling)
-    run.undo_step(order)
+    run.undo_step()
     folder = run.save(tmp_path / "saved")
     with pytest.raises(WorkerLost):
         run.engine.publish()

@@ -61,19 +61,15 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, f
     return results
 
 
+TWO_RANKS = [f"{kind}-1-{len(adapter)}" for kind in FAMILIES for adapter in ({}, LORA)]
+# Layers split over both: norms of queries and keys, which the adapter freezes, stay frozen.
+SPLIT = [f"{kind}-2-1" for kind in FAMILIES if kind not in UNSPLIT]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{}, LORA], ids=["whole", "adapter"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("case", [*TWO_RANKS, *SPLIT])
 def test_two_ranks_give_what_one_process_gives(
-    kind: str, adapter: dict[str, Any], two_ranks: dict[str, dict[str, float]]
+    case: str, two_ranks: dict[str, dict[str, float]]
 ) -> None:
-    assert_alike(two_ranks[f"{kind}-1-{len(adapter)}"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in UNSPLIT])
-def test_layers_split_over_two_ranks_train_the_same_adapter(
-    kind: str, two_ranks: dict[str, dict[str, float]]
-) -> None:
-    """Norms of queries and keys, which the adapter freezes, stay frozen when they are split."""
-    assert_alike(two_ranks[f"{kind}-2-1"])
+    """Families in pieces, whole and with an adapter, and with an adapter on split layers."""
+    assert_alike(two_ranks[case])
