@@ -1,6 +1,6 @@
 """Our formulas against verl 0.9.1's, 200 random cases each, masks with holes and empty rows.
 
-Differences are |ours - verl's| / max(1, |verl's|), so absolute below 1. Where verl has no answer
+Differences are |compute_ours - verl's| / max(1, |verl's|), so absolute below 1. Where verl has no answer
 (whitening fewer than two tokens) the case is drawn so that it has one; where it counts an empty
 row as a member of its group, it is given the other rows only. Whitening equal numbers should
 give 0: we do, verl gives its mean's rounding error times 1e4, so such cases are not drawn.
@@ -107,13 +107,15 @@ def largest_difference(our_values: Any, verl_values: Any) -> float:
     return float(((our_values - verl_values).abs() / verl_values.abs().clamp_min(1)).max())
 
 
-def with_gradients(at_BT: Tensor, ours: Callable[..., Any], verls: Callable[..., Any]) -> float:
+def with_gradients(
+    at_BT: Tensor, compute_ours: Callable[..., Any], compute_verls: Callable[..., Any]
+) -> float:
     """The largest difference of two functions of a tensor: their first results, their gradients.
 
     What else they return is compared, too.
     """
     mine_BT, other_BT = (at_BT.clone().requires_grad_() for _ in range(2))
-    mine, other = ours(mine_BT), verls(other_BT)
+    mine, other = compute_ours(mine_BT), compute_verls(other_BT)
     mine[0].backward()
     other[0].backward()
     pairs = [*zip(mine, other, strict=True), (mine_BT.grad, other_BT.grad)]
@@ -203,19 +205,19 @@ def test_aggregation_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         tokens, rows = int(case.mask_BT.sum()) + 7, len(case.mask_BT) + 3
 
-        def ours(loss_BT: Tensor) -> list[Tensor]:
+        def compute_ours(loss_BT: Tensor) -> list[Tensor]:
             return [losses.aggregate(
                 loss_BT, case.mask_BT, mode, global_tokens=tokens, global_sequences=rows,
                 scale_factor=17.0,
             )]  # fmt: skip
 
-        def verls(loss_BT: Tensor) -> list[Tensor]:
+        def compute_verls(loss_BT: Tensor) -> list[Tensor]:
             return [core.agg_loss(
                 loss_BT, case.float_mask_BT, mode, batch_num_tokens=tokens, global_batch_size=rows,
                 loss_scale_factor=17.0,
             )]  # fmt: skip
 
-        return with_gradients(case.normal(), ours, verls)
+        return with_gradients(case.normal(), compute_ours, compute_verls)
 
     hold(f"aggregate {mode}", compare)
 
@@ -238,7 +240,7 @@ def test_policy_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
         counts = int(case.mask_BT.sum()), int(case.mask_BT.any(1).sum())
         low, high, c = case.uniform(0.05, 0.4), case.uniform(0.05, 0.6), case.uniform(1.1, 4)
 
-        def ours(new_BT: Tensor) -> list[Tensor]:
+        def compute_ours(new_BT: Tensor) -> list[Tensor]:
             mine = losses.policy_loss(
                 new_BT, old_BT, advantages_BT, case.mask_BT, clip_low=low, clip_high=high,
                 dual_clip=c, mode=mode, global_tokens=counts[0], global_sequences=counts[1],
@@ -247,7 +249,7 @@ def test_policy_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
             sums = (mine.clip_sum, mine.clip_lower_sum, mine.approx_kl_sum)
             return [mine.loss, *(total / mine.token_count for total in sums)]
 
-        def verls(new_BT: Tensor) -> list[Tensor]:
+        def compute_verls(new_BT: Tensor) -> list[Tensor]:
             config = ActorConfig(
                 clip_ratio=0.2, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c,
                 global_batch_info={},
@@ -258,7 +260,7 @@ def test_policy_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
             names = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
             return [loss, *(metrics[name] for name in names)]
 
-        return with_gradients(new_BT, ours, verls)
+        return with_gradients(new_BT, compute_ours, compute_verls)
 
     hold(f"policy_loss {mode}", compare)
 
@@ -291,7 +293,7 @@ def test_other_policy_losses_and_their_gradients(
         }.items():  # fmt: skip
             object.__setattr__(config.policy_loss, name, value)
 
-        def ours(new_BT: Tensor) -> list[Tensor]:
+        def compute_ours(new_BT: Tensor) -> list[Tensor]:
             return [losses.policy_loss(
                 new_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
                 chosen_BT=chosen_BT, kl_coef=0.3, mode="token-mean",
@@ -299,12 +301,12 @@ def test_other_policy_losses_and_their_gradients(
                 is_weight_BT=weights_BT,
             ).loss]  # fmt: skip
 
-        def verls(new_BT: Tensor) -> list[Tensor]:
+        def compute_verls(new_BT: Tensor) -> list[Tensor]:
             function = core.get_policy_loss_fn(kind)
             arguments = (old_BT, new_BT, advantages_BT, mask_BT.float(), "token-mean", config)
             return [function(*arguments, weights_BT)[0]]
 
-        return with_gradients(new_BT, ours, verls)
+        return with_gradients(new_BT, compute_ours, compute_verls)
 
     hold(f"policy_loss {kind}", compare)
 
@@ -316,20 +318,20 @@ def test_value_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
         new_BT, clip_range = old_BT + case.normal(0.6), case.uniform(0.1, 0.9)
         counts = int(case.mask_BT.sum()) + 5, len(case.mask_BT) + 2
 
-        def ours(new_BT: Tensor) -> list[Tensor]:
+        def compute_ours(new_BT: Tensor) -> list[Tensor]:
             mine = losses.value_loss(
                 new_BT, old_BT, returns_BT, case.mask_BT, clip_range=clip_range, mode=mode,
                 global_tokens=counts[0], global_sequences=counts[1], scale_factor=11.0,
             )  # fmt: skip
             return [mine.loss, mine.clip_sum / mine.token_count]
 
-        def verls(new_BT: Tensor) -> Any:
+        def compute_verls(new_BT: Tensor) -> Any:
             return core.compute_value_loss(
                 new_BT, returns_BT, old_BT, case.float_mask_BT, clip_range, mode,
                 batch_num_tokens=counts[0], global_batch_size=counts[1], loss_scale_factor=11.0,
             )  # fmt: skip
 
-        return with_gradients(new_BT, ours, verls)
+        return with_gradients(new_BT, compute_ours, compute_verls)
 
     hold(f"value_loss {mode}", compare)
 
@@ -340,15 +342,15 @@ def test_token_kl_and_its_gradient(kind: str, core: Any, hold: Hold) -> None:
         ref_BT = case.normal() - 2
         spread = 15.0 if case.seed % 10 == 0 else 0.5
 
-        def ours(new_BT: Tensor) -> list[Tensor]:
+        def compute_ours(new_BT: Tensor) -> list[Tensor]:
             kl_BT = torch.where(case.mask_BT, kl.token_kl(new_BT, ref_BT, kind), 0)
             return [kl_BT.sum(), kl_BT]
 
-        def verls(new_BT: Tensor) -> list[Tensor]:
+        def compute_verls(new_BT: Tensor) -> list[Tensor]:
             kl_BT = core.kl_penalty(new_BT, ref_BT, kind) * case.float_mask_BT
             return [kl_BT.sum(), kl_BT]
 
-        return with_gradients(ref_BT + case.normal(spread), ours, verls)
+        return with_gradients(ref_BT + case.normal(spread), compute_ours, compute_verls)
 
     hold(f"token_kl {kind}", compare)
 

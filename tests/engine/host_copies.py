@@ -1,6 +1,6 @@
 """Counts copies between the second device and host memory, over steps with offload.
 
-Run as `python host_copies.py RANK SIZE FOLDER`; writes FOLDER/found.json.
+Run as `python host_copies.py RANK SIZE FOLDER`; writes FOLDER/report.json.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
     with Copies() as seen:
         gather_copy(torch.ones(5, device=device))
     report["full_tensor"] = dict(seen.count)
-    (folder / "found.json").write_text(json.dumps(report))
+    (folder / "report.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

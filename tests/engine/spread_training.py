@@ -20,7 +20,7 @@ from tests.engine.packed_steps import build_optimizer
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 BFLOAT16 = Compute(torch.device("cpu"), torch.bfloat16)
 STEPS, ROWS, LENGTH = 3, 7, 12
-Found = dict[str, Any]
+CaseReport = dict[str, Any]
 
 
 @dataclass
@@ -95,7 +95,7 @@ def gap(first: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((first[n] - other[n]).abs().max().item() for n in first)
 
 
-def compare(spread: TrainedModel, alone: TrainedModel | None) -> Found:
+def compare(spread: TrainedModel, alone: TrainedModel | None) -> CaseReport:
     """How far apart two trainings ended; every rank tells its own norms."""
     if alone is None:
         return {"norms": spread.norms}

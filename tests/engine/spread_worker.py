@@ -1,6 +1,6 @@
 """One rank of a few: trains small models spread over ranks, and alone, and says how they differ.
 
-Run as `python spread_worker.py RANK SIZE FOLDER`; writes FOLDER/found-RANK.json.
+Run as `python spread_worker.py RANK SIZE FOLDER`; writes FOLDER/report-RANK.json.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tests.engine.spread_training import (
     train,
 )
 
-Found = dict[str, Any]
+CaseReport = dict[str, Any]
 
 WHOLE = Sharding(reshard_after_forward=False)
 ALONE_ALREADY: dict[str, TrainedModel] = {}
@@ -82,7 +82,7 @@ def both(
     return spread, ALONE_ALREADY[key]
 
 
-def train_both(ranks: Ranks, models: dict[str, str], *, model: str, **options: Any) -> Found:
+def train_both(ranks: Ranks, models: dict[str, str], *, model: str, **options: Any) -> CaseReport:
     """A case that has nothing to tell but how the two trainings compare."""
     return compare(*both(ranks, models[model], **options))
 
@@ -102,26 +102,26 @@ def mix(model: Any) -> Any:
 MIX = partial(adapted, adapt=mix)
 
 
-def stored_bytes(spread: TrainedModel) -> float:
+def stored_share(spread: TrainedModel) -> float:
     """The share of the parameters' memory that this rank holds."""
     parameters = list(spread.model.model.parameters())
     local = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
     return local / sum(p.numel() for p in parameters)
 
 
-def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def tied_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     spread, alone = both(ranks, models["tied"])
     model = spread.model.model
     return compare(spread, alone) | {
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "held": stored_bytes(spread), "stop": model.generation_config.eos_token_id,
+        "stored_share": stored_share(spread), "stop": model.generation_config.eos_token_id,
         "drift": drift(spread, ranks),
     }  # fmt: skip
 
 
-def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """Gradients with and without gradient checkpointing, and how often a block was computed."""
-    results: Found = {"gaps": [], "passes": []}
+    results: CaseReport = {"gaps": [], "passes": []}
     for sharding in (Sharding(), WHOLE):
         gradients = []
         for checkpointing in (False, True):
@@ -138,7 +138,7 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return results
 
 
-def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def frozen_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     spread, alone = both(
         ranks, models["untied"], prepare=MIX, sharding=WHOLE, gradient_checkpointing=True
     )
@@ -148,7 +148,7 @@ def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(spread, alone) | {"trained": len(spread.moments) // 3, "pieces": pieces}
 
 
-def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def whole_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """Weights are gathered once a step."""
     policy = both(ranks, models["tied"], sharding=WHOLE)
     value = both(ranks, models["untied"], value=True, sharding=WHOLE)
@@ -161,7 +161,7 @@ def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
     }  # fmt: skip
 
 
-def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def reference_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """A reference in host memory; `moves` is how often its pieces come and go in two steps."""
     place = ShardedModel._place_pieces
     config = settings(model={"path": models["tied"]}, ref={"param_offload": True})
@@ -177,7 +177,7 @@ def reference_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return gaps(spread, padded_alone(models["tied"], 0, MIXED)) | {"moves": sum(moves)}
 
 
-def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     policies = both(ranks, models["untied"], compute=BFLOAT16)
     values = both(ranks, models["untied"], compute=BFLOAT16, value=True)
     dtypes = {str(p.dtype) for p in policies[0].parameters.values()}
@@ -186,7 +186,7 @@ def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
     }  # fmt: skip
 
 
-def parted_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def parted_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """The config ties the output head, the files hold another one: every rank follows them."""
     spread, alone = both(ranks, models["parted"])
     model = spread.model.model
@@ -198,7 +198,7 @@ ADAPT = partial(adapted, adapt=adapt(Model(lora_rank=4), 42))
 ADAPT_VALUE = partial(adapted, adapt=adapt(CriticModel(lora_rank=4), 42))
 
 
-def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def lora_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """Adapters of the first rank on all."""
     spread, alone = both(ranks, models["tied"], prepare=ADAPT)
     value = train_both(ranks, models, model="untied", value=True, prepare=ADAPT_VALUE)
@@ -206,7 +206,7 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(spread, alone) | {"adapters": adapters, "value": value}
 
 
-def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def experts_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """Adapters of experts and routers, and what their merged weights are."""
     spread, alone = both(ranks, models["experts"], prepare=ADAPT, gradient_checkpointing=True)
     merged = dict(merged_tensors(spread.model.model, gather_copy))
@@ -216,7 +216,7 @@ def experts_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(spread, alone) | {"merged": gap(merged, expected)}
 
 
-def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def broken_off_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """Work that fails in the middle, and a backward that does, leave a model that works."""
     policy = load(ranks, models["untied"])
     ids = rows(0, 60)
@@ -241,7 +241,7 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return {"gap": abs(repeated_loss - alone_loss)}
 
 
-def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def together_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """An error of the last rank, and one that cannot travel, come out on all of them."""
 
     class Local(Exception):
@@ -259,14 +259,14 @@ def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return {"results": run_on_all_ranks(ranks, lambda: ranks.rank), "sums": repr(sums)}
 
 
-def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def spoilt_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     policy = load(ranks, models["untied"])
     before = {n: gather_copy(p) for n, p in policy.model.named_parameters()}
     after = train(policy, ranks, spoilt=True)
     return {"moved": gap(before, after.parameters), "moments": len(after.moments)}
 
 
-def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def refused_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     """What each rank is told of models that do not load; nobody may hang."""
     results = {}
     for name in ("damaged", "absent", "one_kv_head"):
@@ -286,7 +286,7 @@ STAY_WHOLE: dict[str, Any] = dict.fromkeys(
 def packed_case(
     ranks: Ranks, models: dict[str, str], *, model: str = "tied", lora_rank: int = 0,
     rows: Rows = MIXED, changes: dict[str, Any] | None = None,
-) -> Found:  # fmt: skip
+) -> CaseReport:  # fmt: skip
     """Packed rows on all ranks against padded ones on the first alone.
 
     The loss has the KL over the vocabulary, so the reference is asked inside of the policy's work.
@@ -310,17 +310,17 @@ PLACES = ("forward", "backward", "gather", "reduction", "logits")
 def memory_case(
     ranks: Ranks, models: dict[str, str], *, places: tuple[str, ...] = PLACES,
     changes: dict[str, Any] | None = None,
-) -> Found:  # fmt: skip
+) -> CaseReport:  # fmt: skip
     """Memory runs out on the second rank alone, in different places of a pass."""
     config = with_settings(settings(tokens=400, model={"path": models["tied"]}), changes or {})
     max_rows = 2 if ranks.size == 2 else 1
-    results: Found = {}
+    results: CaseReport = {}
     for where in places:
         with out_of_memory(where, above=max_rows if ranks.rank == 1 else 99) as refused:
             spread = take_steps(config, ranks, MIXED, steps=2)
         micro_batches = [sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n]
         results[where] = {
-            "refused": len(refused), "held": sorted({rows for rows, _ in micro_batches}),
+            "refused": len(refused), "row_limits": sorted({rows for rows, _ in micro_batches}),
         }  # fmt: skip
         if ranks.rank == 0:
             results[where] |= gaps(spread, roomy_alone(models["tied"]))
@@ -379,11 +379,11 @@ def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
         yield refused
 
 
-def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def published_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     return {"sent": [published(ranks, models["tied"], lora_rank) for lora_rank in (0, 4)]}
 
 
-Case = Callable[..., Found]
+Case = Callable[..., CaseReport]
 # Layout of the ranks -> what is tried in it: (tensor size, shard size).
 UNTIED: dict[str, Case] = {"untied": partial(train_both, model="untied")}
 OFFLOAD: dict[str, Case] = {
@@ -429,7 +429,7 @@ CASES: dict[int, dict[tuple[int, int], dict[str, Case]]] = {
 def main() -> None:
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     models = json.loads((folder / "models.json").read_text())
-    results: dict[str, Found] = {}
+    results: dict[str, CaseReport] = {}
     for (tensor_size, shard_size), cases in CASES[size].items():
         ranks = join_ranks(
             rank, size, init_method=f"file://{folder}/meet-{tensor_size}-{shard_size}",
@@ -446,7 +446,7 @@ def main() -> None:
                 results[name] = {"error": traceback.format_exc()}
                 break
         torch.distributed.destroy_process_group()
-    (folder / f"found-{rank}.json").write_text(json.dumps(results))
+    (folder / f"report-{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

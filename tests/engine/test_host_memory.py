@@ -20,9 +20,9 @@ WORKER = Path(__file__).with_name("host_copies.py")
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("found")
+    folder = tmp_path_factory.mktemp("copies")
     run_ranks(WORKER, 1, str(folder))
-    report: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
 

@@ -57,8 +57,8 @@ def test_it_runs_there_and_gives_the_cpus_numbers(report: dict[str, Any], name: 
 
 
 def test_values_leave_the_device_only_where_they_must(report: dict[str, Any]) -> None:
-    assert report["hidden"] == [], "add them to LEAVES if they must; each waits for the device"
-    assert report["unused"] == [], "take them out of LEAVES"
+    assert report["hidden"] == [], "add them to second_device_waits.txt if they must"
+    assert report["unused"] == [], "take them out of second_device_waits.txt"
 
 
 STEPS = 2  # of each run

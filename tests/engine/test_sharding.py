@@ -73,7 +73,7 @@ def report(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         folder = tmp_path_factory.mktemp("ranks")
         (folder / "models.json").write_text(json.dumps(models))
         run_ranks(WORKER, size, str(folder))
-        return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(size)]
+        return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(size)]
 
     def of_case(case: str, ranks: int = 2) -> Reports:
         reports = [of_rank.get(case, {"error": "not reached"}) for of_rank in run(ranks)]
@@ -110,7 +110,7 @@ def test_ranks_train_as_one(report: Report, case: str, ranks: int) -> None:
 @pytest.mark.parametrize("case", ["tied-1-2", "tied-2-1"])
 def test_tied_weights_stay_tied_and_every_rank_holds_its_share(report: Report, case: str) -> None:
     first = check_alike(report(case))
-    assert first["tied"] and first["held"] <= 0.55 and first["drift"] == 0.0
+    assert first["tied"] and first["stored_share"] <= 0.55 and first["drift"] == 0.0
     # Generation settings come with the weights.
     assert [of_rank["stop"] for of_rank in report(case)] == [281, 281]
 
@@ -217,7 +217,7 @@ def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
     for where, first in reports[0].items():
         refused = [of_rank[where]["refused"] > 0 for of_rank in reports]
         assert refused == [rank == 1 for rank in range(ranks)]
-        assert all(of_rank[where]["held"] == [1.0] for of_rank in reports)
+        assert all(of_rank[where]["row_limits"] == [1.0] for of_rank in reports)
         assert max(first[name] for name in ("annotated", "counts", "means")) < 2e-5, (where, first)
         assert first["weights"] < 2e-6, (where, first)
 
