@@ -1,6 +1,6 @@
 """Our formulas against verl 0.9.1's, 200 random cases each, masks with holes and empty rows.
 
-Differences are |compute_ours - verl's| / max(1, |verl's|), so absolute below 1. Where verl has no answer
+Differences are |ours - verl's| / max(1, |verl's|), so absolute below 1. Where verl has no answer
 (whitening fewer than two tokens) the case is drawn so that it has one; where it counts an empty
 row as a member of its group, it is given the other rows only. Whitening equal numbers should
 give 0: we do, verl gives its mean's rounding error times 1e4, so such cases are not drawn.
