@@ -185,6 +185,7 @@ def test_micro_batches_add_up_to_the_whole(mode: str, seed: int, cuts: set[int])
         torch.testing.assert_close(sums[f.name].double(), of_batch, rtol=1e-5, atol=1e-5)
     for key in ("new", "values"):
         torch.testing.assert_close(parts[key].grad, full_batch[key].grad, rtol=1e-6, atol=1e-7)
+    assert parts["weights"].grad is None
 
 
 @pytest.mark.parametrize("mode", MODES)

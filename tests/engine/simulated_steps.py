@@ -11,8 +11,6 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,33 +61,22 @@ def make_config(path: str, ranks: int, **settings: Any) -> Config:
     return with_settings(Config.model_validate(sections), settings)
 
 
-@contextmanager
-def gradients_noted(simulators: list[Simulator], noted: list[int]) -> Iterator[None]:
-    """Note what backward passes have left on the device when an optimizer begins."""
-    apply = Optimizer.apply
+def measure(config: Config) -> dict[str, Any]:
+    """The measurements, and the bytes of gradients when each optimizer step begins."""
+    gradients: list[int] = []
+    simulator, apply = Simulator(), Optimizer.apply
 
     def note(optimizer: Optimizer) -> Any:
         gc.collect()
-        bytes_by_maker = simulators[-1].device_memory.by_maker
-        noted.append(bytes_by_maker["backward pass"] + bytes_by_maker["reduce-scatter buffers"])
+        by_maker = simulator.device_memory.by_maker
+        gradients.append(by_maker["backward pass"] + by_maker["reduce-scatter buffers"])
         return apply(optimizer)
 
-    with patch.object(Optimizer, "apply", note):
-        yield
-
-
-def measure(config: Config) -> dict[str, Any]:
-    """The measurements, and the bytes of gradients before each optimizer step."""
-    simulators: list[Simulator] = []
-    gradients: list[int] = []
-
-    def build() -> Simulator:
-        simulators.append(Simulator())
-        return simulators[-1]
-
-    with patch.object(steps, "Simulator", build), gradients_noted(simulators, gradients):
-        measured = asdict(steps.simulate(config))
-    return measured | {"gradients": gradients}
+    with (
+        patch.object(steps, "Simulator", lambda: simulator),
+        patch.object(Optimizer, "apply", note),
+    ):
+        return asdict(steps.simulate(config)) | {"gradients": gradients}
 
 
 def peaks_by_torch(config: Config) -> dict[str, int]:
@@ -132,14 +119,12 @@ class RealMemory(MemoryCounter):
 
 def load_for_real(config: Config) -> dict[str, int]:
     """Bytes that loading a config takes of this machine, and of the simulated device."""
-    real = RealMemory("cpu")
-
-    def build() -> Simulator:
-        simulator = Simulator()
-        simulator._memories = (*simulator._memories, real)
-        return simulator
-
-    with patch.object(steps, "Simulator", build), patch.object(steps, "_phases", lambda _: ()):
+    real, simulator = RealMemory("cpu"), Simulator()
+    simulator._memories = (*simulator._memories, real)
+    with (
+        patch.object(steps, "Simulator", lambda: simulator),
+        patch.object(steps, "_phases", lambda _: ()),
+    ):
         at_rest = steps.simulate(config).rest_by_maker
     return {"real": real.peak_bytes, "simulated": at_rest["parameters"]}
 
@@ -221,15 +206,13 @@ def main(folder: Path) -> None:
         "trackers": peaks_by_torch(make_config(path, 8)),
     }
     adapter = {
-        "model.lora_rank": RANK,
-        "actor.fsdp_config.optimizer_offload": True,
+        "model.lora_rank": RANK, "actor.fsdp_config.optimizer_offload": True,
         "actor.ppo_max_token_len_per_gpu": BUDGET,
-    }
+    }  # fmt: skip
     report["adapter, offloaded"] = measure(make_config(path, 8, **adapter))
-    wide = {"model.lora_rank": WIDE_RANK}
-    report["wide adapter"] = load_for_real(make_config(path, 2, **wide))
-    experts = CONFIG_MAPPING["qwen3_moe"](**SIZE, **FAMILIES["qwen3_moe"])
-    experts.save_pretrained(folder / "experts")
+    wide = make_config(path, 2, **{"model.lora_rank": WIDE_RANK})
+    report["wide adapter"] = load_for_real(wide)
+    CONFIG_MAPPING["qwen3_moe"](**SIZE, **FAMILIES["qwen3_moe"]).save_pretrained(folder / "experts")
     report["experts"] = measure(make_config(str(folder / "experts"), 1))
     print(json.dumps(report), flush=True)
     os._exit(0)
