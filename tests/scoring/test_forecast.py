@@ -176,7 +176,7 @@ def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
     truth = foretell(*compare, "reward.api.compare=ground_truth", "reward.api.votes=2")
     assert truth.a_step.calls == 4 * 4 * 2 * 2
     with_val = foretell(*compare, "data.val_files=v.jsonl", "trainer.test_freq=1")
-    known = 2  # questions with a known answer
-    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known
+    known_answers = 2
+    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known_answers
     with pytest.raises(RewardError, match="extra_info\\.best is missing"):
         foretell(*compare, "reward.api.compare=extra_info.best")

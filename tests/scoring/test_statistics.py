@@ -32,8 +32,8 @@ def test_level_numbers_keep_the_order(values: list[float]) -> None:
     numbers = ours.level_numbers(values)
     assert ours.ranks(numbers).tolist() == ours.ranks(values).tolist()
     picked = np.asarray([0, 0, len(values) - 1])
-    remaining = np.asarray(values)[picked]
-    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(remaining).tolist()
+    picked_values = np.asarray(values)[picked]
+    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(picked_values).tolist()
 
 
 def test_correlations_by_hand() -> None:

@@ -83,9 +83,9 @@ class Nodes:
         """What the stand-in was asked, in order, each with the rank of the node."""
         return (self.folder / "calls").read_text().splitlines()
 
-    def calls(self, words: str) -> list[int]:
-        """Numbers of the lines that have these words."""
-        return [number for number, line in enumerate(self.lines()) if words in line]
+    def calls(self, fragment: str) -> list[int]:
+        """Numbers of the lines with this text."""
+        return [number for number, line in enumerate(self.lines()) if fragment in line]
 
     def wait_for_training(self) -> None:
         wait_until(lambda: self.calls("main_ppo"), 20)

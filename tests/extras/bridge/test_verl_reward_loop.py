@@ -93,9 +93,9 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     finally:
         ray.shutdown()
 
-    limit = most_in_a_minute([call.time for call in judge.calls])
+    busiest_minute = most_in_a_minute([call.time for call in judge.calls])
     assert AT_ONCE - 2 <= judge.state.most_in_flight <= AT_ONCE
-    assert limit <= A_MINUTE
+    assert busiest_minute <= A_MINUTE
     assert judge.count > SAMPLES  # failed calls were asked again
     assert judge.rejected == 0
     output = scored.non_tensor_batch
@@ -112,4 +112,6 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     assert output["judge"].tolist() == pytest.approx([8.0] * SAMPLES)
     lines = (tmp_path / "verl" / "scores.jsonl").read_text().splitlines()
     assert len(lines) == SAMPLES
-    print(f"at once {judge.state.most_in_flight}, in a minute {limit}, calls {judge.count}")
+    print(
+        f"at once {judge.state.most_in_flight}, in a minute {busiest_minute}, calls {judge.count}"
+    )

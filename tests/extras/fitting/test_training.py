@@ -61,14 +61,14 @@ def test_the_gradient_is_that_of_the_mean_loss_however_it_is_cut(batch_tokens: i
         assert (actual[name] - grad).norm() / grad.norm() < 1e-5, name
 
 
-def limit_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+def limit_memory(monkeypatch: pytest.MonkeyPatch, max_samples: int) -> list[int]:
     """Let the device run out of memory on more samples than that; returns the sizes tried."""
     sizes: list[int] = []
     real = ScoreNetwork.score_samples
 
     def limited(self: ScoreNetwork, samples: list[Encoded]) -> Tensor:
         sizes.append(len(samples))
-        if len(samples) > most:
+        if len(samples) > max_samples:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, samples)
 
@@ -177,7 +177,7 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
 
     network.score_samples = noted  # type: ignore[method-assign, assignment]
     optimizer, rates = trainer.optimizer, []
-    remaining = {n: p.detach().clone() for n, p in network.module.named_parameters()}
+    initial = {n: p.detach().clone() for n, p in network.module.named_parameters()}
     for number in range(8):
         assert trainer.step(number, pairs).grad_norm > 0.0625
         rates.append(optimizer.lr)
@@ -186,7 +186,7 @@ def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
                        and not n.endswith("_sq")]  # fmt: skip
             assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.00625, rel=1e-4)
             moments = optimizer.moments()
-            for name, before in remaining.items():
+            for name, before in initial.items():
                 first, second = (moments[f"{name}.{m}"] for m in ("exp_avg", "exp_avg_sq"))
                 step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
                 decayed = before * (1 - rates[0] * (0.3 if before.ndim > 1 else 0.0))

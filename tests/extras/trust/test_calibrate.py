@@ -56,8 +56,8 @@ def calibrated(tmp_path: Path) -> Calibrate:
     return run
 
 
-def has_advice(result: dict[str, Any], words: str) -> bool:
-    return any(words in line for line in result["advice"])
+def has_advice(result: dict[str, Any], fragment: str) -> bool:
+    return any(fragment in line for line in result["advice"])
 
 
 def test_a_perfect_judge(calibrated: Calibrate) -> None:
@@ -267,9 +267,9 @@ def test_the_seconds_of_repeats_count_and_many_run_at_once(calibrated: Calibrate
     wide = RewardSettings(api=ApiReward(enable=True, model="m", concurrency=400))
     began = time.monotonic()
     result = calibrated(right_or_wrong(20), Paid(), repeat=2, settings=wide)
-    limit = time.monotonic() - began
+    elapsed = time.monotonic() - began
     # 1,000 responses take 2.5 times as long as the 400 that run at once.
-    assert 2.5 * 20 * 0.005 <= result["per_1000"]["seconds"] <= 2.5 * limit
+    assert 2.5 * 20 * 0.005 <= result["per_1000"]["seconds"] <= 2.5 * elapsed
 
 
 def test_pairs_of_one_prompt_are_compared(calibrated: Calibrate) -> None:
