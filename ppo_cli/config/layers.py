@@ -1,8 +1,8 @@
-"""The settings as a flat table, read from the schema, and how raw values become typed ones.
+"""Reads the layers of settings in order, and merges them: the last value of a setting counts.
 
-Every layer hands its values over as text, so there is one way in which a number, a switch or
-a list is read, wherever it was written: strict, but friendly. A list is items that are apart
-already (YAML); a tuple is what a repeated flag collected, and each text of it may hold several.
+Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides. All
+hand over raw values with their origins; config/verl translates foreign names, and config/resolve
+turns the merged values into a Config.
 """
 
 from __future__ import annotations

@@ -187,7 +187,6 @@ def _check_free_keys(draft: _Draft) -> None:
 
 
 def _default_judge_model(draft: _Draft) -> None:
-    # Only where a judge is on, without a model, and its provider has a default.
     """Choose the provider's default model for a judge that has none."""
     kind = _get_value(draft, "reward.api.type")
     unnamed = _get_value(draft, "reward.api.enable") and not _get_value(draft, "reward.api.model")

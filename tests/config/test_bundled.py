@@ -8,14 +8,12 @@ import pytest
 
 from ppo_cli.config.models import bundled
 from ppo_cli.config.plan import make_plan
-from ppo_cli.config.resolve import resolve
-
-ENV = {"CUDA_VISIBLE_DEVICES": ""}
+from tests.config.settling import settle
 
 
 @pytest.mark.parametrize("name", [*bundled.preset_names(), *bundled.ALIASES])
 def test_a_preset_resolves_and_is_commented(name: str) -> None:
-    resolved = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    resolved = settle(preset=name, env={"MODEL_PATH": ""})
     assert any(origin.startswith(f"preset {name} line") for origin in resolved.origins.values())
     text = bundled.preset_path(name).read_text(encoding="utf-8")
     assert text.startswith("# ")
@@ -37,7 +35,7 @@ def test_a_preset_resolves_and_is_commented(name: str) -> None:
 def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
     name: str, gpus: int, where: str, settings: dict[str, object]
 ) -> None:
-    resolved = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    resolved = settle(preset=name, env={"MODEL_PATH": ""})
     plan = make_plan(resolved).as_dict()
     assert {key: plan["values"][key]["value"] for key in settings} == settings
     assert where in " ".join(plan["placement"]["sentences"])

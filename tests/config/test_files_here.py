@@ -86,9 +86,7 @@ def test_the_shipped_examples_plan_as_they_are_and_with_all_that_is_commented_ou
         assert f"{name} line" in captured.out and f"read from {name} in this folder" in captured.out
 
 
-def test_the_shipped_examples_are_not_read_from_the_root(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_shipped_examples_are_not_read_from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     assert settle(*JUDGE).origins["reward.api.votes"] == "default"
 

@@ -33,7 +33,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_a_judge_that_is_off_clashes_with_nothing() -> None:
-    resolved = settle("enable=false", "scale=none", "model=null", "reward.rule=exact").config
+    resolved = settle("enable=false", "price_input=1", "model=null", "reward.rule=exact").config
     assert (resolved.reward.api.enable, resolved.reward.rule) == (False, "exact")
 
 

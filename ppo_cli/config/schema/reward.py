@@ -134,18 +134,18 @@ _KEYLESS = Conflict(
 )
 
 
-def _lone_price(given: str, absent: str) -> Conflict:
+def _lone_price(named: str, absent: str) -> Conflict:
     """Return the conflict of one price without the other."""
     return Conflict(
         "price_input price_output",
         lambda s: (
-            getattr(s, f"price_{given}") is not None and getattr(s, f"price_{absent}") is None
+            getattr(s, f"price_{named}") is not None and getattr(s, f"price_{absent}") is None
         ),
         lambda s, at: (
             f"one price is given, and --rm_price_{absent} is missing; give both, in US dollars "
             f"for a million tokens ({at}price_input and price_output)."
         ),
-        example=f"price_{given}=1",
+        example=f"price_{named}=1",
         advice=f"price_{absent}=1",
     )
 
