@@ -1,8 +1,8 @@
 """Reads the layers of settings in order, and merges them: the last value of a setting counts.
 
-Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides. All
-hand over raw values with their origins; config/verl translates foreign names, and config/resolve
-turns the merged values into a Config.
+Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides.
+All hand over raw values with their origins; config/verl translates foreign names, and
+config/resolve turns the merged values into a Config.
 """
 
 from __future__ import annotations
