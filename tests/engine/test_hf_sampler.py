@@ -63,20 +63,20 @@ def test_rollouts_do_not_depend_on_their_batch(
     family: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small.build_model(family)
-    together = small.sample(model, prompts, n=3)
-    for key, repeated in small.sample(model, prompts, n=3).items():  # to the bit
+    together = small.sample(model, prompts, n=2)
+    for key, repeated in small.sample(model, prompts, n=2).items():  # to the bit
         assert np.array_equal(repeated.sampler_logprobs, together[key].sampler_logprobs)
     expected = small.tokens_of(together)
-    assert len(expected) == 24
+    assert len(expected) == 16
     alone: dict[tuple[str, int], tuple[int, ...]] = {}
     for prompt in prompts:
-        alone |= small.tokens_of(small.sample(model, [prompt], n=3))
+        alone |= small.tokens_of(small.sample(model, [prompt], n=2))
     assert alone == expected
-    for seats in (1, 3, 8):
-        assert small.tokens_of(small.sample(model, prompts, seats, n=3)) == expected
-    assert small.tokens_of(small.sample(model, prompts[::-1], n=3)) == expected
+    for seats in (1, 3):
+        assert small.tokens_of(small.sample(model, prompts, seats, n=2)) == expected
+    assert small.tokens_of(small.sample(model, prompts[::-1], n=2)) == expected
     monkeypatch.setattr(hf_sampler, "PREFILL_TOKENS", 20)
-    assert small.tokens_of(small.sample(model, prompts, n=3)) == expected
+    assert small.tokens_of(small.sample(model, prompts, n=2)) == expected
 
 
 def test_seeds_samples_and_prompts_have_streams_of_their_own(model: Any) -> None:
