@@ -86,11 +86,10 @@ def run_command(command: str) -> str:
         patch.setattr(sys, "stdin", StringIO())
         patch.chdir(folder)
         code = main(words[start + 1 :])
-        changes = set() if code == 0 else read_folder(folder).items() - read_folder(INPUTS).items()
-    text = (
-        err.getvalue() if code and err.getvalue() and not word else err.getvalue() + out.getvalue()
-    )
-    text += "".join(f"(writes {path})\n" for path, _ in sorted(changes))
+        written = read_folder(folder).items() ^ read_folder(INPUTS).items() if code else ()
+    message = err.getvalue() if code and not word else ""
+    text = message or err.getvalue() + out.getvalue()
+    text += "".join(f"(writes {path})\n" for path in sorted({path for path, _ in written}))
     marks = {folder: "<cwd>", sys.executable: "<python>", sys.prefix: "<venv>", ROOT: "<ppo-cli>"}
     for value, mark in marks.items():
         text = text.replace(str(value), mark)
