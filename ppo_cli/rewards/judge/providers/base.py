@@ -71,6 +71,7 @@ class SdkProvider(BatchInterface, ABC):
     client_class: ClassVar[str]  # the SDK's client, where `connect` makes it
     noisy_logger: ClassVar[str] = ""  # the SDK's, which repeats what our errors say
     lists_models: ClassVar[bool] = True
+    uses_aiohttp: ClassVar[bool] = True  # where `connect` makes the client
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
         self.api = api
@@ -124,7 +125,9 @@ class SdkProvider(BatchInterface, ABC):
     def connect(self, key: str) -> Any:
         """Make the SDK's asynchronous client without retries; imports the SDK."""
         sdk = importlib.import_module(self.module)
-        http = http_client(self.base_url, sdk.DefaultAioHttpClient, sdk.DefaultAsyncHttpxClient)
+        over_httpx = sdk.DefaultAsyncHttpxClient
+        over_aiohttp = sdk.DefaultAioHttpClient if self.uses_aiohttp else over_httpx
+        http = http_client(self.base_url, over_aiohttp, over_httpx)
         client = getattr(sdk, self.client_class)
         return client(max_retries=0, http_client=http, **self.credentials(key))
 

@@ -53,6 +53,7 @@ class VertexClaude(claude.Judge):
 
     name = "vertex-claude"
     client_class = "AsyncAnthropicVertex"
+    uses_aiohttp = False  # the SDK signs requests as httpx sends them
     batch_rows = 0
     lists_models = False
     redundant_path = r"/projects(/.*)?$"
@@ -73,6 +74,7 @@ class Bedrock(claude.Judge):
 
     name = "bedrock"
     client_class = "AsyncAnthropicBedrock"
+    uses_aiohttp = False  # the SDK signs requests as httpx sends them
     batch_rows = 0
     lists_models = False
     redundant_path = r"/model(/.*)?$"
