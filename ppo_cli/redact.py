@@ -97,7 +97,8 @@ def build_redactor(environ: Mapping[str, str] | None = None) -> Callable[[str], 
     """Return a function like `redact` for many texts, which reads the variables only once."""
     values = _list_spellings(tuple(sorted({*secret_values(environ), *_hidden_secrets}, key=len)))
 
-    def clean(text: str) -> str:
+    def redact_text(text: str) -> str:
+        """Return the text with each secret replaced by `HIDDEN`; overlapping secrets become one."""
         if len(text) < MIN_SECRET:
             return text
         # Replace from left to right.
@@ -108,7 +109,7 @@ def build_redactor(environ: Mapping[str, str] | None = None) -> Callable[[str], 
             done = max(done, end)
         return "".join(pieces) + text[done:]
 
-    return clean
+    return redact_text
 
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
@@ -160,6 +161,7 @@ def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[in
 
 
 def _find_secrets(text: str, values: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each secret in a text: `values`, and what looks like a known key."""
     for value in values:
         start = text.find(value)
         while start >= 0:

@@ -371,6 +371,10 @@ class CheckpointStore:
         self._in_flight = in_flight
 
         def finish(filled: Future[None]) -> None:
+            """Complete a checkpoint whose files are written: digests, final name, links.
+
+            Then old checkpoints are pruned. The result or the error goes into `in_flight`.
+            """
             try:
                 with self._remove_if_failed(step):
                     filled.result()

@@ -40,14 +40,18 @@ class StopOnSignal:
             for number in SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue  # `nohup`: the run survives its terminal
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record and report the first one; a second raises KeyboardInterrupt.
+
+        A second SIGHUP is ignored.
+        """
         if number == signal.SIGHUP:
             _leave_terminal()
             if self._name is not None:

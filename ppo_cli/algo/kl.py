@@ -54,6 +54,10 @@ def token_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: str) -> Tensor:
 
 
 def _plain_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: str) -> Tensor:
+    """Return the KL estimate of each token: x, |x|, x^2 / 2 or k3, with x = logprob - ref_logprob.
+
+    `kind` is "k1", "abs", "k2" or "k3". The gradient is that of the value.
+    """
     x_BT = logprobs_BT - ref_logprobs_BT
     if kind == "k1":
         return x_BT

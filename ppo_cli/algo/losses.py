@@ -194,6 +194,11 @@ def _token_loss(
     chosen_BT: Tensor | None,
     kl_coef: float,
 ) -> _TokenLoss:
+    """Return the loss of each token by the formula of `kind`, not yet weighted or averaged.
+
+    `clip` is (low, high). Raises ValueError for an unknown kind, and if clip_cov or kl_cov gets no
+    `chosen_BT`.
+    """
     # The losses that need no chosen tokens come first.
     if kind not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")

@@ -120,6 +120,7 @@ def full_kl(
 
     # sum_v p_v (log p_v - log q_v), with gradients only through the actor.
     def one_chunk(hidden_nH: Tensor, ref_hidden_nH: Tensor) -> Tensor:
+        """Return the KL of each token of a chunk, (n,); ValueError if the vocabularies differ."""
         logits_nV = _scaled_logits(hidden_nH, head, temperature)
         with torch.no_grad():
             ref_logits_nV = _scaled_logits(ref_hidden_nH, ref_head, temperature)

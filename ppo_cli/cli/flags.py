@@ -117,6 +117,7 @@ def add_command(
     extra_names = {p.name for p in extras}
 
     def command(ctx: typer.Context, **values: Any) -> None:
+        """Collect the parsed command line into `Arguments`, and call `run` with them."""
         # Flags that were not typed are None, and are left to the other layers.
         flags = {
             key.name: (tuple(values[name]) if key.is_list else values[name], f"flag {key.flag}")

@@ -123,6 +123,7 @@ def _first_files(places: Sequence[Path], patterns: Sequence[str]) -> list[str]:
 
 
 def _gsm8k_row(place: Place, record: Record) -> dict[str, Any]:
+    """Return the verl-style row of a GSM8K record; RowError without a question or an answer."""
     _require_text(record, ("question", "answer"), "GSM8K")
     question, answer = record["question"], record["answer"]
     if not final_answer(answer):
@@ -160,6 +161,7 @@ def _read_problems(file: str) -> Records:
 
 
 def _math_row(place: Place, record: Record) -> dict[str, Any]:
+    """Return the verl-style row of a MATH record; RowError without a problem or an answer."""
     _require_text(record, ("problem", "solution"), "MATH")
     problem, solution = record["problem"], record["solution"]
     answer = boxed_answer(solution)

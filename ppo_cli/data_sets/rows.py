@@ -70,6 +70,7 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
 
 
 def _require_utf8(text: str) -> str:
+    """Return the text unchanged; raises NotUtf8Error if it contains half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

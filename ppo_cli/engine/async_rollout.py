@@ -154,6 +154,10 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
 
 
 def _round_to_dict(round_: Round, published: int) -> dict[str, Any]:
+    """Return the part of a round that is saved as JSON: all but the responses' ids and log-probs.
+
+    `published` is the number of publishes so far; the round's own are stored relative to it.
+    """
     assert round_.updated_at is not None
     return {
         "publishes_ago": published - round_.begun_at,
@@ -180,6 +184,10 @@ def _read_arrays(path: Path) -> Iterator[Numbers]:
 
 
 def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int) -> Round:
+    """Build a round from a checkpoint's JSON, and check it; the reverse of `_round_to_dict`.
+
+    Takes token ids and log-probs of each rollout from `rows`. The prompts have ids but no text.
+    """
     prompts = tuple(
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
         for p in saved["prompts"]

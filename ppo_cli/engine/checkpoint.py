@@ -466,6 +466,7 @@ def restore(directory: Path, trained: Sequence[TrainedModel], ranks: Ranks) -> d
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
+    """Return the JSON state of a checkpoint; raises ModelError if the file is not a JSON object."""
     path = directory / "state" / ENGINE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())
@@ -478,10 +479,15 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_weights(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
+    """Read one model's weights on the first rank, and copy them into the model on all ranks."""
     # The expected shapes in the layout of the files; if the layouts differ, transformers converts.
     shapes = {name: tuple(tensor.shape) for name, tensor in part.weights.items()}
 
     def read() -> Mapping[str, Tensor] | StoredTensors:
+        """Open the saved weights by the model's own names; raises ModelError if shapes differ.
+
+        If the files use another layout than the model, transformers loads and converts all of them.
+        """
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         on_disk = {name: tuple(t.shape) for name, t in to_file_layout(part.model, empty).items()}
         stored = StoredTensors(directory, part.stem)
@@ -501,6 +507,10 @@ def _load_weights(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
 
 
 def _load_moments(directory: Path, part: TrainedModel, ranks: Ranks) -> None:
+    """Read one optimizer's moments on the first rank, and load them on all ranks.
+
+    Raises ModelError, with the tensor's name, for a moment of the wrong shape.
+    """
     stored = run_on_all_ranks(
         ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None
     )

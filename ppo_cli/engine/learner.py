@@ -170,7 +170,7 @@ class Learner:
         names: list[str] = []
 
         def collect(group: Sequence[int], last: bool) -> None:
-            annotations = self._annotations(batch, group, from_sampler)
+            annotations = self._compute_annotations(batch, group, from_sampler)
             if group and self._ranks.reports_results:
                 rows.append(torch.as_tensor(group))
                 names[:] = annotations
@@ -361,9 +361,14 @@ class Learner:
         for learner in self._learners().values():
             learner.optimizer.set_progress(self.weight_version)
 
-    def _annotations(
+    def _compute_annotations(
         self, batch: Batch, rows: Sequence[int], from_sampler: bool
     ) -> dict[str, Tensor]:
+        """Return the annotations of one micro-batch by name, each (B, T); all ranks call.
+
+        These are old log-probs and entropies from the actor (not with `from_sampler`), the full KL,
+        reference log-probs, and values; only those that the run needs.
+        """
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
         budget = self._annotate_budget
@@ -400,6 +405,10 @@ class Learner:
         trained: bool,
         flag: str = "--model",
     ) -> Policy:
+        """Load a causal LM onto all ranks, as actor or (with `trained` False) as reference.
+
+        `adapter` injects LoRA layers; `flag` is the setting that error messages name.
+        """
         checkpointing = self._config.model.enable_gradient_checkpointing is not False
         load = partial(load_policy, flag=flag)
         policy: Policy = self._load(load, path, sharding, checkpointing, adapter, trained=trained)
@@ -419,6 +428,7 @@ class Learner:
         settings = self._config.model
 
         def prepare(loaded: Loaded) -> Loaded:
+            """Inject the adapter, if any, and prepare the weights to be trained or frozen."""
             loaded = adapted(loaded, adapter)
             self._preparation.prepare_weights(
                 loaded.model,
@@ -483,6 +493,10 @@ class Learner:
             return loaded.hidden_BLH(torch.arange(7)[None])
 
     def _load_reference(self) -> Policy | None:
+        """Return the frozen reference policy; None if the run does not use one.
+
+        With LoRA and without `ref.path`, it is the actor with its adapter disabled.
+        """
         c = self._config
         if not uses_reference(c):
             return None
@@ -506,6 +520,7 @@ class Learner:
         )  # fmt: skip
 
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
+        """Load the value model, and return it with its optimizer; None if the run has no critic."""
         c = self._config
         if not uses_critic(c):
             return None

@@ -165,10 +165,10 @@ def _build_oracle(
         try:
             small = shrink_config(config, conditions.longest_row, narrow=narrow)
             with torch.device("meta"):
-                size = count_parameters(_build(small, "eager", conditions).model)
+                size = count_parameters(_build_model(small, "eager", conditions).model)
             if size > MOST_PARAMETERS:
                 raise ValueError(f"its smallest layers have {size / 1e6:.0f} million parameters")
-            oracle = _build(small, "eager", conditions)
+            oracle = _build_model(small, "eager", conditions)
             draw_weights(oracle.model)
             batch = build_batch(draw_rollouts(oracle)[:1], pad_token_id=0)
             if not compute_alone(oracle, batch).outputs_BT.isfinite().all():
@@ -180,9 +180,13 @@ def _build_oracle(
     raise errors[0]
 
 
-def _build(
+def _build_model(
     config: PreTrainedConfig, kernel: str, conditions: TrialConditions
 ) -> Policy | ValueModel:
+    """Return an untrained model of a config, in evaluation mode, with attention `kernel`.
+
+    It is a value model if the conditions are those of a critic. On the meta device it stays there.
+    """
     options = {"attn_implementation": kernel, "trust_remote_code": conditions.remote_code}
     config = copy.deepcopy(config)  # building a model writes the kernel into its config
     loaded = (
@@ -218,7 +222,7 @@ def try_mode(
 ) -> dict[str, str]:
     """Return what differs from the oracle in this mode: part -> description."""
     try:
-        loaded = _build(small, mode.kernel, conditions)
+        loaded = _build_model(small, mode.kernel, conditions)
     except DAMAGED as error:
         if "does not support" in str(error):
             return {"model": NO_KERNEL.format(mode.kernel)}
@@ -240,7 +244,7 @@ def try_mode(
     rollouts = draw_rollouts(oracle)
     if conditions.sampler is not None:
         with _catching_errors("sampler", differences):
-            rollouts = _sample(conditions.sampler, loaded.model, rollouts)
+            rollouts = _sample_rollouts(conditions.sampler, loaded.model, rollouts)
     batch = build_batch(rollouts, pad_token_id=0)
     exact = compute_alone(oracle, batch)
     if conditions.sampler is not None and not differences:
@@ -306,9 +310,13 @@ def _differentiate(loaded: Policy | ValueModel, outputs_BT: Tensor) -> Numbers:
     return Numbers(outputs_BT.detach().cpu(), gradients)
 
 
-def _sample(
+def _sample_rollouts(
     build: Callable[..., Sampler], model: Any, rollouts: Sequence[Rollout]
 ) -> list[Rollout]:
+    """Return rollouts that a sampler draws with `model`, for the prompts of `rollouts`.
+
+    `build` constructs the sampler.
+    """
     sampler = build(
         model, eos_token_ids=ENDS, pad_token_id=0, max_num_seqs=ROWS_AT_ONCE,
         detokenize=lambda before, ids: "", compute=Compute(model.device, torch.float32),
@@ -405,6 +413,11 @@ def choose_run_mode(
 
 
 def _require_exact(path: str, verdict: Verdict, conditions: TrialConditions) -> None:
+    """Raise ModelError if the verdict has differences, or if it rejects what the settings ask for.
+
+    The settings may ask for an attention kernel and for packing. `path` names the model in
+    messages.
+    """
     mode, kernel = verdict.mode, conditions.kernel
     if verdict.differences:
         part, difference = next(iter(verdict.differences.items()))
@@ -427,6 +440,7 @@ def _require_exact(path: str, verdict: Verdict, conditions: TrialConditions) -> 
 
 
 def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) -> Iterator[str]:
+    """Yield remarks for the user on a model that was not tried or runs in a slower mode."""
     if verdict.untried:
         yield (
             f"{path} was not tried: no small model of its architecture can be built "

@@ -339,6 +339,7 @@ def _make_grad_spike_check(key: str, flag: str) -> Callable[[History, Limits], s
     """Return a check that warns if a gradient norm jumps; `flag` is the learning rate to lower."""
 
     def check(steps: History, limits: Limits) -> str:
+        """Return a warning if the newest gradient norm is far above the usual one, "" if not."""
         norm, before = _last_values(steps, key, 1), _last_values(steps[:-1], key, 2 * SETTLE_STEPS)
         if not norm or not before:
             return ""

@@ -223,6 +223,7 @@ class TrackioSink(RunSink):
     advice = "Check TRACKIO_DIR"
 
     def _start(self, run_id: str) -> tuple[Any, str]:
+        """Start a trackio run, or resume the run named `run_id`; return the run and its name."""
         import trackio
 
         # trackio identifies a run only by its name, so new runs get a random suffix.
@@ -241,6 +242,7 @@ class SwanlabSink(RunSink):
     advice = "Log in with `swanlab login`, or set SWANLAB_MODE=offline"
 
     def _start(self, run_id: str) -> tuple[Any, str]:
+        """Start a SwanLab experiment, or resume `run_id`; return the experiment and its id."""
         import swanlab
 
         name = run_id or uuid.uuid4().hex[:12]
@@ -259,6 +261,10 @@ class MlflowSink(RunSink):
     _PARAMS_PER_CALL = 100  # the maximum of MLflow's log_batch
 
     def _start(self, run_id: str) -> tuple[Any, str]:
+        """Start an MLflow run with the settings as parameters, or resume `run_id`.
+
+        Returns the client and the run's id.
+        """
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -281,6 +287,7 @@ class MlflowSink(RunSink):
         return client, self._id
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step, with names that MLflow allows."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

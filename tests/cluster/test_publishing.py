@@ -100,14 +100,16 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
         engine = GpuEngine(
             gpu, weights=WHOLE, cache=CLAIMED - WHOLE, update=transfer.sampler, batches_ahead=2
         )
-        monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
+        monkeypatch.setattr(VLLMSampler, "_start_engine", lambda self, *_: None)
         sampler = VLLMSampler(
             "m", eos_token_ids=frozenset({1}), detokenize=lambda ids, context: str(ids),
             max_model_len=1024, sleep=sleep, lora=LoRA(8, 16.0) if lora else None,
         )  # fmt: skip
         sampler._engine = engine
         monkeypatch.setattr(
-            sampler, "_submit", lambda begun, _: engine.submit(f"{begun.key} {len(engine.events)}")
+            sampler,
+            "_submit_request",
+            lambda begun, _: engine.submit(f"{begun.key} {len(engine.events)}"),
         )
         sampler.sleep()  # before the learner's models are loaded
         learner = Learner(gpu, [sampler], transfer.learner)

@@ -94,13 +94,13 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler,
         def submit(begun: Rollout, sampling: Sampling) -> str:
             return engine.submit(f"{begun.prompt.uid} {begun.sample} {next(count)}")
 
-        monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
+        monkeypatch.setattr(VLLMSampler, "_start_engine", lambda self, *_: None)
         sampler = VLLMSampler(
             "m", eos_token_ids=frozenset({1}), detokenize=lambda ids, context: str(ids),
             max_model_len=1024, **options,
         )  # fmt: skip
         sampler._engine = engine
-        monkeypatch.setattr(sampler, "_submit", submit)
+        monkeypatch.setattr(sampler, "_submit_request", submit)
         return sampler, engine
 
     return make
@@ -189,7 +189,7 @@ def started(
     def note(self: VLLMSampler, options: dict[str, Any], way: str) -> None:
         requests.update(options, transfer=way)
 
-    monkeypatch.setattr(VLLMSampler, "_start", note)
+    monkeypatch.setattr(VLLMSampler, "_start_engine", note)
     monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
@@ -266,14 +266,14 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         (greedy, replace(sampling, temperature=0.0)),
         (usual | {"output_kind": 0}, replace(sampling, stop=("END",))),
     ):
-        name = sampler._submit(start_rollouts(PROMPTS, temperature)[6], temperature)
+        name = sampler._submit_request(start_rollouts(PROMPTS, temperature)[6], temperature)
         seed = stream_key(3, "p1", 2) >> 1
         expected = (name, {"prompt_token_ids": [3, 4]}, setting | {"seed": seed}, "adapter")
         assert requests[-1] == expected and seed < 2**63
     assert len({request[0] for request in requests}) == 4
     begun = replace(start_rollouts(PROMPTS, sampling)[6], token_ids=(7, 8))
     for new_tokens, max_tokens in ((3, 3), (9, 4), (None, 4)):  # of at most 6
-        sampler._submit(begun, replace(sampling, new_tokens=new_tokens, seed=99))
+        sampler._submit_request(begun, replace(sampling, new_tokens=new_tokens, seed=99))
         seed = stream_key(3, "p1 from 2", 2) >> 1  # of the round that it began in
         assert requests[-1][1] == {"prompt_token_ids": [3, 4, 7, 8]}
         assert requests[-1][2] == usual | {"seed": seed, "max_tokens": max_tokens}

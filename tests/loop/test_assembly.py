@@ -271,7 +271,7 @@ def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
     engine: EngineFactory = seen.engines
     monkeypatch.setattr(assemble, "AheadEngine", lambda *arguments: arguments)
-    monkeypatch.setattr(EngineFactory, "_make", lambda factory: "inner")
+    monkeypatch.setattr(EngineFactory, "_build_engine", lambda factory: "inner")
     inner, upcoming, *arguments = engine.get()  # type: ignore[misc]
     assert (inner, arguments) == ("inner", [2, 6])
     job = seen.job

@@ -88,6 +88,11 @@ def find_conflicts(section: Section, at: str = "", *, verl: bool = False) -> Ite
 
 
 def _walk_conflicts(section: Section, at: str, below: str, verl: bool) -> Iterator[Clash]:
+    """Yield the declared conflicts of a section, then of its subsections.
+
+    `at` is the name of the outermost section, `below` the path from there to this section; both are
+    "" or end with a dot. With `verl`, conflicts of settings that verl does not read are left out.
+    """
     for row in declared_conflicts(type(section)):
         if not (verl and row.unread_by_verl) and row.applies(section):
             keys = tuple(f"{below}{key}" for key in row.keys.split())

@@ -106,21 +106,21 @@ def plan_micro_batches(
     # Longest first, so that a group's first row gives its width.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tokens = budget.tokens
-    groups = _fill(order, lengths, tokens, budget)
+    groups = _group_rows(order, lengths, tokens, budget)
     # Lower the token limit until padding is small enough.
     while tokens > LEAST_TOKENS and _padding(groups, lengths, budget) > MOST_PADDING:
         tokens = max(LEAST_TOKENS, tokens * 3 // 4)
-        groups = _fill(order, lengths, tokens, budget)
+        groups = _group_rows(order, lengths, tokens, budget)
     count = max(at_least, len(groups))
     # Binary search for the smallest limit with the same number of groups.
     low, high = 1, tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(order, lengths, middle, budget)) <= count:
+        if len(_group_rows(order, lengths, middle, budget)) <= count:
             high = middle
         else:
             low = middle + 1
-    even = _fill(order, lengths, low, budget)
+    even = _group_rows(order, lengths, low, budget)
     # Rows of equal length can need fewer groups (4 rows in 3 groups become 2 and 2): split some.
     while len(even) < min(at_least, len(lengths)):
         fullest = max(even, key=len)
@@ -192,9 +192,15 @@ def _group_by_prompt(
     return [unit for units in of_prompt.values() for unit in units]
 
 
-def _fill(
+def _group_rows(
     order: Sequence[int], lengths: Sequence[int], tokens: int, budget: Budget
 ) -> list[list[int]]:
+    """Group row indices greedily: a row joins the last group, or starts another if that is full.
+
+    `order` has the indices, longest row first. A group is full at `tokens` by the budget's own
+    measure (padded or packed), or at the budget's number of rows. A row that is too long gets its
+    own group.
+    """
     groups: list[list[int]] = []
     # Greedy: rows come in decreasing length.
     real = 0  # tokens of the last group

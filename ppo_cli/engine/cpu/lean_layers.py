@@ -110,6 +110,11 @@ def round_norms(model: nn.Module, states: Callable[[], Tensor]) -> None:
 
 
 def _normalise(module: Any, states_XH: Tensor, *, rounds: bool = False) -> Tensor:
+    """Return the normalised states; this replaces the `forward` of an RMSNorm module.
+
+    With gradients it runs `RootMeanSquare`, which keeps less for the backward pass. With `rounds`
+    the output has the autocast dtype, otherwise float32.
+    """
     device = states_XH.device.type
     dtype = torch.float32
     if rounds and torch.is_autocast_enabled(device):

@@ -164,10 +164,14 @@ def _naming_errors(path: str, what: str, flag: str) -> Iterator[None]:
     except DAMAGED as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(_load_message(path, what, flag, error)) from error
+        raise ModelError(_describe_load_error(path, what, flag, error)) from error
 
 
-def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
+def _describe_load_error(path: str, what: str, flag: str, error: Exception) -> str:
+    """Return the message for a model or tokenizer that failed to load: the cause, and what to do.
+
+    `what` is the part, such as "tokenizer"; `flag` is the setting that names `path`.
+    """
     # Specific causes first, then what is wrong with the files.
     if text := foreign_code(path, error) or _known_limit(path, what, flag, error):
         return text

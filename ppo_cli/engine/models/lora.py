@@ -162,6 +162,7 @@ def adapt(
         return None
 
     def inject(model: Any) -> Any:
+        """Add an adapter in place, freeze all other weights but a value head; return the model."""
         # Targets are chosen by us, exactly, and passed to PEFT.
         peft = _import_peft()
         if settings.quantization is not None:
@@ -309,6 +310,7 @@ def load_merged(model: Any, folder: Path) -> Any:
 
 
 def _import_peft() -> Any:
+    """Return the module peft; raises MissingPart if it is not installed."""
     # Imported on use: runs without LoRA need not wait for it.
     try:
         import peft

@@ -63,21 +63,25 @@ def shrink_config(
 
     Windows longer than the run's longest row keep their size.
     """
-    return type(config).from_dict(_shrink(config.to_dict(), longest_row, narrow))
+    return type(config).from_dict(_shrink_fields(config.to_dict(), longest_row, narrow))
 
 
-def _shrink(fields: dict[str, Any], longest_row: int, narrow: bool) -> dict[str, Any]:
+def _shrink_fields(fields: dict[str, Any], longest_row: int, narrow: bool) -> dict[str, Any]:
+    """Return the fields of a config, nested ones too, with a small value for each size.
+
+    Windows of at least `longest_row` tokens are kept. Widths are divided only if `narrow`.
+    """
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[name] = _shrink(value, longest_row, narrow)
+            small[name] = _shrink_fields(value, longest_row, narrow)
         elif WINDOWS.search(name) and type(value) is int and value >= longest_row:
             small[name] = value
         else:
             small[name] = _shrink_field(name, value)
     _cut_layers(small)
     if narrow and (divisor := _divisor(small)):
-        _narrow(small, divisor)
+        _narrow_widths(small, divisor)
     return small
 
 
@@ -85,7 +89,7 @@ def _shrink_field(name: str, value: Any) -> Any:
     """Return the value of one config field, limited by the pattern that its name matches.
 
     The patterns are those of windows, blocks, vocabulary, experts, soft caps and ids of special
-    tokens. Other values are unchanged; `_cut_layers` and `_narrow` shrink layers and widths.
+    tokens. Other values are unchanged; `_cut_layers` and `_narrow_widths` shrink layers and widths.
     """
     if TOKEN_IDS.search(name):
         if isinstance(value, list):
@@ -186,7 +190,11 @@ def _widths(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-def _narrow(fields: dict[str, Any], divisor: int) -> None:
+def _narrow_widths(fields: dict[str, Any], divisor: int) -> None:
+    """Divide the widths in a config's fields by `divisor`, in place, and what depends on widths.
+
+    That is attention scales and the tables of rotary embeddings.
+    """
     for name, value in [*_widths(fields)]:
         fields[name] = max(NARROWEST, value // divisor // NARROWEST * NARROWEST
                            if INDEPENDENT.search(name) else value // divisor)  # fmt: skip

@@ -245,6 +245,7 @@ class HFSampler:
     def _generate(
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
+        """Continue the rollouts; yield each one when it ends or reaches the limit of `sampling`."""
         self._weight_version = weight_version
         # Weights of linear layers are cast once for the whole call.
         waiting = _list_jobs(begun)
@@ -255,7 +256,7 @@ class HFSampler:
             with self._sampling_mode(cast):
                 running, finished = self._advance(waiting, running, sampling)
             for rows, i in finished:
-                yield self._rollout(rows, i, sampling, weight_version)
+                yield self._build_rollout(rows, i, sampling, weight_version)
             finished = []
 
     def _advance(
@@ -415,7 +416,13 @@ class HFSampler:
         rows.alive_R[done] = False
         return [(rows, int(i)) for i in done]
 
-    def _rollout(self, rows: Rows, i: int, sampling: Sampling, weight_version: int) -> Rollout:
+    def _build_rollout(
+        self, rows: Rows, i: int, sampling: Sampling, weight_version: int
+    ) -> Rollout:
+        """Return the rollout of row `i`, extended by the row's sampled tokens and log-probs.
+
+        Entropies are added if the sampler records them.
+        """
         begun = rows.jobs[i].begun
         new = slice(len(begun.token_ids), int(rows.counts_R[i]))
         rollout = extend_rollout(
@@ -593,7 +600,7 @@ def draw_tokens(
         chosen_R1 = logits_RV.argmax(-1, keepdim=True)
     else:
         uniforms_R1 = send(torch.from_numpy(uniforms_R), logits_RV.device)[:, None]
-        chosen_R1 = _draw(probs_RV, sampling, uniforms_R1)
+        chosen_R1 = _draw_tokens(probs_RV, sampling, uniforms_R1)
     chosen_R = chosen_R1[:, 0]
     logprobs_R = probs_RV.gather(-1, chosen_R1)[:, 0].log()
     if not with_entropies:
@@ -602,7 +609,11 @@ def draw_tokens(
     return chosen_R, logprobs_R, logsumexp_R - torch.linalg.vecdot(probs_RV, logits_RV)
 
 
-def _draw(probs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
+def _draw_tokens(probs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
+    """Draw one token id per row, (R, 1), after top-k and top-p, by inverting the cumulative sum.
+
+    `uniforms_R1` are random numbers in [0, 1), one per row.
+    """
     top_k = min(sampling.top_k, probs_RV.shape[-1])
     if top_k <= 0 and sampling.top_p >= 1:
         return _invert(probs_RV, uniforms_R1)

@@ -273,12 +273,17 @@ def limit_time_steps(model: nn.Module) -> Iterator[None]:
         for mixer in model.modules():
             low, high = getattr(mixer, "time_step_limit", None) or (0.0, math.inf)
             if isinstance(mixer, nn.Module) and (low > 0 or high < math.inf):
-                hooks.enter_context(_limit_outputs(mixer, low, high))
+                hooks.enter_context(_limit_layer_steps(mixer, low, high))
         yield
 
 
 @contextmanager
-def _limit_outputs(mixer: Any, low: float, high: float) -> Iterator[None]:
+def _limit_layer_steps(mixer: Any, low: float, high: float) -> Iterator[None]:
+    """Context in which the time steps of one Mamba 2 layer are limited to [`low`, `high`].
+
+    A forward hook on `in_proj` clamps its outputs, which are the time steps before bias and
+    softplus.
+    """
     bias = mixer.dt_bias.float()
     scale = mixer.mup_vector[0, 0, -len(bias) :] if hasattr(mixer, "mup_vector") else 1.0
     # The inverse of softplus; Falcon-H1 scales the outputs of `in_proj` before adding the bias.

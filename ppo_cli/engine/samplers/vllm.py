@@ -182,7 +182,7 @@ class VLLMSampler:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.padded_rank()}
         if not on_gpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = cpu_cache_bytes
-        self._start(options, transfer)
+        self._start_engine(options, transfer)
 
     def generate(
         self,
@@ -280,11 +280,11 @@ class VLLMSampler:
 
     def wake_weights(self) -> None:
         """Allocate the memory of the weights again, before new weights arrive."""
-        self._wake("weights")
+        self._wake_memory("weights")
 
     def wake_cache(self) -> None:
         """Allocate the memory of the cache again, before new requests."""
-        self._wake("kv_cache")
+        self._wake_memory("kv_cache")
 
     def close(self) -> None:
         """Free everything. Safe to call twice."""
@@ -301,7 +301,12 @@ class VLLMSampler:
             remove(self._folder, self._rendezvous_files)
             self._folder = None
 
-    def _start(self, options: dict[str, Any], transfer: str) -> None:
+    def _start_engine(self, options: dict[str, Any], transfer: str) -> None:
+        """Build the vLLM engine from `options`, vLLM's arguments, and a way of weight transfer.
+
+        Raises MissingPart if vLLM does not import, UserError for an argument that vLLM does not
+        have, and ModelError if it refuses the model.
+        """
         try:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
@@ -339,6 +344,11 @@ class VLLMSampler:
     def _generate(
         self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
+        """Continue the rollouts; yield each one when it ends or reaches the limit of `sampling`.
+
+        Raises RuntimeError while an earlier iterator is still in use. Closing this iterator aborts
+        its requests.
+        """
         if self._busy:
             raise RuntimeError("the iterator of the last generate() is neither used up nor closed")
         self._busy = True
@@ -351,7 +361,7 @@ class VLLMSampler:
             while waiting or jobs:
                 while waiting and len(jobs) < self.capacity.rows:
                     job = waiting.popleft()
-                    jobs[self._submit(job, sampling)] = job
+                    jobs[self._submit_request(job, sampling)] = job
                 for output in self._advance(jobs, waiting):
                     name, drawn = output.request_id, output.outputs[0]
                     if name not in jobs:
@@ -365,7 +375,7 @@ class VLLMSampler:
                         if not output.finished:
                             self._engine.abort_request([name], internal=False)
                         new = None if end is None else end - len(before)
-                        yield self._rollout(job, drawn, new, sampling, weight_version)
+                        yield self._build_rollout(job, drawn, new, sampling, weight_version)
         finally:
             self._busy = False
             if jobs and self._engine is not None:
@@ -388,7 +398,8 @@ class VLLMSampler:
         self.capacity.halve(tried)
         return []
 
-    def _submit(self, begun: Rollout, sampling: Sampling) -> str:
+    def _submit_request(self, begun: Rollout, sampling: Sampling) -> str:
+        """Send vLLM the request that continues a rollout; return the request's id."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -421,7 +432,7 @@ class VLLMSampler:
         self._engine.add_request(name, text, params, lora_request=self._adapter)
         return name
 
-    def _rollout(
+    def _build_rollout(
         self, begun: Rollout, output: Any, end: int | None, sampling: Sampling, weight_version: int
     ) -> Rollout:
         """Extend a rollout by vLLM's output, cut after `end` tokens if a stop string ends there."""
@@ -448,7 +459,11 @@ class VLLMSampler:
         while core.scheduler.has_requests() or core.batch_queue:
             self._engine.step()
 
-    def _wake(self, tag: str) -> None:
+    def _wake_memory(self, tag: str) -> None:
+        """Allocate one part of vLLM's memory again, "weights" or "kv_cache", if it is asleep.
+
+        Raises UserError if it does not fit next to the learner.
+        """
         if tag not in self._asleep:
             return
         try:

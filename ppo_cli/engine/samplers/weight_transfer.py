@@ -192,19 +192,20 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         """Open the store and wait for all workers."""
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
-            engine._meet(init_info)
+            engine._connect_workers(init_info)
         return engine
 
-    def _meet(self, info: GlooTrainerInfo) -> None:
+    def _connect_workers(self, info: GlooTrainerInfo) -> None:
+        """Open a store, send the samplers' workers its port, and wait until all have joined."""
         # Rank 0 is the trainer, the workers follow.
         store, size = open_store(info.address, info.timeout_s), 1 + self.client.num_gpus
         request = asdict(info) | {"port": store.port, "rank_offset": 1, "world_size": size}
         del request["rank"]
 
-        def meet() -> None:
+        def join_group() -> None:
             self._group = GlooGroup(store, 0, size, info.timeout_s)
 
-        _run_alongside(lambda: self.client.init_weight_transfer_engine(request), meet)
+        _run_alongside(lambda: self.client.init_weight_transfer_engine(request), join_group)
 
     def send_weights(self) -> None:
         """Run a transfer: the samplers receive while this rank sends."""

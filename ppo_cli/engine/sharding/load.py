@@ -60,10 +60,14 @@ class ExtractedWeights:
                     if tensor is None or tensor not in self.names:
                         continue
                     if tensor not in received:
-                        received[tensor] = self._send(tensor, ranks, device)
+                        received[tensor] = self._broadcast_weight(tensor, ranks, device)
                     tensors[name] = received[tensor]  # type: ignore[assignment]
 
-    def _send(self, placeholder: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
+    def _broadcast_weight(self, placeholder: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
+        """Return a placeholder's tensor on `device`, broadcast from the first rank; all ranks call.
+
+        The first rank then drops its copy of a parameter.
+        """
         name, is_parameter = self.names[placeholder], isinstance(placeholder, nn.Parameter)
         weights = self.weights.pop(name, None) if is_parameter else self.weights.get(name)
         sent = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device)

@@ -81,16 +81,17 @@ def _list_parts_to_split(module: nn.Module, style: str) -> list[tuple[nn.Module,
     """
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
-        return [(module, _style(style))]
-    parts = [(base, _style(style))]
+        return [(module, _build_style(style))]
+    parts = [(base, _build_style(style))]
     # Columns of the layer are columns of B, rows of the layer are rows of A.
     beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     if beside is not None:
-        parts += [(part, _style(style)) for part in getattr(module, beside).values()]
+        parts += [(part, _build_style(style)) for part in getattr(module, beside).values()]
     return parts
 
 
-def _style(name: str) -> ParallelStyle:
+def _build_style(name: str) -> ParallelStyle:
+    """Return torch's parallel style for the name of a style in a plan, such as "colwise"."""
     if name == "colwise":
         return ColwiseParallel()
     if name == "colwise_gather_output":

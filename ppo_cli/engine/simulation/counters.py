@@ -45,7 +45,7 @@ MAKERS: Mapping[str, str] = {
     "one_chunk": "logits",
     "full_kl": "logits",
     "_init_sharded_param": "parameters",
-    "_send": "parameters",
+    "_broadcast_weight": "parameters",
 }
 # Part of an operation's name -> the collective.
 KINDS: Mapping[str, str] = {
@@ -85,12 +85,12 @@ class MemoryCounter:
         if key not in self._alive:
             # torch keeps a storage's Python object alive as long as the storage itself.
             self._watchers[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._set(key, storage.nbytes(), find_maker())
+            self._count_storage(key, storage.nbytes(), find_maker())
 
     def resize(self, storage: Any) -> None:
         """Update the count of a storage that was resized in place."""
         if storage._cdata in self._alive:
-            self._set(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1])
+            self._count_storage(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1])
 
     def rename(self, tensors: Iterator[Tensor], maker: str) -> None:
         """Assign the memory of these tensors to another kind."""
@@ -98,9 +98,13 @@ class MemoryCounter:
             local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             key = local.untyped_storage()._cdata
             if key in self._alive:
-                self._set(key, self._alive[key][0], maker)
+                self._count_storage(key, self._alive[key][0], maker)
 
-    def _set(self, key: int, size: int, maker: str) -> None:
+    def _count_storage(self, key: int, size: int, maker: str) -> None:
+        """Set the size in bytes and the kind (`maker`) of a storage, and update totals and peak.
+
+        `key` identifies the storage; one that is not counted yet is added.
+        """
         with self._lock:
             before, old_maker = self._alive.get(key, (0, maker))
             self._alive[key] = (size, maker)

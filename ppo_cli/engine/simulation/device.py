@@ -158,7 +158,7 @@ class Simulator(Watch):
             return args[0]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == NAME and not is_fake:
-            return self._create(func, args, kwargs)
+            return self._create_fake(func, args, kwargs)
         if is_fake and func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return self._multiply_groups(args, kwargs)
         if is_fake and func in (aten.index.Tensor, aten.nonzero.default):
@@ -172,7 +172,8 @@ class Simulator(Watch):
         with self.fakes:
             return torch.empty_like(tensor, device=device)
 
-    def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _create_fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a factory, or a copy to the simulated device; return a tensor without data."""
         with self.fakes:
             if func is aten._to_copy.default:
                 source = args[0]
@@ -290,7 +291,11 @@ def _is_cast(value: Any) -> bool:
     )
 
 
-def _to(value: Any, dtype: torch.dtype) -> Any:
+def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a value to `dtype` as autocast does; the copies of weights are cached.
+
+    Returns everything but floating-point tensors on the simulated device, and float64, unchanged.
+    """
     if not _is_cast(value) or value.dtype == dtype:
         return value
     # The conditions of torch's own weight cache.
@@ -312,7 +317,7 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(lambda value: _to(value, dtype), (args, kwargs))
+    return pytree.tree_map(lambda value: _cast_value(value, dtype), (args, kwargs))
 
 
 def _cast_lower(args: Any, kwargs: Any) -> Any:

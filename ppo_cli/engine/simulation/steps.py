@@ -250,6 +250,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
         return loaded
 
     def adapt_empty(*args: Any) -> Callable[[nn.Module], nn.Module] | None:
+        """Replace `adapt`: return a function that adds an adapter without numbers, or None."""
         inject = adapt(*args)
         if inject is None:
             return None

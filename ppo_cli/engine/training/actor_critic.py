@@ -85,7 +85,8 @@ def compute_token_stats(
     # Small logits are kept for the backward pass, large ones are computed again.
     count = len(micro_batch.targets_N) * policy.model.config.get_text_config().vocab_size
 
-    def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+    def compute_stats(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies of the response tokens, and with `kl_to` the full KL."""
         hidden_NH = micro_batch.gather_states(policy.hidden_BLH(input_ids_BL, micro_batch.packed))
         logprobs_N, entropy_N = gather_logprobs_entropy(
             hidden_NH, policy.head, micro_batch.targets_N, temperature, LOGIT_CHUNK, with_entropy,
@@ -97,7 +98,7 @@ def compute_token_stats(
         return logprobs_N, entropy_N, *_full_kl(hidden_NH, policy, kl_to, micro_batch, temperature)
 
     with compute.autocast():
-        return TokenStats(*policy.run(view, micro_batch.input_ids_BL))
+        return TokenStats(*policy.run(compute_stats, micro_batch.input_ids_BL))
 
 
 def _full_kl(
@@ -107,7 +108,14 @@ def _full_kl(
     micro_batch: MicroBatch,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    def compare(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+    """Return the tuple (kl_N,), the full KL(policy || reference) of the response tokens.
+
+    `hidden_NH` are the policy's hidden states; the reference's are computed here, without
+    gradients.
+    """
+
+    def compute_kl(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+        """Run the reference, and return (kl_N,), while the reference's weights are available."""
         with torch.no_grad():
             ref_hidden_NH = micro_batch.gather_states(
                 reference.hidden_BLH(input_ids_BL, micro_batch.packed)
@@ -119,8 +127,8 @@ def _full_kl(
         )
 
     if reference.backbone is policy.backbone:  # LoRA: the weights are available already
-        return compare(micro_batch.input_ids_BL)
-    return reference.run(compare, micro_batch.input_ids_BL)
+        return compute_kl(micro_batch.input_ids_BL)
+    return reference.run(compute_kl, micro_batch.input_ids_BL)
 
 
 class ModelLearner:
@@ -302,6 +310,7 @@ class ActorLearner(ModelLearner):
             self._experts.reset_assignments()
 
         def collect(rows: Sequence[int], last: bool) -> None:
+            """Run a micro-batch: count expert assignments, and store log-probs in `own_BT`."""
             micro_batch = self._cut(batch, rows)
             with self._experts.recording(micro_batch, counts=True):
                 seen = compute_token_stats(
@@ -397,6 +406,10 @@ class ActorLearner(ModelLearner):
     def _kl_BT(
         self, batch: TrainBatch, micro_batch: MicroBatch, seen: TokenStats, new_BT: Tensor
     ) -> Tensor:
+        """Return the KL to the reference, (B, T); raises ValueError without a reference.
+
+        `new_BT` are the actor's current log-probs. The full KL is used if `seen` has it.
+        """
         if self._reference is None or batch.ref_logprobs_BT is None:
             raise ValueError("a KL loss needs a reference model")
         if seen.full_kl_N is not None:

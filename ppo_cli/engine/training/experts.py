@@ -70,10 +70,10 @@ class ExpertMonitor:
         self._losses: dict[str, Tensor] = {}  # of the micro-batch, before their coefficients
         for name, module in backbone.named_modules():
             if name.rpartition(".")[2] == "experts":
-                module.register_forward_pre_hook(partial(self._count, name))
+                module.register_forward_pre_hook(partial(self._count_tokens, name))
                 self.present = True
         for name, router, index in _routers(backbone) if self.balances else ():
-            router.register_forward_hook(partial(self._route, name, index))
+            router.register_forward_hook(partial(self._observe_router, name, index))
 
     def reset(self) -> None:
         """Start a mini-batch."""
@@ -116,7 +116,8 @@ class ExpertMonitor:
         """Return (R, E) of this rank: tokens of each expert of each layer; None without experts."""
         return torch.stack([*self._counts.values()]).cpu() if self._counts else None
 
-    def _count(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+    def _count_tokens(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook: count the tokens of each expert of layer `name` for the metrics."""
         # A LoRA reference shares these layers; it runs without gradients and is not counted.
         if not self._recording or not torch.is_grad_enabled():
             return
@@ -130,7 +131,12 @@ class ExpertMonitor:
         )
         counts_E.index_add_(0, index_NK.flatten(), weight_N1.flatten().double())
 
-    def _route(self, name: str, index: int, module: Any, inputs: Any, output: Any) -> Any:
+    def _observe_router(self, name: str, index: int, module: Any, inputs: Any, output: Any) -> Any:
+        """Forward hook: count assignments in the first pass, attach router losses in the second.
+
+        `index` is the place of the logits in a tuple `output`. Returns the output with the losses
+        attached to its gradient, or None to leave it unchanged.
+        """
         if self._weight_N is None:
             return None
         logits_NE = output[index] if isinstance(output, tuple) else output

@@ -113,7 +113,7 @@ class Optimizer:
         norm = self._norm()
         stepped = math.isfinite(norm)
         if stepped:
-            self._clip(norm)
+            self._clip_gradients(norm)
             self._place_moments(at_work=True)
             self._adamw.step()
             self._stepped.update(graded)
@@ -188,7 +188,11 @@ class Optimizer:
                     pieces *= parameter.device_mesh.size(axis)
         return self._ranks.size / pieces
 
-    def _clip(self, norm: float) -> None:
+    def _clip_gradients(self, norm: float) -> None:
+        """Clip the gradients in place: each value first, if set, then the norm.
+
+        `norm` is the norm of all gradients before clipping.
+        """
         grads = [p.grad for p in self._pieces.values() if p.grad is not None]
         # First by value, then by the norm that is left.
         if self._clip_grad_value is not None:

@@ -69,6 +69,10 @@ def reward_function(folder: Path, where: str) -> Function:
         extra_info: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> dict[str, Any]:
+        """Return the score of a response, and its parts, from the reward server.
+
+        Raises RewardError if the row was not prepared by the bridge.
+        """
         nonlocal server
         row = (extra_info or {}).get(ROW)
         if row is None:

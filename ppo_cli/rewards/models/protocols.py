@@ -80,8 +80,8 @@ def unreadable(message: str) -> RemoteError:
 
 
 def as_list(value: Any, count: int, where: str) -> list[Any]:
-    # A reply of another length cannot be matched to the samples.
     """Return a list of exactly `count` items, or raise RemoteError."""
+    # A reply of another length cannot be matched to the samples.
     if not isinstance(value, list):
         raise unreadable(f"{where} should be a list, but is {shorten_repr(value)}")
     if len(value) != count:

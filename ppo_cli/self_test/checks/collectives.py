@@ -98,6 +98,7 @@ def run_ranks(
 def _run_rank(
     rank: int, size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup, pipe: Any
 ) -> None:
+    """Join the group as one rank, in a forked process; send the result of `work` to `pipe`."""
     # A file in the check's folder is enough to meet on one machine.
     device = torch.device(setup.device, rank) if setup.device == "cuda" else torch.device("cpu")
     meeting = f"file://{setup.folder / 'meeting'}"
@@ -107,6 +108,10 @@ def _run_rank(
 
 
 def _check_rank(ranks: Ranks, setup: Setup) -> dict[str, Any]:
+    """Run all parts of the check on one rank; return {"parts": ..., "figures": ...}.
+
+    Each part has the gaps that it measured, or the text of its error; the figures are speeds.
+    """
     parts: dict[str, Any] = {}
     figures: dict[str, Any] = {}
     # An error in one part must not hide the others.

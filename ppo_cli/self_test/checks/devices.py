@@ -38,6 +38,7 @@ def check_devices(setup: Setup, results: Results) -> None:
 
 
 def _check_gpu(index: int, planned_bytes: int, results: Results) -> None:
+    """Check one GPU: its memory against `planned_bytes` (from NVML), bfloat16, and a sum."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     results.compare(
         f"memory of GPU {index} by NVML and by CUDA", abs(planned_bytes / total_bytes - 1),

@@ -122,6 +122,10 @@ def check_attention(setup: Setup, results: Results) -> None:
 
 
 def _check_head_sizes(setup: Setup, results: Results) -> None:
+    """Compare packed attention with float64 for all head sizes, then shared prompts with one size.
+
+    On a GPU, shared prompts are proven only if they are also faster.
+    """
     # Every head size alone, then shared prompts with the size of the model.
     size = setup.shape.head_size
     dtypes = (torch.float32,) if setup.device == "cpu" else (torch.float32, torch.bfloat16)
@@ -164,6 +168,10 @@ def _time_rows(setup: Setup, *, shared: bool = False) -> float:
 def _check_rows(
     setup: Setup, results: Results, size: int, dtype: torch.dtype, *, shared: bool
 ) -> None:
+    """Compare packed attention and its gradients, for one head size and dtype, with float64.
+
+    With `shared`, some rows share the tokens of a prompt.
+    """
     heads, kv_heads = setup.shape.heads, setup.shape.kv_heads
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True  # type: ignore[assignment]

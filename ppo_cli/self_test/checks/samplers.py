@@ -75,6 +75,7 @@ def make_prompts(tokenizer: Any) -> list[Prompt]:
 
 
 def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) -> None:
+    """Compare a sampler with the exact model: responses, seeds, new weights and sleep."""
     tokenizer = load_tokenizer(model_folder(config.model.path))
     prompts, exact = make_prompts(tokenizer), Exact(config)
     limit = LIMITS[str(config.model.dtype)]
@@ -142,6 +143,7 @@ def compare_logprobs(
 
 
 def _load_other_weights(sampler: Sampler, exact: Exact, version: int) -> Mapping[str, Tensor]:
+    """Add noise to the exact model's weights, load them into the sampler too, and return them."""
     # Noise in every weight, so that old weights give other log-probs.
     generator = torch.Generator().manual_seed(version)
     for name, tensor in exact.weights.items():

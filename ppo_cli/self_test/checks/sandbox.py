@@ -83,6 +83,10 @@ def _check_answers(pool: CodePool, results: Results) -> None:
 
 
 def _check_escape(pool: CodePool, folder: Path, results: Results) -> None:
+    """Require that code in the sandbox cannot do what it can do outside of it.
+
+    That is to connect to a port, read and write files, signal a process, and read the environment.
+    """
     secret = folder / "secret"
     secret.write_text("nobody inside reads this")
     with socket.create_server(("127.0.0.1", 0)) as listener:

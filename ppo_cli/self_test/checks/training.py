@@ -229,6 +229,7 @@ def _copy_as_leaf(tensor: Tensor) -> Tensor:
 def _apply_gradients(
     loss: Tensor, weights: dict[str, Tensor], adamw: AdamWFormulas, settings: Any
 ) -> float:
+    """Update `weights` in place with one AdamW step on `loss`; return the gradient norm."""
     grads = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
     named = {
         n: torch.zeros_like(t) if g is None else g
