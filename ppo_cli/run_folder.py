@@ -570,7 +570,10 @@ def _find_store(source: Path) -> CheckpointStore | None:
 
 
 def _choose_checkpoint(store: CheckpointStore, checkpoint: str | None) -> Path:
-    """The checkpoint that `--checkpoint best|latest|10|step_000010|PATH` means."""
+    """The checkpoint that `--checkpoint best|latest|10|step_000010|PATH` means; None is the latest.
+
+    ModelError if it does not exist.
+    """
     newest = store.newest()
     assert newest is not None
     # By a fixed word, by step, by name, or by path.

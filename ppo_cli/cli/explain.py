@@ -62,7 +62,10 @@ def describe_type(key: Key) -> str:
 
 
 def find_setting_facts(name: str) -> dict[str, Any]:
-    """Return a setting's facts by its key, the end of its key, flag or variable; {} if unknown."""
+    """Return a setting's facts by its key, the end of its key, flag or variable; {} if unknown.
+
+    The end of several keys finds none of them. Facts without a value are left out.
+    """
     spelt = "--" + name.removeprefix("--").replace("-", "_")
     key = next((k for k in table().values() if name == k.env or spelt == k.flag), find_key(name))
     # `clip_ratio` means actor.clip_ratio, unless several keys end with the name.

@@ -287,7 +287,10 @@ class Placement:
 
 
 def placement_of(config: Config, gpus: int | None = None) -> Placement:
-    """Return which devices do what; `gpus` is the number visible on this node, None counts them."""
+    """Return which devices do what; `gpus` is the number visible on this node, None counts them.
+
+    Whether these devices exist is not checked. Raises ValueError as `read_placement` does.
+    """
     per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
     if engine_name(config, gpus) == "local":
         return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)

@@ -158,9 +158,10 @@ SHOWN_FIELDS = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "onl
 
 
 def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
-    """Return the plan of a reward that scores this many responses.
+    """Return the formula of a mixture, how its reward models are read, and each judge's calls.
 
-    There are no sentences when one rule, function or judge scores alone.
+    `responses` is the number that the whole run scores; None if unknown. There are no sentences
+    when one rule, function or judge scores alone.
     """
     parts = mixture_of(reward)
     total = mixture_line(parts) if parts else None

@@ -1,10 +1,10 @@
 r"""Extracts the answer of a response, in the same way for all rules.
 
-The answer is the complete content of the last mark: `<answer>…</answer>`, `\boxed{…}`, `####`, or
-an announcement such as "the answer is" in a dozen languages. A response without a mark has an
-answer only if its last sentence ends in a complete expression. Nothing is taken out of the middle
-of a text. Patterns that run over the whole response have bounded repeats, so that long hostile
-text is read in linear time.
+The answer is the complete content of the last `<answer>…</answer>`, or else of the last other
+mark: `\boxed{…}`, `####`, or an announcement such as "the answer is" in a dozen languages. A
+response without a mark has an answer only if its last sentence ends in a complete expression.
+Nothing is taken out of the middle of a text. Patterns that run over the whole response have bounded
+repeats, so that long hostile text is read in linear time.
 """
 
 from __future__ import annotations
@@ -215,7 +215,11 @@ _MARKUP = re.compile(r"[*$`\"]|\\[()\[\]]")
 
 
 def extract_answer(reply: str, *, choice: bool = False) -> Extraction:
-    """Return the answer of a response; with `choice` a letter from A to J."""
+    """Return the answer of a response without its thoughts; with `choice` a letter from A to J.
+
+    A closed `<answer>` wins over all other marks, also later ones. If the last one is not closed,
+    only the other marks are read.
+    """
     text = clean(strip_reasoning(reply)).replace('\\"', '"')
     tagged, unclosed = find_tagged(text)
     if unclosed:
@@ -297,9 +301,10 @@ def find_after_hashes(text: str) -> str | None:
 
 
 def find_marked_answer(text: str, *, choice: bool = False) -> str | None:
-    """Return the content of the last mark with an answer; tags are read elsewhere.
+    """Return the content of the last mark; `<answer>` tags are read elsewhere.
 
-    A mark with words in it, such as the heading `#### Step 2`, counts only if no other does.
+    An announcement or `####` with words in it, such as the heading `#### Step 2`, counts only if no
+    other mark does. A box always counts; an empty one gives None.
     """
     wordy_answer: str | None = None
     for kind, content in _list_marks(text, choice):

@@ -250,9 +250,10 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     reads_thoughts=True,
 )
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
-    """1 for a closed thought, then `<answer>…</answer>`; None for a user's pattern.
+    """1 for a closed thought, then `<answer>…</answer>` and nothing else.
 
-    A user's pattern may backtrack for ever, so it is matched in a worker.
+    None if the user gives a pattern, as `pattern` or as the row's `format`: it may backtrack for
+    ever, so it is matched in a worker.
     """
     if extra.get("format") or pattern:
         return None

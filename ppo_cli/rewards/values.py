@@ -269,7 +269,11 @@ def _read_repeating(match: re.Match[str]) -> Fraction | None:
 def _add_unit(
     rest: str, value: Fraction | None, rounded: bool, currency: str = ""
 ) -> Quantity | None:
-    """Return the quantity of a number and the text after it; None where that is not a unit."""
+    """Return the quantity of a number and the text after it; None where that is not a unit.
+
+    Words that are not known count as units, too (`3 apples`). `million` multiplies the value, `%`
+    only sets `percent`. `rounded`: the number has decimals or an exponent.
+    """
     if value is None or rest.startswith(".."):
         return None
     marked = _TEXT_COMMAND.match(rest.lstrip(" ~\\,;:!")) is not None

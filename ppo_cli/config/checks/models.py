@@ -75,7 +75,10 @@ def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _count_heads(path: str) -> dict[str, int]:
-    """Return the numbers of attention heads of a model; empty when they cannot be read here."""
+    """Return the numbers of `attention heads` and `key-value heads` (the keys) of a model.
+
+    Empty when its config.json is not on this machine or does not name them.
+    """
     try:
         model_config = read_json(Path(model_folder(path)).expanduser() / "config.json")
     except (ModelError, RuntimeError):  # a home that is nobody's

@@ -151,7 +151,11 @@ def read_free(raw: Any) -> Any:
 
 
 def _read_kind(kind: Any, raw: Any) -> Any:
-    """Return a raw value converted to the declared type `kind`; ValueError if it does not fit."""
+    """Return a raw value converted to the declared type `kind`; ValueError if it does not fit.
+
+    `kind` is a Literal, a tuple, a dict or a scalar; a union means one text or several. None is not
+    part of it: `read_value` handles unset values.
+    """
     # By the declared type: a choice, a list, text or several texts, a group, or a scalar.
     origin = get_origin(kind)
     if origin is Literal:

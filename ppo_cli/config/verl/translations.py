@@ -282,9 +282,10 @@ def _translate_token_budget(state: TranslationState, entry: Entry, count: int) -
     _parse_count, null=False,
 )  # fmt: skip
 def _translate_row_budget(state: TranslationState, entry: Entry, count: int) -> None:
-    """Turn a number of sequences into the token budget of that many longest sequences.
+    """Turn the rows of a micro-batch that is only scored into a budget of as many longest rows.
 
-    With token budgets it is ignored, as in verl.
+    Names without `_per_gpu` count the rows over all ranks. If verl has dynamic batches, the entry
+    is ignored, except for the reward model, whose longest row is its own `max_length` if set.
     """
     part, shared = entry.name.partition(".")[0], not entry.name.endswith("_per_gpu")
     target = _budget_of(part)

@@ -191,9 +191,9 @@ def _widths(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _narrow_widths(fields: dict[str, Any], divisor: int) -> None:
-    """Divide the widths in a config's fields by `divisor`, in place, and what depends on widths.
+    """Divide the widths of a config in place, also in its tables of layers; heads are kept.
 
-    That is attention scales and the tables of rotary embeddings.
+    INDEPENDENT widths become multiples of NARROWEST. Attention scales and RoPE tables are adapted.
     """
     for name, value in [*_widths(fields)]:
         fields[name] = max(NARROWEST, value // divisor // NARROWEST * NARROWEST

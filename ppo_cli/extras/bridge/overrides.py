@@ -54,7 +54,7 @@ def verl_names() -> frozenset[str]:
 
 @cache
 def verl_names_by_key() -> dict[str, tuple[str, ...]]:
-    """Return verl's names for each of our settings."""
+    """Return verl's names for each of our settings; an empty tuple where verl 0.9.1 has none."""
     names = foreign_names()
     names_by_key: dict[str, list[str]] = {}
     for key in table():
@@ -153,7 +153,7 @@ def _write_attention(config: Config) -> Values:
 
 @_register_writer("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
 def _write_checkpointing(config: Config) -> Values:
-    """Write gradient checkpointing of actor and critic; unset is on for verl."""
+    """Write gradient checkpointing; the actor's is on when unset, the critic's as the actor's."""
     actor = config.model.enable_gradient_checkpointing
     # Unset means that our engine decides by memory; verl needs a value.
     critic = config.critic.model.enable_gradient_checkpointing
@@ -287,7 +287,10 @@ def _write_algorithm(config: Config) -> Values:
 
 @_register_writer("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
 def _write_overlong(config: Config) -> Values:
-    """The penalty of long responses is done by verl's dapo manager, which counts tokens."""
+    """Write the penalty of long responses: verl's dapo manager, which counts tokens.
+
+    Without the penalty, the manager is `naive` and nothing else is written.
+    """
     shaping = config.reward.shaping
     if shaping.overlong_buffer is None:
         return {"reward.reward_manager.name": "naive"}

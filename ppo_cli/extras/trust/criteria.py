@@ -210,7 +210,11 @@ def criteria_facts(
 
 
 def _criterion_facts(entry: GradedCriterion, labels: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of one criterion: mean, correlations, agreement with labels."""
+    """Return mean, correlations, and agreement with people's grades of the same criterion.
+
+    Credits are correlated with the rubric's other criteria and with `labels`, one for each response
+    as a whole. In place of an undefined correlation there is the reason.
+    """
     credit, rest = as_floats(entry.credits), as_floats(entry.rest)
     label = as_floats([labels[n] for n in entry.rows])
 

@@ -422,7 +422,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._discard_input()
 
     def _discard_input(self) -> None:
-        """Read the rest of a refused request: closing earlier would reset the connection."""
+        """Stop sending, and read the rest of a refused request for at most BODY_S seconds.
+
+        Closing at once would reset the connection, and the client might lose the answer.
+        """
         self.close_connection = True
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_WR)

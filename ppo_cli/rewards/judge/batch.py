@@ -112,7 +112,8 @@ class BatchJudge:
     async def ask(self, question: Question, *, timeout: float) -> Reply:
         """Return the reply from a batch job, however long that takes; `timeout` is not used.
 
-        Raises JudgeError for a row that failed, Interrupted if the job is not waited for.
+        Raises JudgeError for a row that failed. Raises Interrupted if the whole job fails, is not
+        accepted or cannot be read, if it takes longer than `wait_s`, and after `stop`.
         """
         if self._stopped:
             raise Interrupted(_ENDED)

@@ -308,7 +308,11 @@ class Monitor:
             info |= {"monitor": value, "monitor_gap": abs(first - value)}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the responses that both judges scored since the last call."""
+        """Return the second judge's metrics since the last call, those without data left out.
+
+        Failures and cost, and of the responses that both judges scored: its mean, the first judge's
+        mean minus its mean, and the correlation.
+        """
         pairs, failed = self._pairs, self._failed
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}

@@ -311,7 +311,10 @@ class OpenRlhf:
         }
 
     def read(self, reply: Any, count: int) -> list[Row]:
-        """Return the rewards; some servers wrap each number in a list."""
+        """Return a row for each sample: its reward, or why it is not a number.
+
+        Some servers wrap each number in a list. RemoteError if there are not `count` of them.
+        """
         if not isinstance(reply, dict):
             raise unreadable('the reply is not an object with "rewards"')
         # OpenRLHF renamed the key.

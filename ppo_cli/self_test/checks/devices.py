@@ -37,11 +37,14 @@ def check_devices(setup: Setup, results: Results) -> None:
             _check_gpu(index, gpu.memory_bytes, results)
 
 
-def _check_gpu(index: int, planned_bytes: int, results: Results) -> None:
-    """Check one GPU: its memory against `planned_bytes` (from NVML), bfloat16, and a sum."""
+def _check_gpu(index: int, nvml_bytes: int, results: Results) -> None:
+    """Check that NVML and CUDA see the same memory, that bfloat16 is native, and that a sum works.
+
+    The plan of memory counts with NVML's size. Free memory and name go to the figures.
+    """
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     results.compare(
-        f"memory of GPU {index} by NVML and by CUDA", abs(planned_bytes / total_bytes - 1),
+        f"memory of GPU {index} by NVML and by CUDA", abs(nvml_bytes / total_bytes - 1),
         SAME_MEMORY,
     )  # fmt: skip
     with torch.cuda.device(index):

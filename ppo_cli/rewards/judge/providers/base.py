@@ -27,7 +27,7 @@ from ppo_cli.rewards.judge.providers.failures import (
     ErrorReport,
     classify,
     read_error,
-    too_long_advice,
+    too_long_message,
 )
 from ppo_cli.rewards.judge.providers.lengths import ContextRoom, fit_answer_tokens
 from ppo_cli.rewards.judge.providers.options import Forms, Option, OptionSet
@@ -341,8 +341,8 @@ class SdkProvider(BatchInterface, ABC):
         room = fit_answer_tokens(question, message) if is_limited else None
         if room is None:
             message = f"{self._context.label} answered {report.status}: {message}"
-            advice = too_long_advice(message, question.max_tokens if is_limited else None)
-            raise JudgeError(Failure.REFUSED, "too_long", advice, status=report.status)
+            message = too_long_message(message, question.max_tokens if is_limited else None)
+            raise JudgeError(Failure.REFUSED, "too_long", message, status=report.status)
         return replace(question, max_tokens=room)
 
     def _classify(self, exception: Exception) -> JudgeError:

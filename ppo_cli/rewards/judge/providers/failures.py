@@ -262,8 +262,11 @@ def is_about_filter(message: str) -> bool:
     return any(code in lowered for code in codes)
 
 
-def too_long_advice(message: str, limit: int | None) -> str:
-    """Return what to do about a request that does not fit, last tried with `limit` tokens."""
+def too_long_message(message: str, limit: int | None) -> str:
+    """Return the provider's message and what to do: the request does not fit the judge's context.
+
+    `limit` is the last number of tokens tried for the answer; None if it was not limited.
+    """
     answer = f", even with only {limit} tokens for the answer" if limit else ""
     return (
         f"{_end_sentence(message)} The request does not fit the judge's context{answer}: a lower "

@@ -295,7 +295,10 @@ CHAT = ReplyFields(
 
 
 def read_reply(reply: Any, fields: ReplyFields) -> Reply:
-    """Return the answer in a reply; raises JudgeError for a refusal and for anything else."""
+    """Return the answer in a decoded reply, without thought parts; a cut one is marked `truncated`.
+
+    Raises JudgeError for a refusal or a filter, and as `raise_body` does if there is no answer.
+    """
     usage = read_usage(get_path(reply, fields.usage), fields.tokens)
     refuse_blocked(reply, usage)
     if get_path(reply, fields.answer) is None:
