@@ -233,8 +233,8 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     rows.append(("run folder", str(summary.run_dir)))
     lines = align_columns(rows)
     # Sentences below the table.
-    if summary.warning:
-        lines += ["", f"warning: {summary.warning}"]
+    for warning in summary.warnings:
+        lines += ["", f"warning: {warning}"]
     if summary.next_steps:
         lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
     return [make_printable(line) for line in lines]

@@ -21,9 +21,8 @@ Band = tuple[float | None, float | None]  # lowest and highest healthy value
 class Metric:
     """One metric, or all metrics that match a pattern.
 
-    `band` computes the healthy range from the run's limits and the metric's values. A value below
-    the range is unhealthy only with `low_counts`: a clip fraction of 0 does no harm. A metric with
-    a `tile` (its short name) gets a tile, a small chart, at the top of the page.
+    `band` computes the healthy range from the run's limits and the metric's values. A metric with a
+    `tile` (its short name) gets a tile, a small chart, at the top of the page.
     """
 
     key: str
@@ -32,7 +31,6 @@ class Metric:
     what: str = ""
     change: str = ""
     band: Callable[[Limits, Series], Band] | None = None
-    low_counts: bool = False
     stacked: bool = False
 
     def matches(self, key: str) -> bool:
@@ -67,7 +65,7 @@ METRICS = (
            lambda limits, _: (None, limits.clip_fraction[1])),
     Metric("critic/clip_fraction", "Clip fraction"),
     Metric("ppo_ratio", "Ratio", "ratio", "New probability of a token over the old one.",
-           "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio, low_counts=True),
+           "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio),
     Metric("entropy", "Entropy", "entropy", "How varied the responses are.",
            "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy_band),
     Metric("value_loss", "Value loss", "value loss", "Error of the critic.",
@@ -84,6 +82,13 @@ METRICS = (
     Metric("response_length_mean", "Response length", "length", "Mean tokens of a response.",
            "If it grows without reward: --overlong_buffer; the judge may like length."),
     Metric("response_length/max", "Response length"),
+    Metric("response/repetition", "Repetition", "repetition",
+           "Share of word sequences that a response repeats.",
+           "--repetition_penalty lowers the score of repeated text"),
+    Metric("score/length_correlation", "What the score depends on", "",
+           "Correlation of score and length within a step."),
+    Metric("score/repetition_correlation", "What the score depends on"),
+    Metric("score/word_correlation", "What the score depends on"),
     Metric("response_length/clip_ratio", "Cut off", "cut off", "Share of responses that hit the "
            "length limit.", "raise --max_response_length",
            lambda limits, _: (None, limits.truncated_share)),
@@ -133,7 +138,7 @@ METRICS = (
     Metric("judge*/label_drift", "Judge on the same labelled responses", "same responses",
            "How much its scores of the same responses have changed since the first reading.",
            "The model behind the judge's name has changed: name a fixed version",
-           lambda *_: (-DRIFTED, DRIFTED), low_counts=True),
+           lambda *_: (-DRIFTED, DRIFTED)),
     Metric("judge*/label_gap", "Judge on the same labelled responses"),
     Metric("judge*/label_correlation", "Judge and labels", "",
            "Correlation of the judge's scores with the labels that people gave."),
@@ -166,45 +171,29 @@ def list_plots(keys: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def make_tiles(
-    series: Mapping[str, Series], steps: Sequence[int], limits: Limits
+    series: Mapping[str, Series], limits: Limits, findings: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the tiles of a run: newest value, healthy range, since when it is outside, advice."""
+    """Return the tiles of a run: newest value, healthy range, and the findings about the metric.
+
+    Tiles with a finding come first, so that a tile and the list of findings agree.
+    """
     tiles = []
     for place, key in sorted((find_position(key), key) for key in series):
         if place == len(METRICS) or not METRICS[place].tile:
             continue
         metric, values = METRICS[place], series[key]
-        low, high = metric.band(limits, values) if metric.band else (None, None)
         tiles.append({
             "key": key,
             "title": f"{metric.tile}{_judge_suffix(key)}",
             "what": metric.what,
-            "change": metric.change.format(kl_setting=limits.kl_setting),
-            "band": [low, high],
-            **_compare_with_band(values, steps, low if metric.low_counts else None, high),
+            "band": list(metric.band(limits, values) if metric.band else (None, None)),
+            "value": next((v for v in reversed(values) if v is not None), None),
+            "findings": [span for span in findings if span["now"] and span["tile"] == key],
         })  # fmt: skip
-    return tiles
+    return sorted(tiles, key=lambda tile: not tile["findings"])
 
 
 def _judge_suffix(key: str) -> str:
     """Return a suffix for a title that names the judge: `, style` for `judge_style/calls`."""
     judge = key.partition("/")[0].partition("judge_")[2]
     return f", {judge}" if judge else ""
-
-
-def _compare_with_band(
-    values: Series, steps: Sequence[int], low: float | None, high: float | None
-) -> dict[str, Any]:
-    """Return the newest value, its side (above, below or ""), and the first step on that side."""
-    measured = [(step, v) for step, v in zip(steps, values, strict=True) if v is not None]
-    # The side of each value, then back from the newest until the side changes.
-    sides = [
-        "above" if high is not None and v > high else "below" if low is not None and v < low else ""
-        for _, v in measured
-    ]
-    side, since = (sides[-1], measured[-1][0]) if measured else ("", None)
-    for (step, _), now in zip(reversed(measured), reversed(sides), strict=True):
-        if now != side:
-            break
-        since = step
-    return {"value": measured[-1][1] if measured else None, "side": side, "since": since}

@@ -1,9 +1,9 @@
 """Health checks on metrics: which one has left its range, and what to change.
 
 A new check is one function and one line in _CHECKS. A check returns its warning, or "" if all is
-well.
+well. Terminal, summary and page all show what `find_troubles` returns.
 
-`find_troubles` is pure and looks at the last step; `HealthWatch` limits repeated warnings.
+`find_troubles` looks at the last step; `HealthWatch` limits repeated warnings.
 """
 
 from __future__ import annotations
@@ -12,22 +12,43 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import correlation, fmean, median, pvariance
 
 from ppo_cli.config.derived import compute_dtype
-from ppo_cli.config.mixture import judges_of, mixture_of, models_of
+from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
+from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
+from ppo_cli.report.exploits import describe_failures, name_paid_word
 
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
 LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
+REPEAT_UNSCORED_AFTER = 5  # the same for responses without a score, which cost data in every step
+# Signs of a reward that is exploited: correlations within a step, and growth over the run.
+PAYS = 0.6  # correlation of score and length, or repetition, from which the reward pays for it
+WORD_PAYS = 0.95  # correlation of score and the presence of one word
+LONGER = 1.25  # factor of the mean length over the run
+MORE_REPETITION = 0.1  # rise of the share of repeated word sequences
+EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
 EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
 # Checks that a collapse also triggers; they are not reported next to it.
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
+# A reward that pays for length explains long responses: other advice about length would be wrong.
+EXPLAINED_BY_LENGTH = ("too_long", "judge_length")
+# Troubles that put a rise of the reward in doubt.
+EXPLOITS = (
+    "collapsed",
+    "length_pays",
+    "repetition_pays",
+    "word_pays",
+    "judge_fooled",
+    "judge_drift",
+)
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
@@ -54,7 +75,10 @@ class Limits:
     run_dir: str = "outputs"  # quoted for a shell
     saved: tuple[int, ...] = ()  # steps with a checkpoint
     lr: float = 1e-6
-    judged: bool = True  # scored by a model or a judge, which can be fooled, not by a rule
+    # Scored by a judge, a model or the user's function, and not only by built-in rules.
+    can_be_gamed: bool = True
+    total_steps: int = 10**9
+    folder: Path | None = None  # with the rollouts, for causes and examples
     watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
     people: tuple[Opinion, ...] = ()  # labels given in the page
 
@@ -77,7 +101,13 @@ def make_limits(config: Config) -> Limits:
         reward_advice=_reward_advice(config),
         run_dir=shlex.quote(config.trainer.output_dir),
         lr=actor.optim.lr,
-        judged=bool(judges_of(config.reward) or models_of(config.reward)),
+        can_be_gamed=bool(
+            judges_of(config.reward)
+            or models_of(config.reward)
+            or any(rule.function for rule in rules_of(config.reward))
+        ),
+        total_steps=batch_arithmetic(config)["total_steps"] or 10**9,
+        folder=Path(config.trainer.output_dir),
         watched=_first_judge_and_rule(config),
     )
 
@@ -111,6 +141,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
+    if findings["length_pays"]:
+        findings |= dict.fromkeys(EXPLAINED_BY_LENGTH, "")
     return {kind: line for kind, line in findings.items() if line}
 
 
@@ -133,7 +165,8 @@ class HealthWatch:
         for kind, line in find_troubles(history, limits).items():
             # A trouble is new if some calm steps came before it.
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
-            if is_new or step - self._reported.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
+            pause = REPEAT_UNSCORED_AFTER if kind == "failed" else REPEAT_AFTER
+            if is_new or step - self._reported.get(kind, -pause) >= pause:
                 lines.append(line)
                 self._reported[kind] = step
             self._seen[kind] = step
@@ -198,7 +231,7 @@ def _check_kl_high(steps: History, limits: Limits) -> str:
     if not newest:
         return ""
     if newest[0] <= EXTREME_FACTOR * limits.kl[1]:
-        lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
+        lasts = bool(two) and min(two) > limits.kl[1]
         if not lasts or is_kl_worth_it(steps, limits):
             return ""
     return (
@@ -208,11 +241,11 @@ def _check_kl_high(steps: History, limits: Limits) -> str:
 
 
 def is_kl_worth_it(steps: History, limits: Limits) -> bool:
-    """Whether a high KL is fine: the reward rises, and it comes from rules, which cannot be fooled.
+    """Whether a high KL is fine: the reward rises, and it comes from built-in rules.
 
     `steps` are the finished steps, from 1 on.
     """
-    if limits.judged:
+    if limits.can_be_gamed:
         return False
     rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
     return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
@@ -289,8 +322,8 @@ def _check_sampler_mismatch(steps: History, limits: Limits) -> str:
 def _check_reward_same(steps: History, limits: Limits) -> str:
     """Warn if all responses of several steps got the same reward."""
     mean = _last_values(steps, "reward_mean", 1)
-    # Rewards that are all 0 are common at the start, so wait longer.
-    count = 3 if mean and mean[0] else 2 * SETTLE_STEPS
+    # Rewards that are all 0 are common at the start: wait longer, but not until a short run ends.
+    count = 3 if mean and mean[0] else max(3, min(2 * SETTLE_STEPS, limits.total_steps // 2))
     spread, means = (
         _last_values(steps, "score/std", count),
         _last_values(steps, "reward_mean", count),
@@ -324,14 +357,95 @@ def _check_entropy(steps: History, limits: Limits) -> str:
 
 
 def _check_critic(steps: History, limits: Limits) -> str:
-    """Warn if the critic has explained nothing for many steps."""
+    """Warn if the critic has explained nearly nothing for many steps."""
     explained = _last_values(steps, "explained_variance", STUCK_STEPS)
-    if not explained or max(explained) > 0:
+    if not explained or max(explained) > EXPLAINS_NOTHING:
         return ""
     return (
-        f"explained_variance has been at or below 0 for {STUCK_STEPS} steps ({explained[-1]:.2f} "
-        "now): the critic does not learn. Raise --critic_lr or --critic_epochs, or set "
-        "trainer.critic_warmup."
+        f"explained_variance has stayed near 0 for {STUCK_STEPS} steps ({explained[-1]:.2f} now): "
+        "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, set "
+        "trainer.critic_warmup, or use an estimator without a critic (--adv_estimator rloo)."
+    )
+
+
+def _rise(steps: History, key: str) -> tuple[float, float] | None:
+    """Return the means of a metric over the first and last quarter of the steps that have it.
+
+    None with fewer than three values: the change may be chance.
+    """
+    values = [float(line[key]) for line in steps if line.get(key) is not None]
+    few = max(1, len(values) // 4)
+    return (fmean(values[:few]), fmean(values[-few:])) if len(values) >= 3 else None
+
+
+def _reward_rises(steps: History) -> bool:
+    """Whether the mean reward has risen by a quarter of the spread of the first step's scores."""
+    reward = _rise(steps, "reward_mean")
+    spread = next((line["score/std"] for line in steps if line.get("score/std")), 0.0)
+    return reward is not None and reward[1] - reward[0] > max(spread / 4, 1e-9)
+
+
+def _usual_correlation(steps: History, key: str) -> float:
+    """Return the mean of a correlation over its last ten values; 0 with fewer than three."""
+    # Once all responses are alike the correlation is not defined: older steps still show it.
+    values = [float(line[key]) for line in steps if line.get(key) is not None][-10:]
+    return fmean(values) if len(values) >= 3 else 0.0
+
+
+def _check_length_pays(steps: History, limits: Limits) -> str:
+    """Warn if reward and length rise together, and longer responses score higher in each step."""
+    pays = _usual_correlation(steps, "score/length_correlation")
+    length = _rise(steps, "response_length_mean")
+    repeats = _usual_correlation(steps, "score/repetition_correlation")
+    if not limits.can_be_gamed or pays <= PAYS or length is None or repeats > pays:
+        return ""
+    if length[1] < LONGER * length[0] or not _reward_rises(steps):
+        return ""
+    return (
+        f"The reward rises with length (correlation {pays:.2f}, {length[0]:.0f} -> "
+        f"{length[1]:.0f} tokens): it may pay for length, not for quality. "
+        + _exploit_advice(limits, "--overlong_buffer limits the length")
+    )
+
+
+def _check_repetition_pays(steps: History, limits: Limits) -> str:
+    """Warn if reward and repetition rise together, and repeating responses score higher."""
+    pays = _usual_correlation(steps, "score/repetition_correlation")
+    share = _rise(steps, "response/repetition")
+    if not limits.can_be_gamed or pays <= PAYS or share is None:
+        return ""
+    if share[1] < share[0] + MORE_REPETITION or not _reward_rises(steps):
+        return ""
+    return (
+        f"The reward rises with repetition (correlation {pays:.2f}, {share[0]:.0%} -> "
+        f"{share[1]:.0%} repeated word sequences): it may pay for repeated text. "
+        + _exploit_advice(limits, "--repetition_penalty lowers its score")
+    )
+
+
+def _check_word_pays(steps: History, limits: Limits) -> str:
+    """Warn if one word explains the scores of several steps, whatever the prompt."""
+    found = [line for line in steps if line.get("score/word_correlation") is not None][-3:]
+    values = [float(line["score/word_correlation"]) for line in found]
+    if not limits.can_be_gamed or len(values) < 3 or min(values) < WORD_PAYS:
+        return ""
+    if limits.folder is None:
+        return ""
+    word = name_paid_word(limits.folder, [int(line["step"]) for line in found])
+    if not word:  # a different word in each step is chance
+        return ""
+    return (
+        f"The score depends on whether a response contains '{word}' (correlation "
+        f"{fmean(values):.2f}), whatever the prompt: the model may learn only the word. "
+        + _exploit_advice(limits, "score what a good answer says")
+    )
+
+
+def _exploit_advice(limits: Limits, remedy: str) -> str:
+    """Return what to do about a reward that is exploited."""
+    return (
+        f"Read the best responses with `{ppo(f'show {limits.run_dir} --best 5')}`; "
+        f"`{_audit_command(limits)}` tests the reward; {remedy}."
     )
 
 
@@ -396,10 +510,11 @@ def _check_failed_scores(steps: History, limits: Limits) -> str:
     failed = int(steps[-1].get("score/failed") or 0)
     if not failed:
         return ""
-    file = f"rollouts/step_{steps[-1]['step']:06d}.jsonl"
+    causes = describe_failures(limits.folder, steps[-1]["step"]) if limits.folder else ""
+    look = ppo(f"show {limits.run_dir} --failed")
     return (
-        f"{failed} responses have no score (they are left out of the update). The reasons are in "
-        f"{file}, under `failure`."
+        f"{causes or f'{failed} responses have no score'}. They are left out of the update; "
+        f"`{look}` shows them."
     )
 
 
@@ -630,6 +745,9 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "too_long": _check_cut_off,
     "never_answers": _check_unclosed_thoughts,
     "failed": _check_failed_scores,
+    "length_pays": _check_length_pays,
+    "repetition_pays": _check_repetition_pays,
+    "word_pays": _check_word_pays,
     # Judges.
     "judge_fooled": _check_canary,
     "judge_length": _check_length_bias,

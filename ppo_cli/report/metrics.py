@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -20,6 +21,7 @@ from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.records import Scored
+from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
@@ -95,6 +97,8 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
             f"{prefix}score/min": float(values.min()),
             f"{prefix}score/max": float(values.max()),
         }
+        if not prefix:
+            metrics |= exploit_metrics(scored)
         # A judge's opinion or a weighted sum is not an accuracy.
         opinion = any(s.score.reply or s.score.mixture for s in scored)
         if prefix and not opinion and np.isin(values, (0.0, 1.0)).all():
@@ -174,7 +178,8 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
-MIN_DECLINE_STEPS = 6  # with fewer, a decline cannot be distinguished from noise
+MIN_TREND_STEPS = 6  # with fewer, a change cannot be distinguished from noise
+VALIDATION_MEASURES = ("validation accuracy", "validation reward_mean")
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 BUDGET_MARGIN = 1.2  # factor on a budget, as later responses may be longer
 _JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
@@ -208,6 +213,7 @@ def summarise(
     )
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
+    rose, fell = _find_changes(config, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     return Summary(
         steps=steps,
@@ -223,41 +229,58 @@ def summarise(
         next_steps=_list_next_steps(config, run_dir, history, resume_command),
         session=session if session[0] < steps else None,
         judge=describe_judge_totals(run_dir, history),
-        declined=_find_declined(config, rewards, measured, validations, few),
-        warning=find_troubles(history, make_limits(config)).get("collapsed", ""),
+        declined=fell,
+        verdict=_judge_change(rose, fell, len(validations) > 1),
+        warnings=tuple(
+            find_troubles(history, replace(make_limits(config), folder=run_dir)).values()
+        ),
     )
 
 
-def _find_declined(
+def _find_changes(
     config: Config, rewards: Sequence[float], measured: Lines, validations: Lines, few: int
-) -> frozenset[str]:
-    """Return the measures that fell by more than twice the standard error of the difference.
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the measures that rose, and those that fell, by more than noise.
 
-    The noise of a step is estimated from the median difference of neighbouring steps, which
-    trends and single jumps hardly change. For validations it comes from the spread of scores.
+    Noise is twice the standard error of the difference. That of a step is estimated from the median
+    difference of neighbouring steps, which trends and single jumps hardly change. For validations
+    it comes from the spread of scores.
     """
-    fell = set()
+    changes: dict[str, float] = {}  # beyond noise
     series = {"reward": rewards}
     for name in _compute_part_means(measured):
         means = [_compute_part_means([line]).get(name) for line in measured]
         series[name] = [value for value in means if value is not None]
     for name, values in series.items():
-        if len(values) < MIN_DECLINE_STEPS:
+        if len(values) < MIN_TREND_STEPS:
             continue
         # A difference of two steps has twice the variance of one; `few` steps are averaged.
         jumps = median(abs(b - a) for a, b in pairwise(values))
         error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
-        if fmean(values[:few]) - fmean(values[-few:]) > 2 * error + ROUNDING:
-            fell.add(name)
+        changes[name] = _beyond(fmean(values[-few:]) - fmean(values[:few]), 2 * error)
     rows = val_rows(config)
     if rows and len(validations) > 1:
         first, last = validations[0], validations[-1]
         # Each validation is a mean over its rows and their responses.
         both = [float(line.get("val/score/std") or 0.0) for line in (first, last)]
         error = math.hypot(*both) / math.sqrt(rows * config.rollout.val_kwargs.n)
-        if first["val/reward_mean"] - last["val/reward_mean"] > 2 * error + ROUNDING:
-            fell |= {"validation accuracy", "validation reward_mean"}
-    return frozenset(fell)
+        change = _beyond(last["val/reward_mean"] - first["val/reward_mean"], 2 * error)
+        changes |= dict.fromkeys(VALIDATION_MEASURES, change)
+    rose = frozenset(name for name, change in changes.items() if change > 0)
+    return rose, frozenset(name for name, change in changes.items() if change < 0)
+
+
+def _beyond(change: float, noise: float) -> float:
+    """Return a change if it is larger than the noise, else 0."""
+    return change if abs(change) > noise + ROUNDING else 0.0
+
+
+def _judge_change(rose: frozenset[str], fell: frozenset[str], has_validation: bool) -> str:
+    """Return what a run came to in a word: by its validation, else by the reward."""
+    measures = VALIDATION_MEASURES if has_validation else ("reward",)
+    if rose.intersection(measures):
+        return "Learned"
+    return "Got worse" if fell.intersection(measures) else "No clear change"
 
 
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:

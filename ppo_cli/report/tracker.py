@@ -44,7 +44,8 @@ class Summary:
     `measures` has (name, first value, last value) of each measure, the reward first; the first
     value is None if it was measured once. `wall_seconds` counts all sessions, `session` has the
     steps and seconds of the last one if there were several. `declined` names measures that fell
-    by more than noise; `warning` says that the policy has collapsed.
+    by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
+    troubles of the last step.
     """
 
     steps: int
@@ -57,7 +58,8 @@ class Summary:
     session: tuple[int, float] | None = None
     judge: str = ""
     declined: frozenset[str] = frozenset()
-    warning: str = ""
+    verdict: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class Screen:

@@ -32,6 +32,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import RewardError
 from ppo_cli.moments import Affine, Moments, clip, standardise
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
+from ppo_cli.report.exploits import repeated_share
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
 
@@ -142,13 +143,6 @@ def overlong_share(length: int, longest: int, buffer: int) -> float:
     Soft overlong punishment (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), negated.
     """
     return min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
-
-
-def repeated_share(token_ids: Sequence[int], n: int) -> float:
-    """Share of n-grams that occurred before in the response; 0 if it is shorter than n."""
-    # Each n-gram counts once; what is left over are repetitions.
-    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _is_shaping_enabled(settings: Shaping) -> bool:

@@ -117,19 +117,13 @@ function drawTiles() {
   }));
   fill($("tiles"), ...[...tiles.values()].map((found) => {
     const first = found[0];
-    const out = found.filter((tile) => tile.side);
-    const { change } = first;
-    const advice = !/^[a-z]/.test(change) ? change
-      : out.length ? `${change[0].toUpperCase()}${change.slice(1)}.` : `Out of range: ${change}.`;
-    return el("div", { class: out.some((tile) => !tile.pays) ? "tile out" : "tile", title: first.what },
+    const faults = found.flatMap((tile) => tile.findings.map((span) =>
+      (runs.length > 1 ? `${runs[tile.index].name}: ` : "") + `since step ${span.from}: ${span.text}`));
+    return el("div", { class: faults.length ? "tile out" : "tile", title: first.what },
       el("div", { class: "head" }, el("span", {}, first.title),
         el("span", { class: "flag" }, found.map((tile) => digits(tile.value)).join(" · "))),
       sparkline(runs, first.key, first.band),
-      el("p", { class: "state" }, out.length
-        ? out.map((tile) => `${tile.side} its range since step ${tile.since}`
-          + (runs.length > 1 ? ` (${runs[tile.index].name})` : "")).join("; ")
-        : range(first.band)),
-      el("p", {}, prose(advice)));
+      el("p", { class: "state" }, faults.length ? prose(faults.join(" ")) : range(first.band)));
   }));
 }
 

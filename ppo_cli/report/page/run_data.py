@@ -15,7 +15,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import list_plots, make_tiles
 from ppo_cli.report.drift import Opinion, read_opinions
-from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles, is_kl_worth_it, make_limits
+from ppo_cli.report.health import CALM_STEPS, EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.metrics import ROUNDING, describe_judge_totals, format_dollars, summarise
 from ppo_cli.run_folder import (
     LABELS_FILE,
@@ -28,14 +28,17 @@ from ppo_cli.run_folder import (
     run_settings,
 )
 
-# Kind of trouble -> metric whose curve marks it; other troubles are marked in the reward.
+# Kind of trouble -> metric whose tile shows it; the curve of the reward marks other troubles.
 METRIC_OF_TROUBLE = {
-    "kl_high": "kl_divergence", "clip_high": "clip_fraction", "ratio": "ppo_ratio",
-    "entropy": "entropy", "critic": "explained_variance", "failed": "score/failed_share",
-    "too_long": "response_length/clip_ratio", "sampler": "rollout/logprob_diff",
+    "collapsed": "reward_mean", "reward_same": "reward_mean", "word_pays": "reward_mean",
+    "kl_high": "kl_divergence", "kl_low": "kl_divergence", "clip_high": "clip_fraction",
+    "clip_low": "clip_fraction", "ratio": "ppo_ratio", "entropy": "entropy",
+    "critic": "explained_variance", "grad_norm": "grad_norm", "failed": "score/failed_share",
+    "too_long": "response_length/clip_ratio", "length_pays": "response_length_mean",
+    "judge_length": "response_length_mean", "repetition_pays": "response/repetition",
+    "never_answers": "thought/unclosed_share", "sampler": "rollout/logprob_diff",
+    "judge_drift": "judge/drift", "judge_changed": "judge/label_drift",
 }  # fmt: skip
-# Advice of the KL tile when the distance is worth it.
-KL_PAYS_NOTE = "Fine while the reward rises: no judge or reward model scores here."
 # A line of config.yaml: indentation, key, value, and the origin as a comment.
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
@@ -77,32 +80,23 @@ class RunData:
         # Ranges of the run's settings; labels of people measure the judge's drift.
         limits = make_limits(config) if config else Limits()
         people = read_opinions(self.folder, config) if config else ()
-        limits = replace(limits, saved=tuple(saved), people=people)
+        limits = replace(limits, saved=tuple(saved), people=people, folder=self.folder)
         steps = [int(line["step"]) for line in history]
         # Curves and tiles.
         keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
         series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
-        tiles = make_tiles(series, steps, limits)
         findings = self._find_trouble_spans(history, limits)
-        # A high KL is fine while rules give more reward, unless it is extreme.
-        far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
-        if not far and is_kl_worth_it([line for line in history if line["step"] > 0], limits):
-            for tile in tiles:
-                if tile["key"] == "kl_divergence" and tile["side"] == "above":
-                    tile |= {"pays": True, "change": KL_PAYS_NOTE}
         spent = _summarise_spending(self.folder, history)
         settings, written_by = read_settings(self.folder)
         return {
             "name": self.name,
-            "sentence": summarise_in_sentence(
-                self.folder, history, config, tiles, findings, spent["usd"]
-            ),
+            "sentence": summarise_in_sentence(self.folder, history, config, findings, spent["usd"]),
             "note": note,
             "steps": steps,
             "total": batch_arithmetic(config)["total_steps"] if config else None,
             "series": series,
             "plots": list_plots(keys),
-            "tiles": tiles,
+            "tiles": make_tiles(series, limits, findings),
             "findings": findings,
             "marks": {
                 "checkpoints": saved,
@@ -138,7 +132,7 @@ class RunData:
                 span = last.get(kind)
                 if span is None or step - span["to"] > CALM_STEPS:
                     span = last[kind] = {
-                        "kind": kind, "from": step,
+                        "kind": kind, "from": step, "tile": METRIC_OF_TROUBLE.get(kind, ""),
                         "key": METRIC_OF_TROUBLE.get(kind, "reward_mean"),
                     }  # fmt: skip
                     spans.append(span)
@@ -160,11 +154,10 @@ def summarise_in_sentence(
     folder: Path,
     history: Sequence[Mapping[str, Any]],
     config: Config | None,
-    tiles: Sequence[Mapping[str, Any]],
     findings: Sequence[Mapping[str, Any]],
     usd: float,
 ) -> str:
-    """Return one sentence on the run: changes, metrics out of range, findings, failures."""
+    """Return the verdict on a run: what changed, the findings of its last step, and the cost."""
     if not history:
         return "No step is finished yet."
     steps = int(history[-1]["step"])
@@ -180,31 +173,18 @@ def summarise_in_sentence(
         f"{name} {_format_value(after)}"
         if before is None
         else f"{name} {_format_value(before)} to {_format_value(after)}"
-        + (" (it fell)" if name in summary.declined else "")
         for name, before, after in summary.measures
     ]
-    clauses = [", ".join(changes[:3] or ["no reward yet"]) + f" in {length}"]
-    # What is out of range now.
-    outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
-    clauses += [
-        f"{tile['title']} {_format_value(tile['value'])}, {tile['side']} its range since step "
-        f"{tile['since']}: {tile['change']}"
-        for tile in outside
-        if tile["key"] != "score/failed_share"
-    ]
-    # Findings that no tile covers, with the first sentence of each.
-    covered = {tile["key"] for tile in outside} | {"score/failed_share"}
-    clauses += [
-        span["text"].split(". ")[0].rstrip(".")
-        for span in findings
-        if span["now"] and METRIC_OF_TROUBLE.get(span["kind"]) not in covered
-    ]
-    # Failures and cost.
-    failed = sum(int(line.get(f"{v}score/failed") or 0) for line in history for v in ("", "val/"))
-    failing = f"{failed:,} response{'s' * (failed > 1)} without a score"
-    failing = failing if failed else "nothing failed"
-    clauses.append(f"judge {format_dollars(usd)}, {failing}" if usd else failing)
-    return "; ".join(clauses)
+    present = [span for span in findings if span["now"]]
+    exploited = any(span["kind"] in EXPLOITS for span in present)
+    head = "Doubtful" if exploited else summary.verdict
+    sentences = [f"{head}: {', '.join(changes[:3] or ['no reward yet'])} in {length}."]
+    # The first sentence of each finding; the list below the curves has their advice.
+    checks = [span["text"].split(". ")[0].rstrip(".") for span in present]
+    sentences.append(f"Check: {'; '.join(checks)}." if checks else "Nothing to check.")
+    if usd:
+        sentences.append(f"Judge {format_dollars(usd)}.")
+    return " ".join(sentences)
 
 
 def _format_value(value: float) -> str:
