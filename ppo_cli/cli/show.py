@@ -64,6 +64,9 @@ def show(
     runs: list[str] | None,
     step: int | None,
     worst: int | None,
+    best: int | None,
+    failed: bool,
+    unscored: bool,
     val: bool,
     last: int,
     summary: bool,
@@ -72,8 +75,9 @@ def show(
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
-    --worst without --step reads the newest step; responses without a score come last. With
-    several runs: settings that differ, metrics side by side, and answers to the same prompts.
+    --worst, --best, --failed and --unscored read the newest step unless --step names one;
+    responses without a score come last. With several runs: settings that differ, metrics side by
+    side, and answers to the same prompts.
     """
     folders = [Path(run) for run in runs or ["outputs"]]
     for folder in folders:
@@ -88,10 +92,11 @@ def show(
     elif summary:
         means = recent_statistics(read_metrics(run))
         print_result(means, lambda: format_statistics(means), as_json=json)
-    elif step is not None or worst is not None or val:
+    elif val or failed or unscored or {step, worst, best} != {None}:
         lines = read_rollouts(run, step, "val" if val else "train")
-        chosen = lines if worst is None else sort_worst_first(lines)[:worst]
-        print_result(chosen, lambda: "\n\n".join(map(format_rollout, chosen)), as_json=json)
+        chosen = choose_rollouts(lines, worst, best, failed, unscored)
+        none = "No response of this step is one of these."
+        print_result(chosen, lambda: "\n\n".join(map(format_rollout, chosen)) or none, as_json=json)
     elif csv is not None:
         typer.echo(write_steps_csv(read_metrics(run), csv))
     else:
@@ -261,6 +266,23 @@ def _find_wrong_type(line: Line) -> str:
     return ""
 
 
+def choose_rollouts(
+    lines: Sequence[Line], worst: int | None, best: int | None, failed: bool, unscored: bool
+) -> list[Line]:
+    """Return the responses that the flags choose; both ends with --worst and --best together."""
+    chosen = [
+        line
+        for line in lines
+        if not (failed and not line.get("failure"))
+        and not (unscored and line.get("score") is not None)
+    ]
+    if worst is None and best is None:
+        return chosen
+    scored = [line for line in sort_worst_first(chosen) if line.get("score") is not None]
+    lowest = sort_worst_first(chosen)[:worst] if worst else []
+    return [*lowest, *(scored[::-1][:best] if best else [])]
+
+
 def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
     """Return responses by score, lowest first; those without a score come last."""
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
@@ -398,6 +420,9 @@ SHOW_FLAGS = [
     ),
     make_flag("step", int, None, "Show the responses of this step.", min=0),
     make_flag("worst", int, None, "Show the N responses with the lowest scores.", min=1),
+    make_flag("best", int, None, "Show the N responses with the highest scores.", min=1),
+    make_switch("failed", "Show responses whose scoring failed, with the cause."),
+    make_switch("unscored", "Show responses without a score."),
     make_switch("val", "Show validation responses."),
     make_flag("last", int, DEFAULT_STEPS, "Rows of the table of steps.", min=1),
     make_switch("summary", "Show mean and deviation over the last 100 steps."),

@@ -416,7 +416,7 @@ class CriticModel(Section):
         identity="checkpoint",
     )  # fmt: skip
     lora_alpha: float = setting(
-        16, "The critic's LoRA scale is alpha / rank.", gt=0, unused="no_critic_lora"
+        16.0, "The critic's LoRA scale is alpha / rank.", gt=0, unused="no_critic_lora"
     )
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",

@@ -75,7 +75,7 @@ class Model(Section):
         identity="checkpoint",
     )  # fmt: skip
     lora_alpha: float = setting(
-        16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0, unused="no_lora"
+        16.0, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0, unused="no_lora"
     )
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",
