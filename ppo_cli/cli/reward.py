@@ -31,6 +31,7 @@ from ppo_cli.cli.screen import (
     titled_table,
 )
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
+from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
 from ppo_cli.report.tracker import Screen
@@ -400,6 +401,43 @@ def calibrate(arguments: Arguments) -> None:
     _print_result(arguments, {"file": responses.source, **result}, format_calibration)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
+
+
+# Checks of an audit that hold for any task; the others need good and bad answers to its prompts.
+CHECKS_OF_ANY_TASK = ("master keys", "prompt injection", "ground truth in the response", "padding")
+AUDITED_ROWS = 2  # tasks of the audit at the start of a run: about a second
+
+
+def audit_at_start(config: Config) -> str:
+    """Return a warning if attacks on the run's function or rule work; "" otherwise.
+
+    Judges and reward models are left out: an audit of them costs money or minutes.
+    """
+    settings = config.reward
+    audited = settings.function or settings.rule
+    if not audited or judges_of(settings) or models_of(settings) or has_mixture(settings):
+        return ""
+    from ppo_cli.extras.trust.attacks import load_items
+    from ppo_cli.extras.trust.audit import audit as run_audit
+    from ppo_cli.extras.trust.audit import open_without_gate
+    from ppo_cli.scoring.score import Callbacks
+
+    items = load_items(settings, file=None, preset=None, max_rows=AUDITED_ROWS)
+    with open_without_gate(settings, items, Callbacks()) as reward:
+        result = run_audit(reward, settings, items, screen=Screen())
+    failed = [
+        check["worst"]
+        for check in result["checks"]
+        if check["passed"] is False and check["name"] in CHECKS_OF_ANY_TASK and check["worst"]
+    ]
+    if not failed:
+        return ""
+    flag = f"--reward_function {settings.function}" if settings.function else f"--rule {audited}"
+    return (
+        f"{audited} can be fooled: {failed[0]['trial']} scores {format_number(failed[0]['got'])}, "
+        f"expected {failed[0]['wanted']}. The model may learn that instead of the task. "
+        f"`{ppo(f'reward audit {flag}')}` shows all such replies."
+    )
 
 
 def audit(arguments: Arguments) -> None:

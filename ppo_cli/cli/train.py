@@ -137,13 +137,17 @@ def _describe_lr_jumps(config: Config) -> Iterator[str]:
     """Yield notes on jumps of the learning rate if the run resumes from a checkpoint."""
     from ppo_cli.report.metrics import find_lr_jumps
 
-    store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
     with suppress(ModelError):  # `find_checkpoint_refusal` reports it
-        checkpoint = find_resume(store, config.trainer.resume_mode)
+        checkpoint = find_resume(checkpoints_of(config), config.trainer.resume_mode)
         total = batch_arithmetic(config)["total_steps"]
         if checkpoint is not None and total:
             for jump in find_lr_jumps(config, checkpoint, total):
                 yield f"The run resumes from {checkpoint}: {jump}."
+
+
+def checkpoints_of(config: Config) -> CheckpointStore:
+    """Return the checkpoints of the run that the settings name; it writes none."""
+    return CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
 
 
 def resolve_with_fork(arguments: Arguments) -> Resolved:
@@ -497,6 +501,11 @@ def _run_training(resolved: Resolved, *, quiet: bool) -> None:
     # Notes that `ppo plan` shows in its last section.
     for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
+    if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
+        from ppo_cli.cli.reward import audit_at_start
+
+        if warning := audit_at_start(resolved.config):
+            screen.health(warning)
     try:
         _train_on_nodes(resolved, screen)
     except OutputClosed as error:
