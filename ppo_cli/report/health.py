@@ -425,13 +425,13 @@ def _check_repetition_pays(steps: History, limits: Limits) -> str:
 
 def _check_word_pays(steps: History, limits: Limits) -> str:
     """Warn if one word explains the scores of several steps, whatever the prompt."""
-    found = [line for line in steps if line.get("score/word_correlation") is not None][-3:]
-    values = [float(line["score/word_correlation"]) for line in found]
+    lines = [line for line in steps if line.get("score/word_correlation") is not None][-3:]
+    values = [float(line["score/word_correlation"]) for line in lines]
     if not limits.can_be_gamed or len(values) < 3 or min(values) < WORD_PAYS:
         return ""
     if limits.folder is None:
         return ""
-    word = name_paid_word(limits.folder, [int(line["step"]) for line in found])
+    word = name_paid_word(limits.folder, [int(line["step"]) for line in lines])
     if not word:  # a different word in each step is chance
         return ""
     return (

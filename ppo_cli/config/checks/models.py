@@ -12,7 +12,7 @@ from typing import Any
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
-from ppo_cli.config.models.folder import folder_problem, has_template, read_config
+from ppo_cli.config.models.folder import check_folder, folder_problem, has_template, read_config
 from ppo_cli.config.models.known_models import SERVED, choose_adapter, is_url
 from ppo_cli.config.models.limits import (
     attention_problem,
@@ -136,7 +136,8 @@ def damaged_models(config: Config) -> list[str]:
     # Advice for each: the same command with an intact checkpoint.
     checks = (partial(require_intact_model, folder, partial(retry, path))
               for path, folder in folders.items())  # fmt: skip
-    return list(collect_problems(checks))
+    named = (partial(check_folder, model_folder(path), flag) for path, flag in flags.items())
+    return list(collect_problems([*checks, *named]))
 
 
 def template_remarks(config: Config) -> list[str]:

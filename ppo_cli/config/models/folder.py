@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.known_models import describe_missing_folder
+from ppo_cli.config.models.known_models import describe_missing_folder, hub_cache
 from ppo_cli.config.models.weight_files import read_json, text_config, weights_problem
 from ppo_cli.errors import ModelError
 
@@ -53,8 +53,15 @@ def check_folder(path: str, flag: str) -> None:
             f"The folder {path} holds no config.json, so it is not a model. Give a folder written "
             "by save_pretrained, such as RUN/checkpoints/latest/actor."
         )
-    if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+    if local.exists():
+        return
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(describe_missing_folder(path, flag))
+    # The hub client would try for a minute to reach it.
+    if "/" not in path and not (hub_cache() / f"models--{path}").is_dir():
+        raise ModelError(
+            f"{describe_missing_folder(path, flag)} Models of the hub are named OWNER/NAME."
+        )
 
 
 SIZE_KEYS = (
