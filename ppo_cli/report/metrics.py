@@ -276,11 +276,13 @@ def _beyond(change: float, noise: float) -> float:
 
 
 def _judge_change(rose: frozenset[str], fell: frozenset[str], has_validation: bool) -> str:
-    """Return what a run came to in a word: by its validation, else by the reward."""
+    """Return what a run achieved in a few words: by its validation, else by the reward."""
     measures = VALIDATION_MEASURES if has_validation else ("reward",)
     if rose.intersection(measures):
         return "Learned"
-    return "Got worse" if fell.intersection(measures) else "No clear change"
+    if fell.intersection(measures):
+        return "Got worse"
+    return "The reward rose, validation did not" if "reward" in rose else "No clear change"
 
 
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:

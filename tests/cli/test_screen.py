@@ -286,7 +286,7 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
                 [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
                 (0.453, 0.0), None, Path("r"), 400.0,
                 session=(2, 8.0), judge="3 calls, $0.0021", declined=frozenset({"reward"}),
-                warning="The policy has collapsed.",
+                warnings=("The policy has collapsed.",),
             )
         )
     )  # fmt: skip

@@ -18,11 +18,11 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.moments import Moments
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
+from ppo_cli.report.exploits import repeated_share
 from ppo_cli.step.shaping import (
     ShapedStep,
     overlong_share,
     place_steps,
-    repeated_share,
     shape_scores,
     shape_step,
 )

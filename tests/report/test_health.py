@@ -60,13 +60,22 @@ def watched(judge: float, second: float) -> dict[str, float]:
     return {"judge/monitor_mean": second, "judge/monitor_gap": judge - second}
 
 
+def grows(step: int, pays: float, repeats: float = 0.0) -> dict[str, float]:
+    """A step in which reward, length and repetition grow, with these correlations."""
+    return {
+        "reward_mean": 0.2 * step, "response_length_mean": 12.0 + 11 * step,
+        "response/repetition": 0.2 * step, "score/length_correlation": pays,
+        "score/repetition_correlation": repeats,
+    }  # fmt: skip
+
+
 FIRING: dict[str, tuple[int, Change, str]] = {
     "collapsed": (
         3,
         lambda s: {"entropy": 1e-5, "kl_divergence": 5.3, "reward_mean": 0.0} if s == 3 else {},
         "Lower --lr (now 1e-06)",
     ),
-    "kl_high": (6, always(kl_divergence=0.2), "--kl_coef"),
+    "kl_high": (2, always(kl_divergence=0.2), "--kl_coef"),  # also in the first steps of a fork
     "kl_low": (30, always(kl_divergence=1e-5, **FLAT), "--lr"),
     "clip_high": (2, always(clip_fraction=0.4), "--lr"),
     "clip_low": (30, always(clip_fraction=0.01, **FLAT), "--ppo_epochs"),
@@ -74,12 +83,14 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "sampler": (1, always(rollout__logprob_diff=2e-3), "--rollout_name hf"),
     "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--rule"),
     "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
-    "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
+    "critic": (20, always(explained_variance=0.01), "--critic_lr"),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
     "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
-    "failed": (1, always(score__failed=3.0), "step_000001.jsonl"),
+    "failed": (1, always(score__failed=3.0), "ppo show outputs --failed"),
+    "length_pays": (4, lambda s: grows(s, pays=0.9), "23 -> 56 tokens"),
+    "repetition_pays": (4, lambda s: grows(s, pays=0.5, repeats=0.9), "--repetition_penalty"),
     "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),
     "judge_fooled": (1, always(judge__canary_max=0.6), "ppo reward audit"),
     "judge_length": (10, always(judge__length_correlation=0.8), "ignore length"),
@@ -101,7 +112,8 @@ FIRING: dict[str, tuple[int, Change, str]] = {
 
 
 def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() -> None:
-    assert set(FIRING) == set(health._CHECKS), "every kind of trouble is tried here"
+    tried = {*FIRING, "word_pays"}  # which needs the responses of a run
+    assert tried == set(health._CHECKS), "every kind of trouble is tried here"
     warnings = []
     for kind, (count, change, flag) in FIRING.items():
         findings = find_troubles(history(count, change), Limits())
@@ -234,7 +246,9 @@ SILENT: dict[str, tuple[int, Change]] = {
         lambda s: {"judge/label_drift": 0.2 if s == 4 else 0.0} if s in (4, 8) else {},
     ),
     "a run that learns": (60, always()),
-    "high kl in the first steps": (4, always(kl_divergence=0.2)),
+    "an honest rise in length": (8, lambda s: grows(s, pays=0.3)),
+    "length without reward": (8, lambda s: grows(s, pays=0.9) | {"reward_mean": 0.5}),
+    "a long reward at one length": (8, lambda s: grows(s, 0.9) | {"response_length_mean": 40.0}),
     "one high kl": (9, lambda s: {"kl_divergence": 0.2 if s == 9 else 0.02}),
     "low kl while the reward climbs": (60, always(kl_divergence=1e-5)),
     "low kl for a short while": (STUCK_STEPS, always(kl_divergence=1e-5, **FLAT)),

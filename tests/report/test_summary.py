@@ -253,8 +253,9 @@ def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
 def test_a_collapse_is_said_at_the_end_too() -> None:
     good = steps(0.4, 0.5, 0.45, kl_divergence=0.01, entropy=1.0, **{"score/min": 0.0})
     gone = {"step": 4, "reward_mean": 0.0, "kl_divergence": 5.3, "entropy": 1e-5, "score/min": 0.0}
-    assert summary_of(*good).warning == ""
-    assert summary_of(*good, gone).warning.startswith("The policy has collapsed")
+    assert summary_of(*good).warnings == ()
+    (warning,) = summary_of(*good, gone).warnings
+    assert warning.startswith("The policy has collapsed")
 
 
 def test_small_amounts_are_not_nothing() -> None:

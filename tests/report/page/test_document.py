@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.report.catalogue import METRICS, list_plots, make_tiles
-from ppo_cli.report.health import Limits
+from ppo_cli.report.catalogue import METRICS, list_plots
 from ppo_cli.report.page.rollouts import Rollouts, choose_sample
-from ppo_cli.report.page.run_data import KL_PAYS_NOTE, RunData
+from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
@@ -35,9 +34,9 @@ def data_of(text: str) -> dict[str, Any]:
 def test_one_sentence_says_how_it_went(run: Path) -> None:
     sentence = RunData(run, "run").read()["sentence"]
     assert sentence == (
-        "reward 0.50 to 0.86, validation reward_mean 0.50 to 0.50 in 40 steps; KL 0.14, above its "
-        "range since step 16: lower --lr or raise --kl_coef; judge $0.70, 1 response without a "
-        "score"
+        "The reward rose, validation did not: reward 0.50 to 0.86, validation reward_mean 0.50 to "
+        "0.50 in 40 steps. "
+        "Check: kl 0.14 is above 0.1: the model moves far from where it started. Judge $0.70."
     )
 
 
@@ -49,7 +48,7 @@ def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
     assert "KL" not in run_data["sentence"]
     assert [span["kind"] for span in run_data["findings"]] == ["failed"]
     (kl,) = (tile for tile in run_data["tiles"] if tile["key"] == "kl_divergence")
-    assert kl["side"] == "above" and kl["change"] == KL_PAYS_NOTE
+    assert kl["findings"] == []
 
 
 def test_hostile_texts_and_secrets_stay_out_of_the_markup(
@@ -158,12 +157,10 @@ def test_plots_follow_the_catalogue() -> None:
     assert [title for title, plot in plots.items() if plot["other"]] == ["new/key", "reward/x/std"]
 
 
-def test_a_tile_knows_since_when_it_is_outside() -> None:
-    values = [0.5, 0.01, 0.2, None, 0.3]
-    (tile,) = make_tiles({"kl_divergence": values}, [1, 2, 3, 4, 5], Limits())
-    assert (tile["side"], tile["since"], tile["value"]) == ("above", 3, 0.3)
-    assert tile["band"] == [0.001, 0.1]
-    (low,) = make_tiles({"kl_divergence": [0.0, 0.0]}, [1, 2], Limits())
-    assert low["side"] == "", "a small KL harms nobody"
-    (ratio,) = make_tiles({"ppo_ratio": [1.0, 0.5]}, [1, 2], Limits())
-    assert (ratio["side"], ratio["since"]) == ("below", 2)
+def test_a_tile_says_what_the_findings_say_and_comes_first(run: Path) -> None:
+    data = RunData(run, "run").read()
+    first = data["tiles"][0]
+    assert (first["key"], first["band"], first["value"]) == ("kl_divergence", [0.001, 0.1], 0.14)
+    (finding,) = first["findings"]
+    assert finding in data["findings"] and finding["text"].startswith("kl 0.14 is above 0.1")
+    assert not any(tile["findings"] for tile in data["tiles"][1:])
