@@ -14,6 +14,7 @@ from tests.house.test_floors import own_imports
 MOST = 25
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
+    "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
     "config.checks.run": "the checks of one subject of several, behind the runner",
