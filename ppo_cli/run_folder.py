@@ -518,6 +518,18 @@ class ModelSource:
     run: Path | None = None
 
 
+def is_active(run: Path) -> bool:
+    """Whether a process is running this run, which it shows by locking a file."""
+    try:
+        with (run / LOCK).open() as claim:
+            fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def find_source(word: str) -> ModelSource:
     """The model that MODEL, RUN, RUN@STEP or a checkpoint means; ModelError if there is none."""
     path, which = word, ""

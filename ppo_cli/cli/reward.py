@@ -23,7 +23,6 @@ from ppo_cli.cli.flags import (
     set_parameters,
 )
 from ppo_cli.cli.screen import (
-    format_duration,
     format_number,
     make_printable,
     make_screen,
@@ -34,6 +33,7 @@ from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
+from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Screen
 
 # Characters of the longest bar in a histogram.

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.report.metrics import mixture_part_means
+from ppo_cli.report.metrics import format_duration, mixture_part_means
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import redirect_to_devnull
@@ -177,15 +177,6 @@ def draw_sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
     scale = (len(marks) - 1) / (high - low) if high > low else 0.0
     return "".join(marks[round((v - low) * scale)] for v in means)
-
-
-def format_duration(seconds: float) -> str:
-    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    minutes, rest = divmod(total, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def align_columns(rows: Sequence[Sequence[str]], left_aligned: int = 2) -> list[str]:

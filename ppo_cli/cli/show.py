@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
 import time
@@ -38,11 +37,11 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.page.run_data import read_run_config, read_settings
 from ppo_cli.run_folder import (
-    LOCK,
     METRICS_FILE,
     STEP_NAME,
     CheckpointStore,
     check_run_folder,
+    is_active,
     paid_calls,
     plain,
     read_lines,
@@ -485,7 +484,7 @@ def collect_run_facts(run: Path) -> dict[str, Any]:
     # What --resume would start from.
     saved = CheckpointStore(run / "checkpoints", 1).newest()
     match = STEP_NAME.match(saved.name) if saved else None
-    state = "running" if is_running(run) else "done" if total and step >= total else "stopped"
+    state = "running" if is_active(run) else "done" if total and step >= total else "stopped"
     return {
         "run": str(run),
         "state": state,
@@ -497,18 +496,6 @@ def collect_run_facts(run: Path) -> dict[str, Any]:
         "cost_usd": sum(float(call["usd"]) for call in paid_calls(run)),
         "changed": (run / METRICS_FILE).stat().st_mtime,
     }
-
-
-def is_running(run: Path) -> bool:
-    """Whether a process is running this run, which it shows by locking a file."""
-    try:
-        with (run / LOCK).open() as claim:
-            fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def format_runs(run_list: list[dict[str, Any]]) -> str:

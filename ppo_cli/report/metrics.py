@@ -381,6 +381,15 @@ def estimate_budget(
     return math.ceil(need / digit) * digit
 
 
+def format_duration(seconds: float) -> str:
+    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def format_dollars(amount: float) -> str:
     """Return dollars with at least two significant digits: `$12.50`, `$0.0021`."""
     if amount >= 0.0995:

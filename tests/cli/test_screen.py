@@ -27,13 +27,13 @@ from ppo_cli.cli.screen import (
     OutputClosed,
     PlainScreen,
     draw_sparkline,
-    format_duration,
     format_number,
     format_step,
     format_summary,
     make_printable,
     make_screen,
 )
+from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}

@@ -59,9 +59,13 @@ function drawSentences() {
   const many = DATA.runs.length > 1;
   $("title").textContent = many ? `${DATA.runs.length} runs` : DATA.runs[0].name;
   document.title = `${DATA.runs.map((run) => run.name).join(", ")} – ppo-cli`;
-  fill($("sentences"), ...DATA.runs.map((run, index) => el("p", { class: "sentence" },
-    many ? chip(index) : null, many ? el("b", {}, `${run.name}: `) : null, prose(run.sentence),
-    run.note ? el("small", {}, run.note) : null)));
+  fill($("sentences"), ...DATA.runs.flatMap((run, index) => [
+    el("p", { class: "sentence" },
+      many ? chip(index) : null, many ? el("b", {}, `${run.name}: `) : null, prose(run.sentence),
+      run.note ? el("small", {}, run.note) : null),
+    el("dl", { class: "facts" }, ...run.facts.map(([name, value]) =>
+      el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+  ]));
 }
 
 /** The range that the values of all runs and the healthy band share. */

@@ -10,19 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.mixture import judges_of, models_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import list_plots, make_tiles
 from ppo_cli.report.drift import Opinion, read_opinions
 from ppo_cli.report.health import CALM_STEPS, EXPLOITS, Limits, find_troubles, make_limits
-from ppo_cli.report.metrics import ROUNDING, describe_judge_totals, format_dollars, summarise
+from ppo_cli.report.metrics import (
+    ROUNDING,
+    describe_judge_totals,
+    format_dollars,
+    format_duration,
+    summarise,
+)
 from ppo_cli.run_folder import (
     LABELS_FILE,
     METRICS_FILE,
     SPENT,
+    STEP_NAME,
     WRITTEN_BY,
     CheckpointStore,
+    is_active,
     paid_calls,
     read_metrics,
     run_settings,
@@ -62,7 +72,7 @@ class RunData:
         files = [self.folder / name for name in (METRICS_FILE, "config.yaml", LABELS_FILE)]
         states = [f.stat() for f in [*files, *sorted(self.folder.glob(SPENT))] if f.exists()]
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
-        return (*((s.st_size, s.st_mtime_ns) for s in states), *saved)
+        return (*((s.st_size, s.st_mtime_ns) for s in states), *saved, is_active(self.folder))
 
     def read(self) -> dict[str, Any]:
         """Return the run as a dictionary for JSON; base.js and curves.js show its keys."""
@@ -91,6 +101,7 @@ class RunData:
         return {
             "name": self.name,
             "sentence": summarise_in_sentence(self.folder, history, config, findings, spent["usd"]),
+            "facts": list_facts(self.folder, history, config, spent["usd"]),
             "note": note,
             "steps": steps,
             "total": batch_arithmetic(config)["total_steps"] if config else None,
@@ -148,6 +159,48 @@ def _drop_repeated_keys(keys: set[str]) -> list[str]:
         parts = {key for key in keys if re.fullmatch(f"{start}[^/]+", key)}
         keys = keys - parts if len(parts) == 1 else keys
     return sorted(keys - ({"val/reward_mean"} if "val/accuracy" in keys else set()))
+
+
+def list_facts(
+    folder: Path, history: Sequence[Mapping[str, Any]], config: Config | None, usd: float
+) -> list[tuple[str, str]]:
+    """Return the facts at the top of the page: state, step, time, cost, model, data, reward."""
+    last = history[-1] if history else {"step": 0}
+    step = int(last["step"])
+    total = batch_arithmetic(config)["total_steps"] if config else None
+    running = is_active(folder)
+    state = "running" if running else "done" if total and step >= total else "stopped"
+    facts = [("state", state), ("step", f"{step} of {total}" if total else str(step))]
+    if running and last.get("time/left_s"):
+        facts.append(("time left", format_duration(last["time/left_s"])))
+    facts.append(("time so far", format_duration(last.get("time/run_s") or 0.0)))
+    if usd:
+        # Steps cost about the same, so the cost of the whole run follows from the steps so far.
+        more = f", about {format_dollars(usd / step * total)} in all" if total and step else ""
+        facts.append(("judge cost", format_dollars(usd) + (more if state != "done" else "")))
+    if config is None:
+        return facts
+    facts += [
+        ("model", config.model.path),
+        ("data", ", ".join(config.data.train_files)),
+        ("reward", _describe_reward(config.reward)),
+    ]
+    # A fork resumes from a checkpoint of another run: RUN/checkpoints/step_000006.
+    source = Path(config.trainer.resume_mode)
+    if STEP_NAME.match(source.name) and source.parents[1] != folder.resolve():
+        facts.append(("forked from", f"{source.parents[1]} at step {int(source.name[5:])}"))
+    return facts
+
+
+def _describe_reward(reward: Reward) -> str:
+    """Return what scores the responses, such as `judge qwen-plus, rule gsm8k`."""
+    sources = [f"judge {judge.settings.model}" for judge in judges_of(reward)]
+    sources += [f"reward model {model.settings.path}" for model in models_of(reward)]
+    sources += [
+        f"function {rule.function}" if rule.function else f"rule {rule.rule or 'of each row'}"
+        for rule in rules_of(reward)
+    ]
+    return ", ".join(sources)
 
 
 def summarise_in_sentence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
+from ppo_cli.run_folder import LOCK, read_lines, read_metrics, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, RAN, make_run
 
 
@@ -164,3 +165,22 @@ def test_a_tile_says_what_the_findings_say_and_comes_first(run: Path) -> None:
     (finding,) = first["findings"]
     assert finding in data["findings"] and finding["text"].startswith("kl 0.14 is above 0.1")
     assert not any(tile["findings"] for tile in data["tiles"][1:])
+
+
+def test_the_first_lines_state_what_the_run_is(run: Path, tmp_path: Path) -> None:
+    facts = dict(RunData(run, "run").read()["facts"])
+    assert (facts["step"], facts["state"], facts["judge cost"]) == ("40 of 40", "done", "$0.70")
+    assert facts["reward"].startswith("judge ")
+    # A fork resumes from a checkpoint of another run.
+    fork = make_run(tmp_path / "fork", steps=2)
+    other = tmp_path / "other" / "checkpoints" / "step_000006"
+    (fork / "config.yaml").write_text(
+        f"trainer: {{resume_mode: {other}}}\nreward: {{rule: math}}\n"
+    )
+    facts = dict(RunData(fork, "fork").read()["facts"])
+    assert facts["forked from"] == f"{tmp_path / 'other'} at step 6"
+    assert facts["reward"] == "rule math"
+    assert facts["state"] == "stopped"
+    with (fork / LOCK).open("w") as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        assert dict(RunData(fork, "fork").read()["facts"])["state"] == "running"
