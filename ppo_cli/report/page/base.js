@@ -60,11 +60,11 @@ function drawSentences() {
   $("title").textContent = many ? `${DATA.runs.length} runs` : DATA.runs[0].name;
   document.title = `${DATA.runs.map((run) => run.name).join(", ")} – ppo-cli`;
   fill($("sentences"), ...DATA.runs.flatMap((run, index) => [
+    el("dl", { class: "facts" }, ...run.facts.map(([name, value]) =>
+      el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     el("p", { class: "sentence" },
       many ? chip(index) : null, many ? el("b", {}, `${run.name}: `) : null, prose(run.sentence),
       run.note ? el("small", {}, run.note) : null),
-    el("dl", { class: "facts" }, ...run.facts.map(([name, value]) =>
-      el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
   ]));
 }
 

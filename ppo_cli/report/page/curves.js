@@ -48,9 +48,12 @@ function stack(lines) {
   return lines;
 }
 
+/** Validations are few and totals only rise: a mean over earlier values would be wrong. */
+const canSmooth = (line) => view.smooth && !line.key.startsWith("val/") && !line.key.endsWith("_total");
+
 function dataOf(line, spec) {
   const positive = (values) => (view.log ? values.map((v) => (v > 0 ? v : NaN)) : values);
-  const y = spec.stacked || !view.smooth ? line.y : smoothed(line.y, view.smooth);
+  const y = spec.stacked || !canSmooth(line) ? line.y : smoothed(line.y, view.smooth);
   return { x: line.x, y: positive(y), raw: positive(line.y), bottom: line.bottom || line.x.map(() => 0) };
 }
 
@@ -94,7 +97,7 @@ function draw(plot) {
     if (spec.stacked) {
       drawn.push(figure.varea({ x: { field: "x" }, y1: { field: "bottom" }, y2: { field: "y" }, source, fill_color: colour(line.tone), fill_alpha: 0.75 }));
     } else {
-      if (view.smooth) drawn.push(figure.line({ field: "x" }, { field: "raw" }, { ...style, line_alpha: 0.25 }));
+      if (canSmooth(line)) drawn.push(figure.line({ field: "x" }, { field: "raw" }, { ...style, line_alpha: 0.25 }));
       drawn.push(figure.line({ field: "x" }, { field: "y" }, { ...style, line_width: 1.7 }));
       if (line.x.length <= 30) figure.scatter({ field: "x" }, { field: "y" }, { source, size: 4, line_color: null, fill_color: colour(line.tone) });
     }
