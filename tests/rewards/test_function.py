@@ -264,6 +264,7 @@ def test_rewards_within_the_response_are_kept_where_they_fit(
     assert score("[1.0, 2.0]").value == 3.0  # without the end token
     assert "2 token_rewards for a response of 3" in score("[1.0, 2.0]", "length").failure
     assert score("[(3, 0.5), (8, 1)]").steps == (PlacedReward(3, 0.5), PlacedReward(8, 1.0))
+    assert score("[(8, 1)]").steps == (PlacedReward(8, 1.0),)  # at the last character
     assert "offset 99, outside the response's 1 to 9 characters" in score("[(99, 1)]").failure
     assert "offset 0, outside" in score("[(0, 1)]").failure
 

@@ -204,8 +204,8 @@ def test_how_rankings_move_over_steps_of_a_run(bench: Bench) -> None:
     liked = {3: (0.9, 0.1, 0.2, 0.8), 7: (0.9, 0.8, 0.9, 1.0)}
     for step, scores in liked.items():
         rows = [
-            {"step": step, "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "sums",
-             "response": f"It is {2 + n % 2}.", "score": score}
+            {"step": step, "uid": "train:0", "prompt": "1 + 1 = ?", "ground_truth": "2",
+             "data_source": "sums", "response": f"It is {2 + n % 2}.", "score": score}
             for n, score in enumerate((*scores, None))
         ]  # fmt: skip
         write_rows(bench.folder / "rollouts" / f"step_{step:06d}.jsonl", *rows)
