@@ -25,6 +25,7 @@ from ppo_cli.cluster.serialise import send_tensors_as_arrays
 from ppo_cli.cluster.worker_process import (
     CRASH,
     KILLED,
+    THREAD_VARIABLES,
     Failure,
     Outcome,
     Worker,
@@ -509,7 +510,7 @@ class Cluster:
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not slot.gpus:
             # More threads than cores in all processes together would slow each other down.
-            variables["OMP_NUM_THREADS"] = str(self._threads or 1)
+            variables |= dict.fromkeys(THREAD_VARIABLES, str(self._threads or 1))
         # The bundle index is the number of the node in the placement group.
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=slot.node

@@ -37,6 +37,8 @@ from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError,
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Where MKL's variable is set, torch prefers it to that of OpenMP.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 FLUSH_S = 0.02  # results that finish within this time are sent together
 
 
@@ -86,7 +88,8 @@ class Worker:
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
             node_id = ray.get_runtime_context().get_node_id()
             if gpus:  # Ray has set it to 1
-                os.environ["OMP_NUM_THREADS"] = str(threads or share_cores(len(gpus), node_id))
+                count = str(threads or share_cores(len(gpus), node_id))
+                os.environ |= dict.fromkeys(THREAD_VARIABLES, count)
             return {
                 "node": ray.util.get_node_ip_address(), "node_id": node_id, "pid": os.getpid()
             }  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cluster.members import Cluster
+from ppo_cli.cluster.worker_process import THREAD_VARIABLES
 from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.config.placement import Placement
 
@@ -30,7 +31,8 @@ def count_threads() -> int:
 def address(start_ray: Callable[..., str]) -> Iterator[str]:
     """A Ray with GPUs, in place of the one of other files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "7")  # of the driver: its workers must not take it
+        for name in THREAD_VARIABLES:  # of the driver: its workers must not take them
+            patch.setenv(name, "7")
         yield start_ray(GPUS)
 
 
