@@ -539,7 +539,7 @@ def find_source(word: str) -> ModelSource:
     folder = Path(path).expanduser()
     # A model folder or a hub name is used as it is.
     if not which and (not folder.is_dir() or (folder / "config.json").exists()):
-        check_folder(path, "MODEL")
+        check_folder(model_folder(path), "MODEL")
         return ModelSource(word, model_folder(path))
     model = find_model(folder, which or None, critic=False).resolve()
     run = model.parents[2]
