@@ -32,7 +32,7 @@ from ppo_cli.cli.screen import (
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
+from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, UserError, ppo
 from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Screen
 
@@ -422,9 +422,13 @@ def audit_at_start(config: Config) -> str:
     from ppo_cli.extras.trust.audit import open_without_gate
     from ppo_cli.scoring.score import Callbacks
 
-    items = load_items(settings, file=None, preset=None, max_rows=AUDITED_ROWS)
-    with open_without_gate(settings, items, Callbacks()) as reward:
-        result = run_audit(reward, settings, items, screen=Screen())
+    # A reward that cannot score the audit's tasks is not audited; the run checks its own rows.
+    try:
+        items = load_items(settings, file=None, preset=None, max_rows=AUDITED_ROWS)
+        with open_without_gate(settings, items, Callbacks()) as reward:
+            result = run_audit(reward, settings, items, screen=Screen())
+    except UserError:
+        return ""
     failed = [
         check["worst"]
         for check in result["checks"]

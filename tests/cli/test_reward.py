@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward import format_calibration, format_histogram, format_parts
+from ppo_cli.cli.reward import audit_at_start, format_calibration, format_histogram, format_parts
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
 
@@ -153,3 +154,20 @@ def test_verdicts_from_the_cache_say_nothing_about_the_cost() -> None:
         "parts": {}, "reported": {}, "correlations": [], "length": None, "criteria": {},
     }  # fmt: skip
     assert "every verdict came from the cache" in "\n".join(format_calibration(result))
+
+
+def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
+    """A function that pays for length; not one that looks for the answer, nor a rule of code."""
+    body = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+    )
+    (tmp_path / "long.py").write_text(f"{body}min(1.0, len(solution_str) / 12)\n")
+    (tmp_path / "right.py").write_text(f"{body}float(str(ground_truth) in solution_str)\n")
+
+    def audit(**reward: str) -> str:
+        return audit_at_start(Config.model_validate({"reward": reward}))
+
+    warning = audit(function=str(tmp_path / "long.py"))
+    assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning
+    assert audit(function=str(tmp_path / "right.py")) == audit(rule="code") == audit() == ""
+    assert audit(function=str(tmp_path / "nothing.py")) == ""  # the run itself refuses it

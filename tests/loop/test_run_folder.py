@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.show import is_running
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.run_folder import LOCK, CheckpointStore, RunFolder, find_resume
+from ppo_cli.run_folder import LOCK, CheckpointStore, RunFolder, find_resume, is_active
 
 
 def test_a_file_in_the_way_and_a_folder_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -47,8 +46,8 @@ def test_a_glance_at_whether_a_run_goes_on_keeps_nobody_out(tmp_path: Path) -> N
         fcntl.flock(glance, fcntl.LOCK_SH)
         Timer(0.15, lambda: fcntl.flock(glance, fcntl.LOCK_UN)).start()
         with RunFolder(tmp_path).alone():
-            assert is_running(tmp_path)
-    assert not is_running(tmp_path)
+            assert is_active(tmp_path)
+    assert not is_active(tmp_path)
 
 
 def test_a_claim_on_a_file_that_was_just_taken_away_is_none(

@@ -148,7 +148,7 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
 
 
 TYPED = [
-    "plan", "--train_files", "t.jsonl", "--model", "m", "--batch_size", "4", "--mini_batch_size",
+    "plan", "--train_files", "t.jsonl", "--model", "o/m", "--batch_size", "4", "--mini_batch_size",
     "4", "--use_api_reward", "--rm_model", "qwen-plus", "--rm_prompt_preset", "math",
 ]  # fmt: skip
 
