@@ -518,6 +518,13 @@ class ModelSource:
     run: Path | None = None
 
 
+def run_state(run: Path, step: int, total_steps: int | None) -> str:
+    """Return whether a run is `running`, `done` or `stopped`, from its lock and its last step."""
+    if is_active(run):
+        return "running"
+    return "done" if total_steps and step >= total_steps else "stopped"
+
+
 def is_active(run: Path) -> bool:
     """Whether a process is running this run, which it shows by locking a file."""
     try:

@@ -429,17 +429,18 @@ def audit_at_start(config: Config) -> str:
             result = run_audit(reward, settings, items, screen=Screen())
     except UserError:
         return ""
-    failed = [
+    failed = (
         check["worst"]
         for check in result["checks"]
-        if check["passed"] is False and check["name"] in CHECKS_OF_ANY_TASK and check["worst"]
-    ]
-    if not failed:
+        if check["passed"] is False and check["name"] in CHECKS_OF_ANY_TASK
+    )
+    worst = next(filter(None, failed), None)
+    if worst is None:
         return ""
     flag = f"--reward_function {settings.function}" if settings.function else f"--rule {audited}"
     return (
-        f"{audited} can be fooled: {failed[0]['trial']} scores {format_number(failed[0]['got'])}, "
-        f"expected {failed[0]['wanted']}. The model may learn that instead of the task. "
+        f"{audited} can be fooled: {worst['trial']} scores {format_number(worst['got'])}, "
+        f"expected {worst['wanted']}. The model may learn that instead of the task. "
         f"`{ppo(f'reward audit {flag}')}` shows all such replies."
     )
 

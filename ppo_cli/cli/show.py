@@ -41,7 +41,6 @@ from ppo_cli.run_folder import (
     STEP_NAME,
     CheckpointStore,
     check_run_folder,
-    is_active,
     paid_calls,
     plain,
     read_lines,
@@ -49,6 +48,7 @@ from ppo_cli.run_folder import (
     rollout_file,
     rollout_steps,
     run_settings,
+    run_state,
 )
 
 # Rows that are shown unless a flag says otherwise.
@@ -484,10 +484,9 @@ def collect_run_facts(run: Path) -> dict[str, Any]:
     # What --resume would start from.
     saved = CheckpointStore(run / "checkpoints", 1).newest()
     match = STEP_NAME.match(saved.name) if saved else None
-    state = "running" if is_active(run) else "done" if total and step >= total else "stopped"
     return {
         "run": str(run),
-        "state": state,
+        "state": run_state(run, step, total),
         "step": step,
         "total_steps": total,
         "saved_step": int(match.group(1)) if match else None,

@@ -77,7 +77,7 @@ class Limits:
     lr: float = 1e-6
     # Scored by a judge, a model or the user's function, and not only by built-in rules.
     can_be_gamed: bool = True
-    total_steps: int = 10**9
+    total_steps: int | None = None  # of the whole run; None: not known
     folder: Path | None = None  # with the rollouts, for causes and examples
     watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
     people: tuple[Opinion, ...] = ()  # labels given in the page
@@ -106,7 +106,7 @@ def make_limits(config: Config) -> Limits:
             or models_of(config.reward)
             or any(rule.function for rule in rules_of(config.reward))
         ),
-        total_steps=batch_arithmetic(config)["total_steps"] or 10**9,
+        total_steps=batch_arithmetic(config)["total_steps"],
         folder=Path(config.trainer.output_dir),
         watched=_first_judge_and_rule(config),
     )
@@ -323,7 +323,8 @@ def _check_reward_same(steps: History, limits: Limits) -> str:
     """Warn if all responses of several steps got the same reward."""
     mean = _last_values(steps, "reward_mean", 1)
     # Rewards that are all 0 are common at the start: wait longer, but not until a short run ends.
-    count = 3 if mean and mean[0] else max(3, min(2 * SETTLE_STEPS, limits.total_steps // 2))
+    half = (limits.total_steps or 4 * SETTLE_STEPS) // 2
+    count = 3 if mean and mean[0] else max(3, min(2 * SETTLE_STEPS, half))
     spread, means = (
         _last_values(steps, "score/std", count),
         _last_values(steps, "reward_mean", count),
@@ -392,33 +393,46 @@ def _usual_correlation(steps: History, key: str) -> float:
     return fmean(values) if len(values) >= 3 else 0.0
 
 
+def _find_paid_rise(
+    steps: History, limits: Limits, kind: str, key: str
+) -> tuple[float, float, float] | None:
+    """Return the correlation of score and `kind`, and the first and last means of metric `key`.
+
+    None unless the reward can be gamed, rises, and pays for it within the steps.
+    """
+    pays, rise = _usual_correlation(steps, f"score/{kind}_correlation"), _rise(steps, key)
+    if not limits.can_be_gamed or pays <= PAYS or rise is None or not _reward_rises(steps):
+        return None
+    return pays, *rise
+
+
 def _check_length_pays(steps: History, limits: Limits) -> str:
     """Warn if reward and length rise together, and longer responses score higher in each step."""
-    pays = _usual_correlation(steps, "score/length_correlation")
-    length = _rise(steps, "response_length_mean")
-    repeats = _usual_correlation(steps, "score/repetition_correlation")
-    if not limits.can_be_gamed or pays <= PAYS or length is None or repeats > pays:
+    paid_rise = _find_paid_rise(steps, limits, "length", "response_length_mean")
+    if paid_rise is None:
         return ""
-    if length[1] < LONGER * length[0] or not _reward_rises(steps):
+    pays, before, after = paid_rise
+    # Repeated text is long too: the stronger cause is reported.
+    if after < LONGER * before or _usual_correlation(steps, "score/repetition_correlation") > pays:
         return ""
     return (
-        f"The reward rises with length (correlation {pays:.2f}, {length[0]:.0f} -> "
-        f"{length[1]:.0f} tokens): it may pay for length, not for quality. "
+        f"The reward rises with length (correlation {pays:.2f}, {before:.0f} -> "
+        f"{after:.0f} tokens): it may pay for length, not for quality. "
         + _exploit_advice(limits, "--overlong_buffer limits the length")
     )
 
 
 def _check_repetition_pays(steps: History, limits: Limits) -> str:
     """Warn if reward and repetition rise together, and repeating responses score higher."""
-    pays = _usual_correlation(steps, "score/repetition_correlation")
-    share = _rise(steps, "response/repetition")
-    if not limits.can_be_gamed or pays <= PAYS or share is None:
+    paid_rise = _find_paid_rise(steps, limits, "repetition", "response/repetition")
+    if paid_rise is None:
         return ""
-    if share[1] < share[0] + MORE_REPETITION or not _reward_rises(steps):
+    pays, before, after = paid_rise
+    if after < before + MORE_REPETITION:
         return ""
     return (
-        f"The reward rises with repetition (correlation {pays:.2f}, {share[0]:.0%} -> "
-        f"{share[1]:.0%} repeated word sequences): it may pay for repeated text. "
+        f"The reward rises with repetition (correlation {pays:.2f}, {before:.0%} -> "
+        f"{after:.0%} repeated word sequences): it may pay for repeated text. "
         + _exploit_advice(limits, "--repetition_penalty lowers its score")
     )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of, models_of, rules_of
-from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
@@ -36,6 +35,7 @@ from ppo_cli.run_folder import (
     paid_calls,
     read_metrics,
     run_settings,
+    run_state,
 )
 
 # Kind of trouble -> metric whose tile shows it; the curve of the reward marks other troubles.
@@ -89,6 +89,7 @@ class RunData:
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         # Ranges of the run's settings; labels of people measure the judge's drift.
         limits = make_limits(config) if config else Limits()
+        total = limits.total_steps
         people = read_opinions(self.folder, config) if config else ()
         limits = replace(limits, saved=tuple(saved), people=people, folder=self.folder)
         steps = [int(line["step"]) for line in history]
@@ -100,11 +101,13 @@ class RunData:
         settings, written_by = read_settings(self.folder)
         return {
             "name": self.name,
-            "sentence": summarise_in_sentence(self.folder, history, config, findings, spent["usd"]),
-            "facts": list_facts(self.folder, history, config, spent["usd"]),
+            "sentence": summarise_in_sentence(
+                self.folder, history, config, total, findings, spent["usd"]
+            ),
+            "facts": list_facts(self.folder, history, config, total, spent["usd"]),
             "note": note,
             "steps": steps,
-            "total": batch_arithmetic(config)["total_steps"] if config else None,
+            "total": total,
             "series": series,
             "plots": list_plots(keys),
             "tiles": make_tiles(series, limits, findings),
@@ -162,16 +165,21 @@ def _drop_repeated_keys(keys: set[str]) -> list[str]:
 
 
 def list_facts(
-    folder: Path, history: Sequence[Mapping[str, Any]], config: Config | None, usd: float
+    folder: Path,
+    history: Sequence[Mapping[str, Any]],
+    config: Config | None,
+    total: int | None,
+    usd: float,
 ) -> list[tuple[str, str]]:
-    """Return the facts at the top of the page: state, step, time, cost, model, data, reward."""
+    """Return the facts at the top of the page: state, step, time, cost, model, data, reward.
+
+    `total` is the number of steps of the whole run, None if it is unknown.
+    """
     last = history[-1] if history else {"step": 0}
     step = int(last["step"])
-    total = batch_arithmetic(config)["total_steps"] if config else None
-    running = is_active(folder)
-    state = "running" if running else "done" if total and step >= total else "stopped"
+    state = run_state(folder, step, total)
     facts = [("state", state), ("step", f"{step} of {total}" if total else str(step))]
-    if running and last.get("time/left_s"):
+    if state == "running" and last.get("time/left_s"):
         facts.append(("time left", format_duration(last["time/left_s"])))
     facts.append(("time so far", format_duration(last.get("time/run_s") or 0.0)))
     if usd:
@@ -207,6 +215,7 @@ def summarise_in_sentence(
     folder: Path,
     history: Sequence[Mapping[str, Any]],
     config: Config | None,
+    total: int | None,
     findings: Sequence[Mapping[str, Any]],
     usd: float,
 ) -> str:
@@ -214,7 +223,6 @@ def summarise_in_sentence(
     if not history:
         return "No step is finished yet."
     steps = int(history[-1]["step"])
-    total = batch_arithmetic(config)["total_steps"] if config else None
     length = (
         f"{steps} of {total} steps"
         if total and steps < total
