@@ -429,12 +429,15 @@ def audit_at_start(config: Config) -> str:
             result = run_audit(reward, settings, items, screen=Screen())
     except UserError:
         return ""
+    # A function that raised has text here instead of a score: the run itself reports that.
     failed = (
         check["worst"]
         for check in result["checks"]
-        if check["passed"] is False and check["name"] in CHECKS_OF_ANY_TASK
+        if check["passed"] is False
+        and check["name"] in CHECKS_OF_ANY_TASK
+        and isinstance(check["worst"]["got"], float)
     )
-    worst = next(filter(None, failed), None)
+    worst = next(failed, None)
     if worst is None:
         return ""
     flag = f"--reward_function {settings.function}" if settings.function else f"--rule {audited}"

@@ -170,4 +170,7 @@ def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
     warning = audit(function=str(tmp_path / "long.py"))
     assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning
     assert audit(function=str(tmp_path / "right.py")) == audit(rule="code") == audit() == ""
-    assert audit(function=str(tmp_path / "nothing.py")) == ""  # the run itself refuses it
+    # The run itself reports a missing function, and one that always raises.
+    (tmp_path / "raises.py").write_text(f"{body}float(answer == ground_truth)\n")
+    assert audit(function=str(tmp_path / "nothing.py")) == ""
+    assert audit(function=str(tmp_path / "raises.py")) == ""
