@@ -6,6 +6,28 @@ let DATA = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["--c0", "--c3", "--c2", "--c1", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const $ = (id) => document.getElementById(id);
 
+/** What is shown, as #at=curves&from=3&to=9: a link to the page opens it as it was. */
+let parameters = new URLSearchParams();
+const address = {
+  get: (name) => parameters.get(name),
+  /** Keep values; an empty one is left out. */
+  set(values) {
+    for (const [name, value] of Object.entries(values)) {
+      if (value == null || value === "" || value === false) parameters.delete(name);
+      else parameters.set(name, value);
+    }
+    history.replaceState(null, "", `#${parameters}`);
+  },
+};
+
+/** A link within the page is a plain #section; the state is added to it. */
+function readAddress() {
+  const text = location.hash.slice(1);
+  if (text.includes("=")) parameters = new URLSearchParams(text);
+  else if (text) address.set({ at: text });
+  $(address.get("at"))?.scrollIntoView();
+}
+
 /** An element with attributes and children; strings become text nodes. */
 function el(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -182,4 +204,7 @@ function drawOverview() {
 
 document.querySelector("footer").textContent = `ppo-cli ${DATA.version}`;
 drawOverview();
+readAddress();
+addEventListener("hashchange", readAddress);
+addEventListener("load", readAddress); // the plots have their places now
 performance.mark("overview");

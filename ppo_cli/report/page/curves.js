@@ -161,6 +161,7 @@ function link(figure) {
 
 function zoom(from, to, origin = null) {
   [view.from, view.to] = [from, to];
+  address.set({ from, to });
   const [start, end] = shownSteps();
   linking = true;
   for (const { figure } of plots) {
@@ -225,8 +226,8 @@ function redraw() {
   }
 }
 
-$("smooth").addEventListener("change", (event) => { view.smooth = Number(event.target.value); redraw(); });
-$("log").addEventListener("change", (event) => { view.log = event.target.checked; redraw(); });
+$("smooth").addEventListener("change", (event) => { address.set({ smooth: event.target.value }); readView(); });
+$("log").addEventListener("change", (event) => { address.set({ log: event.target.checked }); readView(); });
 $("zoom-all").addEventListener("click", () => zoom(null, null));
 for (const id of ["zoom-from", "zoom-to"]) {
   $(id).addEventListener("change", () => {
@@ -234,8 +235,19 @@ for (const id of ["zoom-from", "zoom-to"]) {
     zoom(from, to);
   });
 }
+
+/** Smoothing, scale and steps as the address has them; long runs are smoothed unless it says otherwise. */
+function readView() {
+  const number = (name) => (address.get(name) == null ? null : Number(address.get(name)));
+  view.smooth = number("smooth") ?? (DATA.runs.some((run) => run.steps.length > 200) ? 0.9 : 0);
+  view.log = address.get("log") === "true";
+  [$("smooth").value, $("log").checked] = [view.smooth, view.log];
+  redraw();
+  zoom(number("from"), number("to"));
+}
+
 addEventListener("beforeprint", () => plots.forEach((plot) => { if (!plot.figure && !plot.spec.other) draw(plot); }));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-if (DATA.runs.some((run) => run.steps.length > 200)) [view.smooth, $("smooth").value] = [0.9, 0.9];
 follow();
-zoom(null, null);
+readView();
+addEventListener("hashchange", readView);

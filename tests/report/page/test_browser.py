@@ -143,6 +143,19 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
     assert errors_of(browser) == []
 
 
+def test_the_address_keeps_what_is_shown(browser: Any, run: Path, tmp_path: Path) -> None:
+    file = write_report(run, tmp_path)
+    browser.get(f"{file.as_uri()}#at=curves&from=3&to=9&smooth=0.5")
+    until(lambda: browser.execute_script("return plots.some((plot) => plot.figure)"))
+    steps = "const { start, end } = plots.find((plot) => plot.figure).figure.x_range;"
+    assert browser.execute_script(f"{steps} return [start, end, view.smooth]") == [3, 9, 0.5]
+    browser.execute_script("document.querySelector('nav a[href=\"#settings\"]').click()")
+    until(lambda: "at=settings" in browser.current_url)
+    browser.execute_script("document.getElementById('zoom-all').click()")
+    assert browser.current_url == f"{file.as_uri()}#at=settings&smooth=0.5"
+    assert errors_of(browser) == []
+
+
 def test_on_a_phone_a_chosen_response_comes_into_view(
     browser: Any, run: Path, tmp_path: Path
 ) -> None:
