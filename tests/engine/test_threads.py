@@ -81,6 +81,7 @@ def probe(**variables: str) -> tuple[str | None, float]:
     return rounds, seconds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has libgomp on Linux only")
 def test_a_waiting_thread_sleeps_soon_unless_the_user_says_otherwise() -> None:
     rounds, seconds = probe()
