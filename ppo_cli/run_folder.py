@@ -168,6 +168,8 @@ def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) 
 
 LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
 WRITTEN_BY = "# Written by "  # first line of config.yaml, followed by versions and machine
+FORK_LINE = "# Fork of {} at step {}\n"  # the second one of a fork, with its run
+_FORK = re.compile(FORK_LINE.strip().format("(.+)", r"(\d+)"))
 # What `set_aside` moves: everything that belongs to one run.
 PARTS = (
     "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
@@ -203,6 +205,22 @@ def check_run_folder(run: Path) -> None:
             f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is the --output_dir of "
             "a run; a run writes its first line after its first step."
         )
+
+
+def read_fork(run: Path) -> tuple[Path, int] | None:
+    """The run and the step that a run was forked from; None if it is not a fork."""
+    file = run / "config.yaml"
+    match = _FORK.search(file.read_text("utf-8", "replace")) if file.is_file() else None
+    return (Path(match[1]), int(match[2])) if match else None
+
+
+def list_ancestors(run: Path) -> list[tuple[Path, int]]:
+    """The runs before a fork, the nearest first, each with the step at which it was forked."""
+    ancestors: list[tuple[Path, int]] = []
+    while (fork := read_fork(run)) is not None and fork not in ancestors:
+        ancestors.append(fork)
+        run = fork[0]
+    return ancestors
 
 
 def run_settings(run: Path) -> Config:

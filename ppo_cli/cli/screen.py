@@ -208,7 +208,9 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     """Return the summary of a run as printable lines."""
     arrow = "->" if ascii_only else "→"
     # A resumed run shows the time of all sessions and of this one.
-    rows = [("steps", f"{summary.steps} in {format_duration(summary.wall_seconds)}")]
+    # That of a fork begins after the steps of another run.
+    done = f"{summary.first_step} to {summary.steps}" if summary.first_step > 1 else summary.steps
+    rows = [("steps", f"{done} in {format_duration(summary.wall_seconds)}")]
     if summary.session is not None:
         steps, seconds = summary.session
         rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {format_duration(seconds)})")

@@ -23,8 +23,9 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
-from ppo_cli.config.layers import DEFAULT
+from ppo_cli.config.layers import PLACE_KEYS, is_chosen
 from ppo_cli.config.plan import batch_arithmetic
+from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.health import make_limits
@@ -35,7 +36,7 @@ from ppo_cli.report.metrics import (
     format_dollars,
     recent_statistics,
 )
-from ppo_cli.report.page.run_data import read_run_config, read_settings
+from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
 from ppo_cli.run_folder import (
     METRICS_FILE,
     STEP_NAME,
@@ -55,7 +56,6 @@ from ppo_cli.run_folder import (
 DEFAULT_STEPS = 20
 DEFAULT_PROMPTS = 3
 RECENT = 10  # steps whose means a comparison shows
-ALWAYS_DIFFERENT = ("trainer.output_dir", "trainer.resume_mode")  # left out of comparisons
 Line = Mapping[str, Any]
 
 
@@ -109,21 +109,20 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Return settings that differ, means of the last 10 steps, and answers to the same prompts.
 
-    The prompts are those whose scores differ most. Answers are from one step that all runs have:
-    the newest validation, else the newest training step, unless `step` and `val` say which.
+    The prompts are those whose scores differ most; see `pair_answers` for the answers.
     """
     # Settings that differ.
     settings = [read_settings(run)[0] for run in folders]
-    chosen = {key for run_values in settings for key, _, origin in run_values if origin != DEFAULT}
+    chosen = {key for run_values in settings for key, _, origin in run_values if is_chosen(origin)}
     settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
     keys = [
         key
         for key in dict.fromkeys(k for values_of_run in settings_by_run for k in values_of_run)
-        if key not in ALWAYS_DIFFERENT
+        if key not in PLACE_KEYS
     ]
     values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
     # A setting that an older version did not have is not a difference from a default.
-    differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
+    differing = {k for k, v in values.items() if differ(v) and (None not in v or k in chosen)}
     # Metrics side by side.
     histories = [read_metrics(run) for run in folders]
     validated = [[v for v in map(get_validation_value, h) if v is not None] for h in histories]
@@ -140,37 +139,58 @@ def compare_runs(
     }
 
 
-def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
-    """Pair the runs' responses that have the same prompt and sample number in one common step.
+def differ(texts: Sequence[str | None]) -> bool:
+    """Whether values of config.yaml differ: `16` and `16.0` do not."""
+    first = texts[0]
+    return any(
+        text != first and (None in (text, first) or load_yaml(text) != load_yaml(first))
+        for text in texts
+    )
 
-    Returns a dict for each pairing, largest score difference first. Without `step`, it is the
-    newest common validation, else the newest common step; the list is empty if there is none.
+
+def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
+    """Pair the newest responses of the runs that have the same prompt and sample number.
+
+    They are of each run's last validation, else of its last training steps; `step` and `val`
+    choose others. Returns a dict for each pairing, the largest difference of scores first; empty
+    if the runs have no prompt in common.
     """
-    # The first split with a step that all runs have.
     for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
-        common = set.intersection(*(set(rollout_steps(run, split)) for run in folders))
-        if common and step in (None, *common):
+        answers = [read_newest_answers(run, split, step) for run in folders]
+        if common := [key for key in answers[0] if all(key in of_run for of_run in answers)]:
             break
-    else:
-        return []
-    # Match answers by prompt and sample.
-    at = max(common) if step is None else step
-    answers = [
-        {(x.get("uid"), x.get("sample"), x.get("prompt")): x for x in read_rollouts(run, at, split)}
-        for run in folders
-    ]
     rows = []
-    for key in [key for key in answers[0] if all(key in run_answers for run_answers in answers)]:
-        lines = [run_answers[key] for run_answers in answers]
+    for key in common:
+        lines = [of_run[key] for of_run in answers]
         scores = [line["score"] for line in lines if line.get("score") is not None]
         rows.append({
-            "step": at,
+            "step": lines[0]["step"] if len({line["step"] for line in lines}) == 1 else None,
             "split": split,
             "prompt": lines[0].get("prompt"),
             "apart": max(scores) - min(scores) if scores else None,
-            "answers": [{"response": x.get("response"), "score": x.get("score")} for x in lines],
+            "answers": [
+                {"step": x["step"], "response": x.get("response"), "score": x.get("score")}
+                for x in lines
+            ],
         })  # fmt: skip
-    return sorted(rows, key=lambda row: -(row["apart"] or 0.0))
+    return sorted(rows, key=lambda row: (-(row["apart"] or 0.0), is_equal(row)))
+
+
+def read_newest_answers(run: Path, split: str, step: int | None) -> dict[Any, Line]:
+    """Return the newest response of a run, or that of `step`, by prompt and sample number."""
+    # A validation has all its prompts; training sees a prompt again after an epoch.
+    steps = rollout_steps(run, split)
+    chosen = steps[-RECENT if split == "train" else -1 :] if step is None else {step} & {*steps}
+    return {
+        (line.get("uid"), line.get("sample"), line.get("prompt")): line
+        for at in chosen
+        for line in read_rollouts(run, at, split)
+    }
+
+
+def is_equal(row: Mapping[str, Any]) -> bool:
+    """Whether all runs gave the same answer with the same score."""
+    return len({(answer["response"], answer["score"]) for answer in row["answers"]}) == 1
 
 
 def format_comparison(compared: Mapping[str, Any]) -> str:
@@ -195,7 +215,14 @@ def format_comparison(compared: Mapping[str, Any]) -> str:
     if not compared["prompts"]:
         lines.append("The runs have no step in which all answer the same prompts.")
     for row in compared["prompts"]:
-        lines += [f"--- step {row['step']}, {row['split']}", *indent_block("prompt", row["prompt"])]
+        steps = [f"step {x['step']} of {run}" for run, x in zip(runs, row["answers"], strict=True)]
+        head = ", ".join(steps) if row["step"] is None else f"step {row['step']}"
+        if is_equal(row):
+            score = format_number(row["answers"][0]["score"])
+            lines.append(f"--- {head}, {row['split']}: equal answers, score {score}")
+            lines += indent_block("prompt", row["prompt"])
+            continue
+        lines += [f"--- {head}, {row['split']}", *indent_block("prompt", row["prompt"])]
         for run, answer in zip(runs, row["answers"], strict=True):
             lines += indent_block(
                 f"{run}, score {format_number(answer['score'])}", answer["response"]
@@ -290,8 +317,10 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and below it the judges' totals and drift."""
     judge = describe_judge_totals(run, history)
+    fork = describe_fork_of(run)
     blocks = [
         format_steps_table(steps),
+        *([fork] if fork else []),
         *([f"judge: {judge}"] if judge else []),
         *format_drift(run, history),
     ]

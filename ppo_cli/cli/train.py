@@ -26,7 +26,7 @@ from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
-from ppo_cli.config.layers import Resolved, read_yaml
+from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork, read_yaml
 from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.models.bundled import model_folder
@@ -38,6 +38,7 @@ from ppo_cli.config.models.folder import (
 )
 from ppo_cli.config.placement import PlanPart, engine_name
 from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_plan
+from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import check_readable, count_rows
@@ -61,6 +62,7 @@ from ppo_cli.run_folder import (
     find_resume,
     find_source,
     read_metrics,
+    run_settings,
 )
 
 if TYPE_CHECKING:
@@ -189,7 +191,16 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
             f"--fork {word} starts after step {done}, but this run ends with step {total}: raise "
             f"--max_steps (or --epochs) above {done}."
         )
-    return resolved
+    # Only what differs from the run was set for this fork.
+    before = run_settings(source.run)
+    origins = {
+        key: INHERITED
+        if origin != DEFAULT and value_of(resolved.config, key) == value_of(before, key)
+        else origin
+        for key, origin in resolved.origins.items()
+    }
+    note = f"This run is a {describe_fork(str(source.run), done, origins)}."
+    return replace(resolved, origins=origins, notes=(note, *resolved.notes))
 
 
 def find_refusals(resolved: Resolved) -> list[str]:

@@ -51,6 +51,8 @@ class Resolved:
 
 # The settings that a run folder keeps, and the origin of values from there.
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
+INHERITED = "fork"  # origin of a value that a fork has from its run
+PLACE_KEYS = ("trainer.output_dir", "trainer.resume_mode")  # of each run, never worth comparing
 MAX_FILE_BYTES = 2**20  # bytes; the largest preset has 3,000
 
 
@@ -61,6 +63,20 @@ class Entry:
     name: str
     raw: Any
     origin: str
+
+
+def is_chosen(origin: str) -> bool:
+    """Whether a value was set for this run: neither a default nor from the run of a fork."""
+    return origin not in (DEFAULT, INHERITED)
+
+
+def describe_fork(run: str, step: int, origins: Mapping[str, str]) -> str:
+    """Return `fork of RUN at step 6; differs in KEY, KEY` for a run with these origins."""
+    changed = [k for k, origin in origins.items() if is_chosen(origin) and k not in PLACE_KEYS]
+    # A run that continues a checkpoint by --resume has settings of its own.
+    if INHERITED not in origins.values() or not changed:
+        return f"fork of {run} at step {step}"
+    return f"fork of {run} at step {step}; differs in {', '.join(changed)}"
 
 
 class Reset:

@@ -28,7 +28,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     val_rows,
 )
-from ppo_cli.config.layers import DEFAULT, Resolved, read_yaml
+from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, is_chosen, read_yaml
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
@@ -226,13 +226,15 @@ class Plan:
         rows = [
             (key, _format_value(value), origin)
             for key, (value, origin) in self.values.items()
-            if every or origin != DEFAULT
+            if every or is_chosen(origin)
         ]
         # Settings that somebody has set come first.
-        rows.sort(key=lambda row: row[2] == DEFAULT)
+        rows.sort(key=lambda row: (not is_chosen(row[2]), row[2] == DEFAULT))
         lines = ["Settings", *_format_settings(rows)]
         if hidden := len(self.values) - len(rows):
-            lines.append(f"  and {hidden} at their default (--all shows them)")
+            fork = any(origin == INHERITED for _, origin in self.values.values())
+            of_run = " or as in the forked run" if fork else ""
+            lines.append(f"  and {hidden} at their default{of_run} (--all shows them)")
         parts = {
             "Arithmetic": self.sentences,
             "Devices": self.placement.sentences,

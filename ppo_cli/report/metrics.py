@@ -213,6 +213,7 @@ def summarise(
     )
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
+    first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
     rose, fell = _find_changes(config, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     return Summary(
@@ -227,7 +228,8 @@ def summarise(
         run_dir=run_dir,
         wall_seconds=seconds,
         next_steps=_list_next_steps(config, run_dir, history, resume_command),
-        session=session if session[0] < steps else None,
+        session=session if session[0] < steps - first_step + 1 else None,
+        first_step=first_step,
         judge=describe_judge_totals(run_dir, history),
         declined=fell,
         verdict=_judge_change(rose, fell, len(validations) > 1),

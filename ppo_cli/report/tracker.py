@@ -45,7 +45,7 @@ class Summary:
     value is None if it was measured once. `wall_seconds` counts all sessions, `session` has the
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
-    troubles of the last step.
+    troubles of the last step. `first_step` of a fork comes after those of the run before it.
     """
 
     steps: int
@@ -56,6 +56,7 @@ class Summary:
     wall_seconds: float
     next_steps: tuple[str, ...] = ()
     session: tuple[int, float] | None = None
+    first_step: int = 1
     judge: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""

@@ -56,10 +56,13 @@ from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.identity import find_differences, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
+    FORK_LINE,
+    STEP_NAME,
     WRITTEN_BY,
     CheckpointStore,
     RunFolder,
     find_resume,
+    read_fork,
     read_metrics,
 )
 from ppo_cli.scoring.sources import read_labelled_rollouts
@@ -495,13 +498,18 @@ def _open_job(
 def _claim_folder(start: Start, screen: Screen) -> None:
     """Set an earlier run aside, unless this one continues it, and write config.yaml."""
     folder, resume_from = start.folder, start.resume_from
+    fork = read_fork(folder.path)
     if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
         # Without a checkpoint, the same command again is the same run: its spending counts.
         earlier = folder.set_aside(all_of_it=start.is_new_run)
         if start.checkpoint and earlier and start.changed:
             moved = earlier / "checkpoints" / start.checkpoint.name
             screen.note(_new_run_note(start.changed, moved, start.identity))
-    folder.write_config(f"{WRITTEN_BY}{describe_machine()}\n{config_yaml(start.resolved)}")
+        # The run goes on from a checkpoint of another one, or is a new one.
+        match = resume_from and STEP_NAME.match(resume_from.name)
+        fork = (resume_from.parents[1], int(match[1])) if resume_from and match else None
+    origin = FORK_LINE.format(*fork) if fork else ""
+    folder.write_config(f"{WRITTEN_BY}{describe_machine()}\n{origin}{config_yaml(start.resolved)}")
 
 
 def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:

@@ -341,9 +341,30 @@ def test_a_fork_goes_on_elsewhere_with_other_settings(
     ).config
     assert (config.actor.optim.lr, config.reward.rule) == (2e-3, "exact")
     assert {p: p.stat().st_mtime_ns for p in (workdir / "run").rglob("*")} == before
-    capsys.readouterr()
+    # What it is a fork of, and the only settings of its own, also after another start.
+    of_run = f"fork of {workdir / 'run'} at step 1; differs in "
+    of_run += "actor.optim.lr, trainer.total_training_steps"
+    assert f"This run is a {of_run}" in (text := capsys.readouterr().out)
+    assert "  steps                2 to 3 in " in text and "this session" not in text
     assert main([*args, "--resume", "auto", "--max_steps", "3"]) == 0
     assert "This run is complete: 3 of 3 steps" in capsys.readouterr().out
+    assert main(["show", str(fork)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(of_run)
+    assert main(["plan", *args[1:]]) == 0
+    settings, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert [line.split()[0] for line in settings.split("\n")[1:-1]] == [
+        "actor.optim.lr", "trainer.total_training_steps", "trainer.output_dir",
+        "trainer.resume_mode",
+    ]  # fmt: skip
+    assert "at their default or as in the forked run" in settings and of_run in rest
+    # Its first step starts from the same weights; later ones do not.
+    assert main(["show", "run", str(fork), "--step", "2"]) == 0
+    assert "--- step 2, train: equal answers, score" in capsys.readouterr().out
+    assert main(["show", "run", str(fork), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["settings"].keys() == {"actor.optim.lr", "trainer.total_training_steps"}
+    steps = {x["step"] for row in compared["prompts"] for x in row["answers"][1:]}
+    assert steps <= {2, 3} and 3 in steps
     assert main(["train", "--fork", "run", "--output_dir", "run"]) == 2
     assert "--fork run needs another folder" in capsys.readouterr().err
     for command in ("train", "plan"):

@@ -164,7 +164,7 @@ function drawSettings() {
   const tables = runs.map((run) => new Map(run.settings.map(([key, value]) => [key, value])));
   const keys = [...new Set(tables.flatMap((found) => [...found.keys()]))];
   const differ = keys.filter((key) => new Set(tables.map((found) => found.get(key))).size > 1);
-  const set = (run) => run.settings.filter(([, , origin]) => origin !== "default");
+  const set = (run) => run.settings.filter(([, , origin]) => !["default", "fork"].includes(origin));
   fill($("settings"), el("h2", {}, "Settings"),
     runs.length > 1 ? el("h3", {}, "Settings that differ") : null,
     runs.length > 1 ? table("settings", ["setting", ...runs.map((run) => run.name)],

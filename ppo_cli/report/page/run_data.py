@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import judges_of, models_of, rules_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
@@ -28,11 +29,11 @@ from ppo_cli.run_folder import (
     LABELS_FILE,
     METRICS_FILE,
     SPENT,
-    STEP_NAME,
     WRITTEN_BY,
     CheckpointStore,
     is_active,
     paid_calls,
+    read_fork,
     read_metrics,
     run_settings,
     run_state,
@@ -193,10 +194,8 @@ def list_facts(
         ("data", ", ".join(config.data.train_files)),
         ("reward", _describe_reward(config.reward)),
     ]
-    # A fork resumes from a checkpoint of another run: RUN/checkpoints/step_000006.
-    source = Path(config.trainer.resume_mode)
-    if STEP_NAME.match(source.name) and source.parents[1] != folder.resolve():
-        facts.append(("forked from", f"{source.parents[1]} at step {int(source.name[5:])}"))
+    if fork := describe_fork_of(folder):
+        facts.append(("forked from", fork.removeprefix("fork of ")))
     return facts
 
 
@@ -287,6 +286,13 @@ def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
             if value is not None:
                 settings.append((".".join(name for _, name in groups), value, origin))
     return settings, written_by
+
+
+def describe_fork_of(folder: Path) -> str:
+    """Return of which run at which step a run is a fork, and what differs; empty if it is none."""
+    fork = read_fork(folder)
+    origins = {key: origin for key, _, origin in read_settings(folder)[0]}
+    return describe_fork(str(fork[0]), fork[1], origins) if fork else ""
 
 
 def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

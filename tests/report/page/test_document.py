@@ -16,7 +16,14 @@ from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import LOCK, read_lines, read_metrics, replace_lines, rollout_file
+from ppo_cli.run_folder import (
+    FORK_LINE,
+    LOCK,
+    read_lines,
+    read_metrics,
+    replace_lines,
+    rollout_file,
+)
 from tests.report.page.runs import HOSTILE, RAN, make_run
 
 
@@ -171,12 +178,10 @@ def test_the_first_lines_state_what_the_run_is(run: Path, tmp_path: Path) -> Non
     facts = dict(RunData(run, "run").read()["facts"])
     assert (facts["step"], facts["state"], facts["judge cost"]) == ("40 of 40", "done", "$0.70")
     assert facts["reward"].startswith("judge ")
-    # A fork resumes from a checkpoint of another run.
+    # A fork goes on from a step of another run.
     fork = make_run(tmp_path / "fork", steps=2)
-    other = tmp_path / "other" / "checkpoints" / "step_000006"
-    (fork / "config.yaml").write_text(
-        f"trainer: {{resume_mode: {other}}}\nreward: {{rule: math}}\n"
-    )
+    line = FORK_LINE.format(tmp_path / "other", 6)
+    (fork / "config.yaml").write_text(f"{line}reward: {{rule: math}}\n")
     facts = dict(RunData(fork, "fork").read()["facts"])
     assert facts["forked from"] == f"{tmp_path / 'other'} at step 6"
     assert facts["reward"] == "rule math"
