@@ -141,11 +141,10 @@ def compare_runs(
 
 def differ(texts: Sequence[str | None]) -> bool:
     """Whether values of config.yaml differ: `16` and `16.0` do not."""
-    first = texts[0]
-    return any(
-        text != first and (None in (text, first) or load_yaml(text) != load_yaml(first))
-        for text in texts
-    )
+    if len(set(texts)) == 1 or None in texts:
+        return len(set(texts)) > 1
+    values = [load_yaml(text) for text in texts if text is not None]
+    return any(value != values[0] for value in values)
 
 
 def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
