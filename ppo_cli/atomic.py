@@ -54,6 +54,11 @@ def move_into_place(fresh: Path, path: Path) -> None:
         delete(old)
 
 
+def open_to_readers(file: Path) -> None:
+    """Give a file the mode that the umask gave its new folder; safetensors writes 0600."""
+    file.chmod(0o666 & file.parent.stat().st_mode)
+
+
 def delete_atomically(folder: Path) -> None:
     """Delete a folder without showing it half-deleted: it is renamed first."""
     delete(_set_aside(folder))

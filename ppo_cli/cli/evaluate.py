@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -430,7 +431,10 @@ def format_export(record: dict[str, Any]) -> str:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
         lines[3 + bool(record["base"])] += "; --dtype bfloat16 takes half"
-    return "\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"])
+    use = ["generate", record["out"], "Your prompt"]
+    if record["use_as"] != "--model":
+        use = ["train", record["use_as"], record["out"]]
+    return "\n".join([*lines, f"Use it:  {ppo(shlex.join(use))}"])
 
 
 def format_count(count: int, billions: str = "B") -> str:

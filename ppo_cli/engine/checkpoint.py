@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from ppo_cli.atomic import atomic_replace
+from ppo_cli.atomic import atomic_replace, open_to_readers
 from ppo_cli.digests import write_rank_digests
 from ppo_cli.engine.models.loading import DAMAGED
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
@@ -52,6 +52,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with atomic_replace(path) as fresh:
         save_file(contiguous, fresh, metadata={"format": "pt"})
+        open_to_readers(fresh)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from ppo_cli.atomic import open_to_readers
 from ppo_cli.engine.checkpoint import (
     StoredTensors,
     model_files,
@@ -183,6 +184,7 @@ def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]
         try:
             tensors = {name: read(name).contiguous() for name in group}
             save_file(tensors, out / file, metadata={"format": "pt"})
+            open_to_readers(out / file)
         except SafetensorError as error:
             raise OSError(str(error)) from error
     if plan.is_sharded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import shlex
@@ -13,19 +14,23 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import train_rows, val_rows
-from ppo_cli.config.layers import DEFAULT
+from ppo_cli.config.layers import DEFAULT, describe_fork
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.folder import has_template
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ConfigError,
+    RewardError,
     UserError,
     command_line,
     first_line,
@@ -35,9 +40,27 @@ from ppo_cli.errors import (
     shell_name,
 )
 from ppo_cli.redact import mask_secrets, redact
-from ppo_cli.report.metrics import Lines, describe_judge_totals, mixture_part_means, summarise
+from ppo_cli.report.metrics import (
+    Lines,
+    describe_judge_totals,
+    format_dollars,
+    mixture_part_means,
+    summarise,
+)
 from ppo_cli.report.page.run_data import read_run_config, read_settings
-from ppo_cli.run_folder import STEP_NAME, find_model, has_model, plain, read_metrics
+from ppo_cli.report.tracker import Summary
+from ppo_cli.run_folder import (
+    STEP_NAME,
+    find_model,
+    has_model,
+    list_ancestors,
+    paid_calls,
+    plain,
+    read_lines,
+    read_metrics,
+    rollout_file,
+    rollout_steps,
+)
 
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"
@@ -50,7 +73,16 @@ MACHINE_SETTINGS = frozenset(
 LICENCE = ("license", "license_name", "license_link")
 COLOURS = ("#1f6fb2", "#c2571a", "#2f8f5b", "#8a4fb0", "#7a7a7a")
 WIDTH, HEIGHT, EDGE = 640, 260, 44  # of the curve, in pixels
+EXAMPLES, EXAMPLE_CHARACTERS = 2, 600  # validation prompts in the card, and of each text
+LICENCES = {
+    "Apache License": "apache-2.0", "MIT License": "mit", "BSD 3-Clause": "bsd-3-clause",
+    "GNU GENERAL PUBLIC": "gpl", "Creative Commons": "cc",
+}  # fmt: skip
+PRIVATE = "(private address)"
 Points = Sequence[tuple[int, float]]
+Lineage = Sequence[tuple[Path, int]]  # runs, the oldest first, each with its last step here
+_ADDRESS = re.compile(r"""\b(?:https?|wss?)://[^\s"',\]}]+""")
+_CALLS, _COST = (re.compile(rf"(val/)?judge(_[^/]+)?/{name}") for name in ("calls", "cost_usd"))
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Paths of this machine are useless to others, and may contain a person's name.
 _FOLDERS = re.compile(r'(?<=")(?:/|~/)(?:[^"/]+/)+(?=[^"/]+/?")')
@@ -62,8 +94,12 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     Everything is read from the run folder and from files of the base model on this machine.
     """
     config, _ = read_run_config(run)
-    metrics = read_metrics(run)
-    history = [line for line in metrics if line["step"] <= step]
+    # A fork's steps come after those of the runs before it, oldest first.
+    lineage = [*reversed(list_ancestors(run)), (run, step)]
+    history = [line for folder, last in lineage for line in _read_steps(folder, last)]
+    summarise_lines = partial(
+        summarise, run_dir=run, config=config or Config(), session=(0, 0.0), resume_command=""
+    )
     picture = draw_curve(_curve_series(history))
     if picture:
         (out / CURVE).write_text(picture, encoding="utf-8")
@@ -83,16 +119,22 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     # The sections of the card.
     estimator = yaml.safe_load(values.get("algorithm.adv_estimator", UNKNOWN))
     what = "critic" if critic else "model"
+    warnings = summarise_lines(_read_steps(run, step)).warnings  # those that the run gave
+    findings = [f"- {text.split('. ')[0].rstrip('.')}." for text in warnings]
     parts = [
         f"---\n{yaml.safe_dump(plain(front), sort_keys=False, allow_unicode=True)}---\n\n# {name}",
-        f"The {what} after step {step} of PPO training (advantage estimator: {estimator}).",
+        f"The {what} after step {step} of PPO training (advantage estimator: {estimator})."
+        + _describe_ancestry(lineage, settings),
         *("\n".join(lines) for lines in (
             ["## Base model", "", *base_lines],
             ["## Data", "", *(_describe_data(config) if config else [UNREADABLE])],
             ["## Reward", "", *(_describe_reward(config) if config else [UNREADABLE])],
-            ["## Results", "", *_results_table(run, history, config)],
+            ["## Use it", "", *_list_uses(out, name, critic=critic)],
+            ["## Results", "", *_results_table(summarise_lines(history), history)],
             [f"![Reward by step]({CURVE})"] if picture else [],
-            [f"Judges of the entire run: {describe_judge_totals(run, metrics) or 'none asked'}."],
+            [_describe_judge_costs(lineage)],
+            ["## Findings of the last step", "", *(findings or ["None."])],
+            [] if critic else _list_examples(lineage),
             ["## Settings that differ from the defaults", "", "```yaml", *chosen, "```"],
             ["## Versions", "", written_by or UNKNOWN],
         ) if lines),
@@ -100,16 +142,85 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     (out / CARD).write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
 
 
+def _read_steps(run: Path, last: int) -> Lines:
+    """Return the metrics of a run up to the step `last`."""
+    return [line for line in read_metrics(run) if line["step"] <= last]
+
+
+def _describe_ancestry(lineage: Lineage, settings: Sequence[tuple[str, str, str]]) -> str:
+    """Return a sentence about the runs that a fork was made from; empty without any."""
+    forks = [describe_fork(run.name, last, {}) for run, last in lineage[-2::-1]]
+    if not forks:
+        return ""
+    origins = {key: origin for key, _, origin in settings}
+    _, _, differs = describe_fork("", 0, origins).partition("; ")
+    return f" The run is a {', itself a '.join(forks)}{differs and f'; it {differs}'}."
+
+
+def _describe_judge_costs(lineage: Lineage) -> str:
+    """Return a sentence about the judges of a run, and of the steps that it was forked from."""
+    run, _ = lineage[-1]
+    text = f"Judges of the entire run: {describe_judge_totals(run, read_metrics(run))}."
+    text = text.replace(": .", ": none asked.")
+    # The calls of earlier runs after the fork do not count, so the metrics of each step do.
+    calls = cost = 0.0
+    for folder, last in lineage[:-1]:
+        for line in _read_steps(folder, last):
+            calls += math.fsum(v or 0.0 for k, v in line.items() if _CALLS.fullmatch(k))
+            cost += math.fsum(v or 0.0 for k, v in line.items() if _COST.fullmatch(k))
+    if calls:
+        whole = cost + math.fsum(float(call["usd"]) for call in paid_calls(run))
+        text += f" The steps before the fork: {calls:,.0f} calls, {format_dollars(cost)}; "
+        text += f"{format_dollars(whole)} in all."
+    return text
+
+
+def _list_uses(out: Path, name: str, *, critic: bool) -> list[str]:
+    """Return commands and code that use the exported folder."""
+    if critic:
+        return ["```bash", f"ppo train --critic_model {name}", "```"]
+    prompt = (
+        '[{"role": "user", "content": "Your prompt"}]' if has_template(out) else '"Your prompt"'
+    )
+    return [
+        "```bash", f'ppo generate {name} "Your prompt"', f"vllm serve {name}", "```", "",
+        "```python", "from transformers import pipeline", "",
+        f'print(pipeline("text-generation", "{name}")({prompt}))', "```",
+    ]  # fmt: skip
+
+
+def _list_examples(lineage: Lineage) -> list[str]:
+    """Return the answers to the first validation prompts, of the first and last validation."""
+    found = [(run, at) for run, last in lineage for at in rollout_steps(run, "val") if at <= last]
+    if len(found) < 2:
+        return []
+    both = [
+        (at, {(line.get("uid"), line.get("prompt")): line
+              for line in reversed(read_lines(rollout_file(run, at, "val")))})
+        for run, at in (found[0], found[-1])
+    ]  # fmt: skip
+    keys = [key for key in reversed(both[1][1]) if key in both[0][1]][:EXAMPLES]
+    lines = ["## Examples", "", "Answers to the first prompts of the validation."]
+    for key in keys:
+        blocks = [("Prompt", key[1])]
+        for at, answers in both:
+            score = _number(answers[key].get("score"))
+            blocks.append((f"Step {at}, score {score}", answers[key].get("response")))
+        for title, text in blocks:
+            # An indented block: no text can end it.
+            shown = str(text or "")[:EXAMPLE_CHARACTERS]
+            lines += ["", f"{title}:", "", *(f"    {row}" for row in shown.split("\n"))]
+    return lines if keys else []
+
+
 def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
     """Return front matter about the base model, and lines with its name and licence."""
     card = _read_card(path)
     folder = Path(model_folder(path)).expanduser()
-    # The licence is in the card, else in config.json.
     front = {key: str(card[key]) for key in LICENCE if card.get(key)}
+    if not front and (licence := _read_licence(folder, path)):
+        front["license"] = licence
     licence = front.get("license_name") or front.get("license")
-    if licence is None and folder.is_dir():
-        with suppress(OSError, ValueError, AttributeError):
-            licence = json.loads((folder / "config.json").read_bytes()).get("license")
     # The hub links a model to its base: only hub names are given.
     local = folder.is_dir() or folder.is_absolute() or path == EMBEDDED
     name = f"{path} (ships with ppo-cli)" if path == EMBEDDED else _public_name(path)
@@ -118,6 +229,19 @@ def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
         front = {"base_model": origin, **front}
         name += f", itself made from {origin}" if local else ""
     return front, [f"- Name: {name}", f"- Licence: {licence or UNKNOWN}"]
+
+
+def _read_licence(folder: Path, path: str) -> str | None:
+    """Return the licence in a model's config.json, or that of its LICENSE file by its title."""
+    if path == EMBEDDED:
+        return "apache-2.0"
+    with suppress(OSError, ValueError, AttributeError):
+        if licence := json.loads((folder / "config.json").read_bytes()).get("license"):
+            return str(licence)
+    for file in sorted(folder.glob("LICEN[CS]E*")):
+        head = file.read_text("utf-8", "replace")[:500]
+        return next((word for title, word in LICENCES.items() if title in head), "other")
+    return None
 
 
 def _read_card(path: str) -> dict[str, Any]:
@@ -155,8 +279,11 @@ def _describe_reward(config: Config) -> list[str]:
     for judge in judges_of(reward):
         api = judge.settings
         lines.append(f"- LLM {judge.name.removeprefix('the ')}: {api.model} ({api.type})")
-        prompt = _public_name(api.prompt_file) if api.prompt_file else api.prompt_preset
-        lines[-1] += f", prompt {prompt}, votes a response: {api.votes}"
+        asked = f"prompt {_public_name(api.prompt_file or api.prompt_preset)}"
+        if api.rubric is not None:
+            asked = f"rubric {_public_name(api.rubric)}"
+        lines[-1] += f", {asked}, votes a response: {api.votes}"
+        lines += _list_criteria(api.rubric)
     for model in models_of(reward):
         path = _public_name(str(model.settings.path))
         lines.append(f"- {model.name.removeprefix('the ').capitalize()}: {path}")
@@ -168,18 +295,39 @@ def _describe_reward(config: Config) -> list[str]:
     return lines
 
 
-def _results_table(run: Path, history: Lines, config: Config | None) -> list[str]:
+def _list_criteria(rubric: str | None) -> Iterator[str]:
+    """Yield a line for each criterion of a rubric: name, weight and text."""
+    from ppo_cli.rewards.judge.prompt import load_rubric
+
+    if rubric is None:
+        return
+    if rubric.startswith("extra_info."):
+        yield "  - the criteria of each row"
+        return
+    try:
+        rows = load_rubric(Path(rubric).expanduser()).as_rows()
+    except RewardError:
+        yield f"  - criteria {UNKNOWN}: the file is not there any more"
+        return
+    for row in rows:
+        facts = [f"weight {row['weight']}", *(["must"] if row.get("must") else [])]
+        facts += [f"levels 0 to {row['levels']}"] if "levels" in row else []
+        yield f"  - {row['name']} ({', '.join(facts)}): {' '.join(row['text'].split())}"
+
+
+def _results_table(summary: Summary, history: Lines) -> list[str]:
     """Return a table of reward and validation at the start and the end."""
-    summary = summarise(history, run, config or Config(), session=(0, 0.0), resume_command="")
     lines = [
         f"| {name} | {_number(before)} | {_number(after)} |"
         for name, before, after in summary.measures
     ]
     if not lines:
         return ["No step has a reward."]
-    # The summary's measures.
-    heads = ["Before and after are the first and the last tenth of the steps, and the first and",
-             "the last validation.", "", "| | before | after |", "|---|---|---|"]  # fmt: skip
+    # Of the validations, the first is the base model's own unless its run is gone.
+    validated = [line["step"] for line in history if line.get("val/reward_mean") is not None]
+    base = f"step {validated[0]}" if validated and validated[0] else "the base model"
+    heads = ["Before and after are the first and the last tenth of the steps; for the validation,",
+             f"{base} and the last one.", "", "| | before | after |", "|---|---|---|"]  # fmt: skip
     return [*heads, *lines]
 
 
@@ -188,14 +336,20 @@ def _number(value: float | None) -> str:
 
 
 def _public_name(path: str) -> str:
-    """Return an absolute path's last part; hub names, URLs and relative paths unchanged."""
-    return Path(path).name if path.startswith(("/", "~")) else path
+    """Return an absolute path's last part; hub names, public URLs, relative paths unchanged."""
+    return Path(path).name if path.startswith(("/", "~")) else _hide_addresses(path)
+
+
+def _hide_addresses(text: str) -> str:
+    """Replace addresses of servers that are not the providers' public ones."""
+    hosts = {urlsplit(judge.url).hostname for judge in JUDGES.values()}
+    return _ADDRESS.sub(lambda m: m[0] if urlsplit(m[0]).hostname in hosts else PRIVATE, text)
 
 
 def _public_value(key: str, value: str) -> str:
     """Return a setting's YAML without secrets and without folders of this machine."""
     masked = mask_secrets({key: yaml.safe_load(value)})[key]
-    return _FOLDERS.sub("", json.dumps(masked, ensure_ascii=False))
+    return _hide_addresses(_FOLDERS.sub("", json.dumps(masked, ensure_ascii=False)))
 
 
 def _curve_series(history: Lines) -> dict[str, Points]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,9 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path, prompt_files
-from ppo_cli.run_folder import read_metrics
+from ppo_cli.report.metrics import format_dollars
+from ppo_cli.run.export import _describe_base
+from ppo_cli.run_folder import read_lines, read_metrics, rollout_file
 from tests.hub_server import HubServer, Repository
 from tests.judge_server import JudgeServer
 
@@ -31,7 +34,7 @@ data: {train_files: [FOLDER/train.jsonl], val_files: [FOLDER/val.jsonl], train_b
   max_response_length: 16}
 actor: {ppo_mini_batch_size: 4}
 rollout: {n: 2}
-trainer: {total_training_steps: 2, test_freq: 1}
+trainer: {total_training_steps: 2, test_freq: 1, save_freq: 1}
 """
 JUDGED = (
     "--use_api_reward", "--rm_api_type", "openai", "--rm_model", "a-judge", "--rm_price_input", "1",
@@ -155,14 +158,89 @@ def test_the_card_tells_no_path_and_no_secret_of_this_machine(
     assert read_output(other, "--out", tmp_path / "m")[0] == 0
     written = "".join((tmp_path / "m" / name).read_text() for name in ("README.md", "curve.svg"))
     for fragment in (
-        "judge.example/v1",
+        'base_url: "(private address)"',
         "- Name: a-base",
         'model.path: "a-base/"',
         "My key is ***.",
     ):
         assert fragment in written
-    for hidden in ("of-this-machine", str(tmp_path), "secret-project", KEY, "a-password", "abcdef"):
+    for hidden in (
+        "judge.example",
+        "of-this-machine",
+        str(tmp_path),
+        "secret-project",
+        KEY,
+        "a-password",
+        "abcdef",
+    ):
         assert hidden not in written
+
+
+RUBRIC = "- {name: short, text: The response is short., weight: 2}\n"
+RUBRIC += "- {name: rude, text: It is rude., weight: -1}\n"
+
+
+def test_the_card_of_a_fork_counts_from_the_base_model(
+    run: Path, tmp_path: Path, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its judge scores by a rubric; the steps before the fork are part of cost and results."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    (tmp_path / "kind.yaml").write_text(RUBRIC)
+    answer = '{"c1": {"reason": "", "met": true}, "c2": {"reason": "", "present": false}}'
+    with JudgeServer(lambda system, user: answer) as judge:
+        args = ["train", "--fork", f"{run}@1", "--output_dir", str(tmp_path / "fork")]
+        args += ["--rm_rubric", str(tmp_path / "kind.yaml"), "--rm_base_url", judge.url("openai")]
+        assert main([*args, "reward.api.prompt_file=null", "--max_steps", "3"]) == 0
+    assert read_output(tmp_path / "fork", "--out", tmp_path / "m")[0] == 0
+    _, body = card_of(tmp_path / "m")
+    first, last = read_metrics(run), read_metrics(tmp_path / "fork")
+    before = math.fsum(
+        v for line in first[:2] for k, v in line.items() if k.endswith("judge/cost_usd")
+    )
+    after = math.fsum(c["usd"] for c in read_lines(tmp_path / "fork" / "judge_calls.jsonl"))
+    assert before > 0 and after > 0
+    for fact in (
+        "(advantage estimator: gae). The run is a fork of run at step 1; it differs in",
+        "reward.api.rubric, trainer.total_training_steps.",
+        "a-judge (openai), rubric kind.yaml, votes a response: 1",
+        "  - short (weight 2): The response is short.\n  - rude (weight -1): It is rude.",
+        f"| reward | 0 | {last[-1]['reward_mean']:.4g} |",
+        "for the validation,\nthe base model and the last one.",
+        f"| validation judge | {first[0]['val/reward/judge']:.4g} | 1 |",
+        f"{format_dollars(before)}; {format_dollars(before + after)} in all.",
+        "## Findings of the last step",
+        'ppo generate m "Your prompt"',
+    ):
+        assert fact in body, (fact, body)
+    # The same prompt before training and after it.
+    rows = {
+        at: read_lines(rollout_file(folder, at, "val"))[0]
+        for folder, at in ((run, 0), (tmp_path / "fork", 3))
+    }
+    _, _, examples = body.partition("## Examples")
+    for row, title in ((rows[0], "Step 0, score"), (rows[3], "Step 3, score")):
+        assert f"    {row['response']}" in examples and title in examples
+    assert examples.count("Prompt:") == 2 and f"    {rows[0]['prompt']}" in examples
+    # Others on this machine can read all of it.
+    modes = {path.stat().st_mode & 0o444 for path in (tmp_path / "m").iterdir()}
+    assert modes == {(tmp_path / "m").stat().st_mode & 0o444}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "licence"),
+    [
+        ("LICENSE", "                 Apache License\n  Version 2.0", "apache-2.0"),
+        ("LICENSE.txt", "MIT License\n\nCopyright", "mit"),
+        ("LICENCE", "You may look at it.", "other"),
+        ("config.json", '{"license": "gemma"}', "gemma"),
+        ("notes", "", "not known"),
+    ],
+)
+def test_the_licence_is_read_from_the_files_of_the_base(
+    tmp_path: Path, file: str, text: str, licence: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    assert _describe_base(str(tmp_path))[1][-1] == f"- Licence: {licence}"
 
 
 def test_a_run_without_curves_and_settings_of_another_version(

@@ -88,7 +88,7 @@ def test_the_latest_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture
     assert f"{(run / 'checkpoints/step_000030/actor').resolve()} (step 30)" in out
     assert "parameters  10.7 k, float32" in out
     assert "size        43.9 kB in 1 file; --dtype bfloat16 takes half" in out
-    assert "ppo train --model deep/model" in out
+    assert "ppo generate deep/model 'Your prompt'" in out
     assert is_actor("deep/model", 30)
     assert AutoTokenizer.from_pretrained("deep/model").chat_template
     assert [path.name for path in Path("deep").iterdir()] == ["model"]
