@@ -41,6 +41,9 @@ def compute_advantages(
     group_B: Tensor,
     gamma: float,
     lam: float,
+    lam_alpha: float | None = None,
+    critic_lam: float | None = None,
+    subtract_group_mean: bool = False,
     whiten: bool = True,
     norm_by_std: bool = True,
     baseline_B: Tensor | None = None,
@@ -49,8 +52,10 @@ def compute_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
 
-    `whiten` and `lam` are for gae (both reinforce_plus_plus estimators always whiten), `gamma` for
-    gae and reinforce_plus_plus, `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
+    `lam`, `lam_alpha` (`length_adaptive_lam` in place of lam, for the advantages), `critic_lam`
+    (lam of the returns; unset: `lam`), `subtract_group_mean` (from each row's reward) and `whiten`
+    are for gae (both reinforce_plus_plus estimators always whiten), `gamma` for gae and
+    reinforce_plus_plus, `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
     response to each row's prompt) for remax, `parts_BK` and `weights` for gdpo. Rows of one group
     have the same number in `group_B`. Statistics are computed over all rows passed in, so call
     this on the whole rollout batch.
@@ -61,7 +66,13 @@ def compute_advantages(
         case "gae":
             if values_BT is None:
                 raise ValueError("gae needs values_BT")
-            return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam, whiten)
+            if subtract_group_mean:
+                token_rewards_BT = _subtract_group_means(token_rewards_BT, mask_BT, group_B)
+            if lam_alpha is None:
+                return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam, whiten, critic_lam)
+            lam_B = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
+            critic_lam = lam if critic_lam is None else critic_lam
+            return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam_B, whiten, critic_lam)
         case "grpo":
             return grpo(token_rewards_BT, mask_BT, group_B, norm_by_std)
         case "reinforce_plus_plus":
@@ -92,15 +103,42 @@ def gae(
     values_BT: Tensor,
     mask_BT: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     whiten: bool = True,
+    critic_lam: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t+1 is the
-    next token under the mask. Returns are A + V before whitening.
+    `lam` is one number or one for each row (B,). Returns are A + V before whitening, with the A of
+    `critic_lam` if it is given (decoupled GAE, VC-PPO, arXiv 2503.01491): 1 makes them the rewards
+    to come, without the bias of the values.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
+    advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gamma, lam)
+    critic_BT = advantages_BT
+    if critic_lam is not None:
+        critic_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gamma, critic_lam)
+    returns_BT = torch.where(mask_BT, critic_BT + values_BT, 0.0)
+    return (masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT), returns_BT
+
+
+def length_adaptive_lam(mask_BT: Tensor, alpha: float) -> Tensor:
+    """Return lam_B = 1 - 1 / (alpha length), at least 0, in float64.
+
+    Length-adaptive GAE (VAPO, arXiv 2504.05118). The length counts a row's tokens under the mask.
+    The weights lam^k of GAE then add up to about alpha length, so that a reward at the end reaches
+    the same share of a short and a long response.
+    """
+    return (1 - 1 / (alpha * mask_BT.sum(1).clamp_min(1).double())).clamp_min(0.0)
+
+
+def _sum_td_errors(
+    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Return A_t = delta_t + gamma lam A_{t+1}, with delta_t = r_t + gamma V_{t+1} - V_t; (B, T).
+
+    t+1 is the next token under the mask; 0 outside of it.
+    """
     # State of the recursion, carried across tokens outside the mask.
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
@@ -112,9 +150,15 @@ def gae(
         advantage_B = torch.where(counts_B, delta_B + gamma * lam * advantage_B, advantage_B)
         next_value_B = torch.where(counts_B, value_B, next_value_B)
         columns.append(torch.where(counts_B, advantage_B, 0.0))
-    advantages_BT = torch.stack(columns[::-1], 1)
-    returns_BT = torch.where(mask_BT, advantages_BT + values_BT, 0.0)
-    return (masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT), returns_BT
+    return torch.stack(columns[::-1], 1)
+
+
+def _subtract_group_means(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+    """Subtract the mean reward of the group, as in grpo, from the last token of each response."""
+    sums_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    minus_mean_B = _centre_in_groups(sums_B, mask_BT, group_B) - sums_B
+    length_B = torch.full_like(group_B, mask_BT.shape[1])
+    return token_rewards_BT + place_scores(minus_mean_B, length_B, mask_BT)
 
 
 def grpo(

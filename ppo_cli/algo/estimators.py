@@ -42,22 +42,35 @@ ESTIMATORS = {
 class PolicyLossKind:
     """The inputs of a policy loss besides log-probs and advantages.
 
-    `clips`: clip_ratio_low and clip_ratio_high; `dual`: clip_ratio_c; `chooses`: a mask of tokens
-    chosen by covariance over the whole mini-batch.
+    `clips`: clip_ratio_low and clip_ratio_high; `around_one`: these are a range around a ratio of
+    1, not two separate bounds. `dual` and `truncates`: clip_ratio_c, as the bound of losses with a
+    negative advantage, or of the ratio. `chooses`: a mask of tokens chosen by covariance over the
+    whole mini-batch. `per_sequence`: always averaged over sequences.
     """
 
     clips: bool = True
+    around_one: bool = True
     dual: bool = False
+    truncates: bool = False
     chooses: bool = False
+    per_sequence: bool = False
+
+    @property
+    def bounds(self) -> bool:
+        """Whether the loss reads clip_ratio_c."""
+        return self.dual or self.truncates
 
 
 # Values of `actor.policy_loss.loss_mode`; `geo_mean` is GMPO.
 POLICY_LOSSES = {
     "vanilla": PolicyLossKind(dual=True),
+    "dppo_tv": PolicyLossKind(around_one=False, truncates=True),
+    "dppo_kl": PolicyLossKind(around_one=False, truncates=True),
     "gspo": PolicyLossKind(),
-    "cispo": PolicyLossKind(),
+    "sapo": PolicyLossKind(clips=False, per_sequence=True),
+    "cispo": PolicyLossKind(around_one=False),
     "gpg": PolicyLossKind(clips=False),
     "clip_cov": PolicyLossKind(chooses=True),
     "kl_cov": PolicyLossKind(clips=False, chooses=True),
-    "geo_mean": PolicyLossKind(),
+    "geo_mean": PolicyLossKind(around_one=False, per_sequence=True),
 }

@@ -103,6 +103,7 @@ def policy_loss(
     dual_clip: float | None = 3.0,
     chosen_BT: Tensor | None = None,
     kl_coef: float = 0.0,
+    taus: tuple[float, float] = (1.0, 1.05),
     mode: str = "token-mean",
     global_tokens: float,
     global_sequences: float,
@@ -112,11 +113,11 @@ def policy_loss(
     """The loss `kind` of `POLICY_LOSSES`, normalised as in `aggregate`.
 
     ratio = exp(new - old), with the log-ratio clamped to [-20, 20]. The formulas are in `_clipped`
-    (vanilla, clip_cov), `_gspo`, `_cispo`, `_gpg`, `_kl_cov` and `_geo_mean`. `dual_clip` is for
-    vanilla, `chosen_BT` (from `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov,
-    `kl_coef` for kl_cov. geo_mean gives one number per sequence, so `mode` is ignored and the
-    losses are averaged over sequences. `is_weight_BT` multiplies each token's loss, as a
-    constant.
+    (vanilla, clip_cov), `_dppo`, `_gspo`, `_sapo`, `_cispo`, `_gpg`, `_kl_cov` and `_geo_mean`.
+    `dual_clip` is for vanilla and dppo, `taus` (positive, negative) for sapo, `chosen_BT` (from
+    `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov, `kl_coef` for kl_cov. With
+    geo_mean and sapo `mode` is ignored: each sequence's mean counts once. `is_weight_BT`
+    multiplies each token's loss, as a constant.
     Raises ValueError for an unknown kind, dual_clip <= 1, a missing `chosen_BT`, and as
     `aggregate` does.
     """
@@ -130,8 +131,9 @@ def policy_loss(
     )
     # The loss of each token, times its importance weight, then one number.
     rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
-    token_loss = _token_loss(kind, rows, (clip_low, clip_high), dual_clip, chosen_BT, kl_coef)
-    mode = "seq-mean-token-mean" if kind == "geo_mean" else mode
+    clip = clip_low, clip_high
+    token_loss = _token_loss(kind, rows, clip, dual_clip, chosen_BT, kl_coef, taus)
+    mode = "seq-mean-token-mean" if POLICY_LOSSES[kind].per_sequence else mode
     loss_BT = token_loss.loss_BT
     if is_weight_BT is not None:
         require_same_shape(is_weight_BT=is_weight_BT, mask_BT=mask_BT)
@@ -164,6 +166,7 @@ class _Rows:
     """The inputs of token losses; 0 outside the mask (`ratio_BT` 1)."""
 
     new_BT: Tensor
+    old_BT: Tensor
     log_ratio_BT: Tensor
     ratio_BT: Tensor
     advantages_BT: Tensor
@@ -183,7 +186,7 @@ def _rows(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     )
     # exp of the clamped log-ratio stays finite.
     log_ratio_BT = (new_BT - old_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    return _Rows(new_BT, log_ratio_BT, log_ratio_BT.exp(), advantages_BT, mask_BT)
+    return _Rows(new_BT, old_BT, log_ratio_BT, log_ratio_BT.exp(), advantages_BT, mask_BT)
 
 
 def _token_loss(
@@ -193,6 +196,7 @@ def _token_loss(
     dual_clip: float | None,
     chosen_BT: Tensor | None,
     kl_coef: float,
+    taus: tuple[float, float],
 ) -> _TokenLoss:
     """Return the loss of each token by the formula of `kind`, not yet weighted or averaged.
 
@@ -202,8 +206,12 @@ def _token_loss(
     # The losses that need no chosen tokens come first.
     if kind not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")
+    if kind in ("dppo_tv", "dppo_kl"):
+        return _dppo(kind, rows, clip, dual_clip)
     if kind == "gspo":
         return _gspo(rows, clip)
+    if kind == "sapo":
+        return _sapo(rows, taus)
     if kind == "cispo":
         return _cispo(rows, clip)
     if kind == "gpg":
@@ -236,6 +244,33 @@ def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) ->
     return _TokenLoss(loss_BT, held_BT > free_BT, (clipped_BT > bound_BT) & negative_BT)
 
 
+def _dppo(
+    kind: str, rows: _Rows, clip: tuple[float, float], largest_ratio: float | None
+) -> _TokenLoss:
+    """-A sg(min(ratio, largest_ratio)) log p where the divergence allows it, else 0.
+
+    DPPO (arXiv 2602.04879) with the binary divergences of a token, of p and old p: it is masked
+    where A would move p further away and the divergence is above `clip` (low for A <= 0, high for
+    A > 0). dppo_tv: |p - old p|. dppo_kl: old p log(old p / p) + (1 - old p) log((1 - old p) /
+    (1 - p)), each 1 - p with 1e-8 added. No `largest_ratio` truncates nothing.
+    """
+    # The mask and the weight are constants of the gradient.
+    with torch.no_grad():
+        p_BT, old_p_BT = rows.new_BT.exp(), rows.old_BT.exp()
+        if kind == "dppo_tv":
+            divergence_BT = (p_BT - old_p_BT).abs()
+        else:
+            rest_BT = ((1 - old_p_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
+            divergence_BT = old_p_BT * (rows.old_BT - rows.new_BT) + (1 - old_p_BT) * rest_BT
+        rises_BT = rows.advantages_BT > 0
+        away_BT = torch.where(rises_BT, p_BT > old_p_BT, p_BT < old_p_BT)
+        masked_BT = away_BT & (divergence_BT > torch.where(rises_BT, clip[1], clip[0]))
+        weight_BT = rows.ratio_BT.clamp(max=largest_ratio or torch.inf)
+        truncated_BT = (weight_BT < rows.ratio_BT) & ~masked_BT
+    loss_BT = -rows.advantages_BT * weight_BT * rows.new_BT
+    return _TokenLoss(torch.where(masked_BT, 0.0, loss_BT), masked_BT, truncated_BT)
+
+
 def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     """The clipped surrogate on the sequence's ratio (GSPO-token, arXiv 2507.18071, eq. 5 to 14).
 
@@ -248,6 +283,18 @@ def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     log_s_BT = rows.new_BT - rows.new_BT.detach() + mean_B1.detach()
     ratio_BT = log_s_BT.clamp(max=_LOG_SEQUENCE_RATIO_BOUND).exp()
     return _clipped(replace(rows, ratio_BT=ratio_BT), clip, None)
+
+
+def _sapo(rows: _Rows, taus: tuple[float, float]) -> _TokenLoss:
+    """-A (4 / tau) sigmoid(tau (ratio - 1)), with tau = taus[0] for A > 0, else taus[1].
+
+    SAPO, arXiv 2511.20347: a soft gate in place of the clip. Its slope is 1 at a ratio of 1 and
+    falls on both sides, faster for a larger tau.
+    """
+    tau_BT = torch.where(rows.advantages_BT > 0, *taus)
+    gate_BT = 4 / tau_BT * (tau_BT * (rows.ratio_BT - 1)).sigmoid()
+    none_BT = torch.zeros_like(rows.mask_BT)
+    return _TokenLoss(-rows.advantages_BT * gate_BT, none_BT, none_BT)
 
 
 def _cispo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
@@ -302,6 +349,17 @@ def _geo_mean(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
         outside_BT & (rows.advantages_BT > 0),
         outside_BT & (rows.advantages_BT < 0),
     )
+
+
+def positive_nll(
+    new_logprobs_BT: Tensor, mask_BT: Tensor, positive_BT: Tensor, *, global_positives: float
+) -> Tensor:
+    """-sum of log p over the tokens of right answers, divided by the number of these tokens.
+
+    The positive-example LM loss of VAPO (arXiv 2504.05118). `positive_BT` is True at the tokens of
+    right answers; `global_positives` counts those of the whole mini-batch. 0 if there are none.
+    """
+    return -masked_sum(new_logprobs_BT, mask_BT & positive_BT) / max(global_positives, 1)
 
 
 @torch.no_grad()

@@ -259,10 +259,11 @@ def shape_step(
         parts_BK, found_B = _part_tensors(algorithm.gdpo_reward_keys, scored)
         valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
-    # Rewards of tokens: placed rewards, the rest at the last token, minus the KL penalty.
+    # Rewards of tokens: placed rewards, the rest at the last token, weighted, minus the KL penalty.
     inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
     rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
+    rewards_BT = algorithm.score_coef * rewards_BT
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
@@ -275,6 +276,9 @@ def shape_step(
         group_B=annotated.group_B,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
+        lam_alpha=algorithm.lam_alpha,
+        critic_lam=config.critic.lam,
+        subtract_group_mean=algorithm.subtract_group_mean,
         whiten=algorithm.whiten_advantages,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),

@@ -200,6 +200,26 @@ def test_advantages(name: str, core: Any, hold: Hold) -> None:
     hold(f"advantages {name}", compare, least_rows)
 
 
+def test_decoupled_gae_is_verls_gae_twice(core: Any, hold: Hold) -> None:
+    def compare(case: Case) -> float:
+        rewards_BT, values_BT, gamma = case.rewards(), case.normal(), case.uniform(0.9, 1.0)
+        lams = case.uniform(0.8, 1.0), case.uniform(0.8, 1.0)
+        mine = advantages.gae(
+            rewards_BT, values_BT, case.mask_BT, gamma, lams[0], critic_lam=lams[1]
+        )
+        verls = [
+            core.compute_gae_advantage_return(
+                rewards_BT, values_BT, case.float_mask_BT, gamma, lam
+            )[i] for i, lam in enumerate(lams)
+        ]  # fmt: skip
+        return max(
+            largest_difference(x[case.mask_BT], y[case.mask_BT])
+            for x, y in zip(mine, verls, strict=True)
+        )
+
+    hold("advantages gae, two lambdas", compare)
+
+
 @pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
 def test_aggregation_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
@@ -275,17 +295,20 @@ def test_other_policy_losses_and_their_gradients(
 
     def compare(case: Case) -> float:
         rows = case.mask_BT.any(1)
-        mask_BT, old_BT = case.mask_BT[rows], (case.normal() - 3)[rows]
-        new_BT = old_BT + case.normal(0.5)[rows]
+        mask_BT, old_BT = case.mask_BT[rows], (case.normal() - 2)[rows].clamp(max=-0.01)
+        new_BT = (old_BT + case.normal(0.5)[rows]).clamp(max=-0.01)
         advantages_BT, weights_BT = case.normal(2.0)[rows], case.normal().exp()[rows]
         low, high = case.uniform(0.05, 0.4), case.uniform(0.45, 0.6)
+        if not POLICY_LOSSES[kind].around_one:  # divergences: small enough that some tokens pass
+            low, high = low / 20, high / 20
+        taus = case.uniform(0.5, 2.0), case.uniform(0.5, 2.0)
         chosen_BT = losses.choose_tokens(
             kind, new_BT, old_BT, advantages_BT, mask_BT, share=0.1, clip_low=low,
             clip_high=high, cov_low=0.2, cov_high=4.0,
         )  # fmt: skip
         config = verl_config.ActorConfig(
             strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low,
-            clip_ratio_high=high,
+            clip_ratio_high=high, tau_pos=taus[0], tau_neg=taus[1],
         )  # fmt: skip
         for name, value in {
             "clip_cov_ratio": 0.1, "clip_cov_lb": 0.2, "clip_cov_ub": 4.0, "kl_cov_ratio": 0.1,
@@ -296,7 +319,7 @@ def test_other_policy_losses_and_their_gradients(
         def compute_ours(new_BT: Tensor) -> list[Tensor]:
             return [losses.policy_loss(
                 new_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
-                chosen_BT=chosen_BT, kl_coef=0.3, mode="token-mean",
+                chosen_BT=chosen_BT, kl_coef=0.3, taus=taus, mode="token-mean",
                 global_tokens=int(mask_BT.sum()), global_sequences=len(mask_BT),
                 is_weight_BT=weights_BT,
             ).loss]  # fmt: skip

@@ -145,7 +145,7 @@ def to_train(learner: Learner, folders: dict[str, str], seed: int) -> TrainBatch
         moved["values_BT"] = annotated.values_BT + 0.6 * noise[1]
     return scored(
         annotated, seed, **moved, advantages_BT=noise[2], returns_BT=noise[3],
-        is_weight_BT=0.2 + noise[1].abs(),
+        is_weight_BT=0.2 + noise[1].abs(), scores_B=(torch.arange(shape[0]) % 2).float(),
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def plain_actor_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of the whole mini-batch, and what is told of it."""
     actor = case.actor
-    surrogate, entropy, kl, ratios, clips, lowers = [], [], [], [], [], []
+    surrogate, entropy, kl, ratios, clips, lowers, right = [], [], [], [], [], [], []
     for b in range(len(batch)):
         if not batch.valid_B[b]:
             continue
@@ -206,6 +206,8 @@ def plain_actor_loss(
         entropy.append(-(full_logprobs.exp() * full_logprobs).sum(-1))
         kind = actor.get("kl_loss_type", "low_var_kl")
         kl.append(plain_kl(kind, new, ref, full_logprobs, ref_whole))
+        if batch.scores_B[b] >= actor.get("positive_score", 1.0):
+            right.append(new)
         ratios.append(ratio.detach())
         clips.append(clipped > free)
         lowers.append(worse > bound)
@@ -226,6 +228,11 @@ def plain_actor_loss(
     if "use_kl_loss" in actor:
         loss = loss + actor["kl_loss_coef"] * apart
         sums["actor/kl_loss"] = apart.item()
+    if "positive_nll_coef" in actor:
+        assert 0 < len(right) < len(ratios)
+        nll = -torch.cat(right).mean()
+        loss = loss + actor["positive_nll_coef"] * nll
+        sums["actor/positive_nll"] = nll.item()
     sums["actor_loss"] = loss.item()
     return loss, sums
 
@@ -256,7 +263,8 @@ def assert_step(
 
 EVERYTHING = {
     "clip_ratio_low": 0.15, "clip_ratio_high": 0.4, "clip_ratio_c": 1.6, "entropy_coeff": 0.2,
-    "use_kl_loss": True, "kl_loss_coef": 0.3, "grad_clip": 0.2,
+    "use_kl_loss": True, "kl_loss_coef": 0.3, "grad_clip": 0.2, "positive_nll_coef": 0.4,
+    "positive_score": 0.5,
 }  # fmt: skip
 ACTORS = {
     "everything on": ActorCase(

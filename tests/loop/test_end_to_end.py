@@ -186,6 +186,33 @@ def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl", "sapo"])
+def test_the_variants_of_ppo_run(loss: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ("actor.positive_nll_coef=0.1", "algorithm.subtract_group_mean=true")
+    lambdas = ("--critic_lam", "1", "--lam_alpha", "0.5")
+    train(out, *SMALL, "--policy_loss", loss, *lambdas, *options, "--max_steps", "3")
+    assert all(line["actor/positive_nll"] > 0 for line in metrics(out)[1:])
+    assert abs(metrics(out)[1]["returns/mean"]) < 0.1  # rewards have mean 0 in each group
+
+
+@pytest.mark.slow
+def test_a_teacher_is_learned_from_without_the_score(tmp_path: Path) -> None:
+    """The trained model teaches the untrained one, which comes near it."""
+    embedded = ("--preset", "embedded", "--max_steps", "12")
+    train(tmp_path / "teacher", *embedded)
+    taught = tmp_path / "taught"
+    train(
+        taught, *embedded, "--ref_model", str(tmp_path / "teacher/checkpoints/latest/actor"),
+        "--adv_estimator", "reinforce_plus_plus", "--gamma", "0", "--kl_coef", "1",
+        "algorithm.score_coef=0",
+    )  # fmt: skip
+    lines = metrics(taught)
+    assert lines[-1]["kl_divergence"] < lines[1]["kl_divergence"] / 2
+    assert lines[-1]["val/accuracy"] >= lines[0]["val/accuracy"] + 0.1
+
+
+@pytest.mark.slow
 def test_rows_of_a_file_go_through_the_whole_loop(tmp_path: Path) -> None:
     out, file = tmp_path / "run", str(tmp_path / "rows.parquet")
     words = [{"role": "user", "content": "Ann has 3 apples and buys 4. How many has she?"}]

@@ -56,10 +56,11 @@ def score_all(created: list[Rollout], values: list[float | None]) -> list[Scored
 
 def shape(
     created: list[Rollout], values: list[float | None], kl_coef: float = 0.0, *,
-    annotated: AnnotatedBatch | None = None, placed: Any = (), **algorithm: object,
+    annotated: AnnotatedBatch | None = None, placed: Any = (), critic_lam: float | None = None,
+    **algorithm: object,
 ) -> ShapedStep:  # fmt: skip
     """Shape a step of these rollouts and scores with these settings of the algorithm."""
-    config = Config.model_validate({"algorithm": algorithm})
+    config = Config.model_validate({"algorithm": algorithm, "critic": {"lam": critic_lam}})
     annotated = annotated or annotate(created)
     return shape_step(config, annotated, score_all(created, values), kl_coef, None, placed)
 
@@ -130,6 +131,37 @@ def test_gamma_lambda_and_whitening_are_those_of_the_settings() -> None:
         grouped = rollouts([1, 1], n=2)
         batch = shape(grouped, [3.0, 1.0], norm_adv_by_std_in_grpo=by_std, **grpo).batch
         assert batch.advantages_BT.flatten().tolist() == pytest.approx([limit, -limit], rel=1e-5)
+
+
+def test_actor_and_critic_have_the_lambdas_of_their_settings() -> None:
+    """Two tokens: A1 = V2 - V1 + lam A2. The length 2 gives lam = 1 - 1 / (0.8 * 2) = 0.375."""
+    created = rollouts([2])
+    v1, v2 = annotate(created).values_BT[0].tolist()
+    plain = {"use_kl_in_reward": False, "gamma": 1.0, "lam": 0.25, "whiten_advantages": False}
+    for settings, actor, critic in (
+        ({}, 0.25, 0.25),
+        ({"critic_lam": 1.0}, 0.25, 1.0),
+        ({"lam_alpha": 0.8}, 0.375, 0.25),
+        ({"lam_alpha": 0.8, "critic_lam": 0.5}, 0.375, 0.5),
+    ):
+        batch = shape(created, [1.0], **plain, **settings).batch
+        first = v2 - v1 + actor * (1.0 - v2)
+        target = v2 + critic * (1.0 - v2)
+        torch.testing.assert_close(batch.advantages_BT, torch.tensor([[first, 1.0 - v2]]))
+        torch.testing.assert_close(batch.returns_BT, torch.tensor([[target, 1.0]]))
+
+
+def test_group_means_and_the_weight_of_the_score_change_the_rewards() -> None:
+    created = rollouts([1, 2, 1], n=3)
+    rewards = {"use_kl_in_reward": False, "lam": 1.0, "whiten_advantages": False}
+    batch = shape(created, [1.0, 0.0, 0.5], **rewards, subtract_group_mean=True).batch
+    last = batch.returns_BT[:, 0]
+    assert last.tolist() == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
+    # The log-ratio to the reference is the whole reward: 0.5 nats a token, weight 1.
+    taught = shape(created, [1.0, 0.0, 0.5], 1.0, score_coef=0.0).batch
+    expected = torch.tensor([[-0.5, 0.0], [-0.5, -0.5], [-0.5, 0.0]])
+    torch.testing.assert_close(taught.token_rewards_BT, expected)
+    assert taught.scores_B.tolist() == [1.0, 0.0, 0.5]
 
 
 def test_importance_weights_correct_the_sampler() -> None:

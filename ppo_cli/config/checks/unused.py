@@ -259,17 +259,26 @@ UNUSED: Final[dict[str, Unused]] = {
         lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),
     ),
     "no_dual_clip": Unused(
-        "only the policy loss vanilla has a dual clip; leave it out",
-        lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].dual,
+        "only the policy losses vanilla, dppo_tv and dppo_kl use it; leave it out",
+        lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].bounds,
     ),
     "no_clip": Unused(
-        "the policy losses gpg and kl_cov do not clip; choose another with --policy_loss, or leave "
-        "it out",
+        "the policy losses gpg, sapo and kl_cov do not clip; choose another with --policy_loss, or "
+        "leave it out",
         lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].clips,
     ),
     "no_filter_groups": Unused(
         "dynamic sampling is off; set algorithm.filter_groups.enable=true, or leave it out",
         lambda c: not c.algorithm.filter_groups.enable,
+    ),
+    "not_sapo": Unused(
+        "only the policy loss sapo uses it; set --policy_loss sapo, or leave it out",
+        lambda c: c.actor.policy_loss.loss_mode != "sapo",
+    ),
+    "no_positive_nll": Unused(
+        "no likelihood of right answers is in the loss; set actor.positive_nll_coef=0.1, or leave "
+        "it out",
+        lambda c: c.actor.positive_nll_coef == 0,
     ),
     "not_clip_cov": Unused(
         "only the policy loss clip_cov uses it; set --policy_loss clip_cov, or leave it out",

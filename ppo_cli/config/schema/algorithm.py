@@ -262,8 +262,9 @@ class PolicyLoss(Section):
 
     loss_mode: LossName = setting(
         "vanilla",
-        "Policy loss: vanilla (PPO's clipped surrogate), gspo (best with loss_agg_mode "
-        "seq-mean-token-mean), cispo, gpg, clip_cov, kl_cov or geo_mean.",
+        "Policy loss: vanilla (PPO's clipped surrogate), dppo_tv or dppo_kl (clip_ratio bounds a "
+        "divergence), gspo (best with loss_agg_mode seq-mean-token-mean), sapo (a soft gate), "
+        "cispo, gpg, clip_cov, kl_cov or geo_mean.",
         flag="--policy_loss",
     )
     # clip_cov and kl_cov: the tokens that they take, and their penalty.
@@ -330,11 +331,28 @@ class Actor(Trained):
     )  # fmt: skip
     clip_ratio_c: float | None = setting(
         3.0,
-        "Dual-clip bound for negative advantages; null turns it off.",
+        "Dual-clip bound for negative advantages, or largest ratio of dppo_tv and dppo_kl; null "
+        "turns it off.",
         gt=1.0,
         unused="no_dual_clip",
     )
     policy_loss: PolicyLoss = section(PolicyLoss)
+    # SAPO's gate (arXiv 2511.20347) is narrower for a larger number.
+    tau_pos: float = setting(
+        1.0, "sapo: narrowness of the gate for positive advantages.", gt=0.0, unused="not_sapo"
+    )
+    tau_neg: float = setting(
+        1.05, "sapo: narrowness of the gate for other advantages.", gt=0.0, unused="not_sapo"
+    )
+    # VAPO's likelihood term (arXiv 2504.05118).
+    positive_nll_coef: float = setting(
+        0.0, "Weight of the negative log-likelihood of right answers.", usual=(0.0, 0.5), ge=0.0
+    )
+    positive_score: float = setting(
+        1.0,
+        "Lowest score of a right answer, after penalties and scaling.",
+        unused="no_positive_nll",
+    )
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
     # KL to the reference, in the loss.
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
@@ -357,12 +375,12 @@ class Actor(Trained):
         """The upper clip range: clip_ratio unless clip_ratio_high is set."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
-    # cispo and geo_mean clip weights and means, which have no such order. A dual clip bounds
-    # negative advantages, so it is above the clip range (arXiv 1912.09729).
+    # Losses that clip weights, means or divergences have no such order. A dual clip bounds negative
+    # advantages, so it is above the clip range (arXiv 1912.09729).
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "clip_ratio_low",
-            lambda s: s.lower_clip >= 1 and s.policy_loss.loss_mode not in ("cispo", "geo_mean"),
+            lambda s: s.lower_clip >= 1 and POLICY_LOSSES[s.policy_loss.loss_mode].around_one,
             lambda s, at: (
                 f"the lower clip range {s.lower_clip:g} must be below 1, such as "
                 f"{at}clip_ratio_low=0.2."
@@ -374,7 +392,7 @@ class Actor(Trained):
             "clip_ratio_low clip_ratio_high clip_ratio",
             lambda s: (
                 s.upper_clip < s.lower_clip < 1
-                and s.policy_loss.loss_mode not in ("cispo", "geo_mean")
+                and POLICY_LOSSES[s.policy_loss.loss_mode].around_one
             ),
             lambda s, at: (
                 f"the lower clip range {s.lower_clip:g} is above the upper one {s.upper_clip:g}; "
@@ -446,14 +464,20 @@ class Critic(Trained):
         gt=0.0,
     )  # fmt: skip
     value_loss_coef: float = setting(1.0, "Weight of the value loss.", gt=0.0)
+    # Decoupled GAE (arXiv 2503.01491).
+    lam: float | None = setting(
+        None, "GAE lambda of the critic's targets; unset: algorithm.lam.", flag="--critic_lam",
+        usual=(0.8, 1.0), ge=0.0, le=1.0,
+    )  # fmt: skip
 
 
 class Ref(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(
-        None, "Reference model; unset takes the actor's first weights.", unused="no_reference"
-    )
+        None, "Reference model, or the teacher of a distillation; unset takes the actor's first "
+        "weights.", flag="--ref_model", unused="no_reference",
+    )  # fmt: skip
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
         "Token budget of a micro-batch when log-probs are computed; unset: 2048 on the CPU for "
@@ -580,6 +604,18 @@ class Algorithm(Section):
         le=1.0,
         unused="no_critic",
     )
+    lam_alpha: float | None = setting(
+        None,
+        "Lambda of the advantages from the length of a response, 1 - 1 / (lam_alpha length), in "
+        "place of lam.",
+        flag="--lam_alpha",
+        usual=(0.01, 1.0),
+        gt=0.0,
+        unused="no_critic",
+    )
+    subtract_group_mean: bool = setting(
+        False, "Subtract the mean reward of a prompt's responses from each.", unused="no_critic"
+    )
     whiten_advantages: bool = setting(
         True, "Whiten GAE advantages over the whole batch.", unused="no_critic"
     )
@@ -591,6 +627,10 @@ class Algorithm(Section):
         (), "Parts of the reward that gdpo normalises one by one, by name."
     )
     gdpo_reward_weights: tuple[float, ...] = setting((), "Their weights; unset is 1 for each.")
+    score_coef: float = setting(
+        1.0, "Weight of the score in the reward, next to the KL; 0 learns from the reference "
+        "(ref.path) alone.", ge=0.0,
+    )  # fmt: skip
     # KL to the reference, in the reward.
     use_kl_in_reward: bool = setting(
         True, "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss."
@@ -650,6 +690,16 @@ class Algorithm(Section):
             ),
             example="adv_estimator=gdpo gdpo_reward_keys=[a] use_kl_in_reward=true",
             advice="use_kl_in_reward=false",
+        ),
+        Conflict(
+            "score_coef adv_estimator",
+            lambda s: ESTIMATORS[s.adv_estimator].parts and s.score_coef != 1.0,
+            lambda s, at: (
+                f"gdpo normalises the parts of the reward, so {at}score_coef {s.score_coef:g} "
+                f"changes nothing; use {at}gdpo_reward_weights, or leave it out."
+            ),
+            example="adv_estimator=gdpo gdpo_reward_keys=[a] use_kl_in_reward=false score_coef=2",
+            advice="gdpo_reward_weights=[2] score_coef=1",
         ),
         Conflict(
             "gamma adv_estimator",

@@ -505,6 +505,61 @@ class Config(Section):
             advice="rollout.n=4",
         ),
         Conflict(
+            "algorithm.subtract_group_mean rollout.n",
+            lambda c: c.algorithm.subtract_group_mean and c.rollout.n < 2,
+            lambda c, at: (
+                "algorithm.subtract_group_mean needs several responses to a prompt, not "
+                f"{c.rollout.n}. Use --rollout_n 4."
+            ),
+            example="algorithm.subtract_group_mean=true",
+            advice="rollout.n=4",
+        ),
+        # The lambdas of actor and critic.
+        Conflict(
+            "algorithm.lam_alpha data.max_response_length",
+            lambda c: (
+                c.algorithm.lam_alpha is not None
+                and c.algorithm.lam_alpha * c.data.max_response_length <= 1
+            ),
+            lambda c, at: (
+                f"with algorithm.lam_alpha {c.algorithm.lam_alpha:g} the lambda of "
+                f"{c.data.max_response_length} tokens and fewer (data.max_response_length) is 0. "
+                f"Use --lam_alpha {8 / c.data.max_response_length:.2g} or more."
+            ),
+            example="algorithm.lam_alpha=0.05 data.max_response_length=16",
+            advice="algorithm.lam_alpha=0.5",
+        ),
+        Conflict(
+            "algorithm.lam algorithm.lam_alpha critic.lam",
+            lambda c: (
+                None not in (c.algorithm.lam_alpha, c.critic.lam)
+                and c.algorithm.lam != type(c.algorithm).model_fields["lam"].default
+            ),
+            lambda c, at: (
+                f"algorithm.lam {c.algorithm.lam:g} has no effect: advantages have "
+                f"algorithm.lam_alpha {c.algorithm.lam_alpha:g}, and the critic has critic.lam "
+                f"{c.critic.lam:g}. Leave one of the three out."
+            ),
+            example="algorithm.lam=0.9 algorithm.lam_alpha=0.05 critic.lam=1",
+            advice="algorithm.lam_alpha=null",
+        ),
+        # Without the score, a teacher has to be there.
+        Conflict(
+            "algorithm.score_coef ref.path",
+            lambda c: (
+                c.algorithm.score_coef == 0
+                and (
+                    c.ref.path is None or not (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss)
+                )
+            ),
+            lambda c, at: (
+                "with algorithm.score_coef 0 the KL to a teacher is all there is to learn from: "
+                "name one with --ref_model, and leave algorithm.use_kl_in_reward on."
+            ),
+            example="algorithm.score_coef=0",
+            advice="ref.path=a/b",
+        ),
+        Conflict(
             "trainer.critic_warmup algorithm.adv_estimator",
             lambda c: (
                 c.trainer.critic_warmup > 0 and not ESTIMATORS[c.algorithm.adv_estimator].critic

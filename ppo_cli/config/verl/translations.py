@@ -622,7 +622,7 @@ def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) ->
 # Estimators and losses that only verl has: refused without a suggestion.
 _VERLS_OWN: Final = (
     "grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline",
-    "sapo", "dppo_tv", "dppo_kl", "dro", "bypass_mode",
+    "dro", "bypass_mode",
 )  # fmt: skip
 
 

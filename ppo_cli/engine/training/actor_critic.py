@@ -22,6 +22,7 @@ from ppo_cli.algo.losses import (
     choose_tokens,
     count_mask,
     policy_loss,
+    positive_nll,
     value_loss,
 )
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
@@ -375,6 +376,7 @@ class ActorLearner(ModelLearner):
             dual_clip=s.clip_ratio_c,
             chosen_BT=None if self._chosen_BT is None else micro_batch.select(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,
+            taus=(s.tau_pos, s.tau_neg),
             is_weight_BT=micro_batch.select(batch.is_weight_BT),
             **aggregation,
         )
@@ -386,7 +388,15 @@ class ActorLearner(ModelLearner):
             "actor/clip_lower": (surrogate.clip_lower_sum, count),
             "actor/approx_kl": (surrogate.approx_kl_sum, count),
         }
-        # Entropy bonus, KL to the reference, and router losses.
+        # Likelihood of right answers, entropy bonus, KL to the reference, and router losses.
+        if s.positive_nll_coef > 0:
+            positive_BT = (batch.scores_B >= s.positive_score)[:, None] & batch.loss_mask_BT
+            nll = positive_nll(
+                new_BT, mask_BT, micro_batch.select(positive_BT),
+                global_positives=int(positive_BT.sum()),
+            )  # fmt: skip
+            loss = loss + s.positive_nll_coef * nll
+            measured["actor/positive_nll"] = nll.detach(), None
         if with_entropy:
             entropy = aggregate(micro_batch.scatter(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy

@@ -159,7 +159,8 @@ OTHER: dict[str, Any] = {
     "data.apply_chat_template": False, "algorithm.whiten_advantages": False, "ref.path": "other",
     "reward.shaping.normalize": "batch", "model.quantization": "nf4",
     "critic.model.quantization": "nf4", "trainer.placement": "train:0-5,rollout:6-7",
-    "reward.api.monitor.labels": "labels.jsonl",
+    "reward.api.monitor.labels": "labels.jsonl", "algorithm.subtract_group_mean": True,
+    "critic.lam": 0.5,
 }  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
         "critic.megatron.pipeline_model_parallel_size=2", "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.multi_turn.enable=True", "trainer.device=npu",
         "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_grouped_gemm=True",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "trainer.v1.trainer_mode=sync",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dro", "trainer.v1.trainer_mode=sync",
     )  # fmt: skip
     assert [word for word in reference if not bridge.is_verl_only(word)] == []
     bridged = bridge.build_overrides(settled(), reference)
