@@ -21,6 +21,8 @@ LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
+    # The page shows what judges were asked, as the reward reads it.
+    "report.page": GROUND | FLOOR_2 | {"rewards.judge.prompt"},
     "algo": {"records"},
     # A plan counts the rows of prompt files; settings take the names of estimators.
     "config": GROUND | {"algo.estimators", "data_sets.files"},

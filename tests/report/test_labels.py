@@ -108,7 +108,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
     folder = make_run(tmp_path / "run", steps=6)
     rollouts = label_all(folder)
     assert len(shown_labels(folder)) == 48
-    stale = rollouts.read([rollouts.row_of_id("train:6:0")], None)[0]
+    stale = rollouts.read(rollouts.rows_of_ids(["train:6:0"]), None)[0]
     resume(folder)
     pairs = shown_labels(folder)
     assert len(pairs) == 24 + 12

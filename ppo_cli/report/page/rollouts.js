@@ -1,71 +1,93 @@
-// The responses: a table that filters and sorts, and a pane to read one. In `ppo view` rows come
-// from the server as they are asked for; in a report they are in the file.
+// The responses: a table that filters and sorts, and a pane to read one. The index of all responses,
+// without texts, is here: in `ppo view` it comes step by step from the server, which also sends the
+// texts that are shown; in a report everything is in the file.
 
 const PAGE = 50;
-const COLUMNS = [
-  ["step", "step", "n"], ["split", null, "wide"], ["data_source", null, "wide", "source"],
-  ["score", "score", "n"], ["tokens", "tokens", "n wide"], ["prompt", null, ""], ["response", null, ""],
+const SNIPPET_CHARS = 1000, HISTORY_CHARS = 20000, PANE_CHARS = 100000; // of a text that the server sends
+const VIEWS = [ // name, sort, order, whether next to the start
+  ["newest", "step", "down", false], ["best", "score", "down", false], ["worst", "score", "up", false],
+  ["best now and at the start", "score", "down", true], ["worst now and at the start", "score", "up", true],
+  ["most changed", "changed", "down", false], ["most disputed", "disputed", "down", false],
 ];
-const VIEWS = [
-  ["newest", "step", "down"], ["best", "score", "down"], ["worst", "score", "up"],
-  ["most changed", "changed", "down"], ["most disputed", "disputed", "down"],
-];
-const now = { run: 0, sort: "step", order: "down", offset: 0, rows: [], total: 0, place: -1, row: null, asked: 0 };
-
-/** The rows of a report, with the same answers as the server of `ppo view`. */
-const inFile = {
-  rows(query) {
-    const everything = DATA.rows[now.run];
-    const number = (name) => (query[name] ? Number(query[name]) : null);
-    const [from, to, least, most] = ["from_step", "to_step", "min", "max"].map(number);
-    let pattern = null;
-    if (query.pattern) {
-      try {
-        pattern = new RegExp(query.pattern, "iu");
-      } catch (error) {
-        throw new Error(`The pattern cannot be read: ${error.message}.`);
-      }
-    }
-    const where = query.where ? [query.where] : ["prompt", "response", "reason"];
-    const has = (row) => where.some((name) => pattern.test(row[name] || ""));
-    const chosen = everything.filter((row) => (from == null || row.step >= from)
-      && (to == null || row.step <= to)
-      && (!query.split || row.split === query.split)
-      && (!query.source || row.data_source === query.source)
-      && (least == null || (row.score != null && row.score >= least))
-      && (most == null || (row.score != null && row.score <= most))
-      && (query.failed !== "yes" || row.score == null)
-      && (query.failed !== "no" || row.score != null)
-      && (!query.why || (row.failure || "").toLowerCase().includes(query.why.toLowerCase()))
-      && (!pattern || has(row)));
-    const sign = query.order === "down" ? -1 : 1;
-    const key = (row) => (query.sort === "step" ? row.step + (row.split === "val" ? 0.5 : 0) : row[query.sort]);
-    chosen.sort((a, b) => (key(a) == null) - (key(b) == null) || sign * (key(a) - key(b)) || 0);
-    const offset = Number(query.offset);
-    return {
-      total: chosen.length, all: everything.length, rows: chosen.slice(offset, offset + PAGE),
-      sources: [...new Set(everything.map((row) => row.data_source || ""))].sort(),
-    };
-  },
-  row: (id) => DATA.rows[now.run].find((row) => row.id === id),
-  prompt(id) {
-    const one = inFile.row(id);
-    return DATA.rows[now.run].filter((row) => row.uid === one.uid && row.split === one.split);
-  },
+const KEYS = {
+  step: (row) => row.step + (row.split === "val" ? 0.5 : 0), score: (row) => row.score, tokens: (row) => row.tokens,
+  disputed: (row) => row.disputed, changed: (row) => row.history.changed,
 };
+const FILTERS = {
+  from_step: (row, value) => row.step >= value, to_step: (row, value) => row.step <= value,
+  split: (row, value) => row.split === value, source: (row, value) => row.data_source === value,
+  min: (row, value) => row.score != null && row.score >= value, max: (row, value) => row.score != null && row.score <= value,
+  why: (row, value) => (row.score == null ? ["unscored", `unscored: ${row.cause}`].includes(value) : value === "scored"),
+  pattern: () => true, where: () => true, // texts are searched apart
+};
+const SPLITS = { train: "training", val: "validation" };
+const now = { run: 0, query: {}, sort: "step", order: "down", against: false, offset: 0, chosen: [], rows: [], row: null, asked: 0 };
+// Of each run: all rows, oldest first; of the server's answers the rows by step, the changes seen, the steps left.
+const indexes = DATA.runs.map(() => ({ rows: [], prompts: new Map(), steps: new Map(), since: 0, left: 1, reading: null }));
 
 async function ask(path, query, body = null) {
-  const words = new URLSearchParams({ run: now.run, ...query });
-  const reply = await fetch(`/api/${path}?${words}`, body && { method: "POST", body: JSON.stringify(body) });
+  const reply = await fetch(`/api/${path}?${new URLSearchParams(query)}`, body && { method: "POST", body: JSON.stringify(body) });
   if (!reply.ok) throw new Error(await reply.text());
   return reply.json();
 }
 
 const source = DATA.live ? {
-  rows: (query) => ask("rows", query),
-  row: (id, whole) => ask("row", whole ? { id, whole: 1 } : { id }),
-  prompt: (id) => ask("prompt", { id }),
-} : inFile;
+  texts: (run, ids, chars) => (ids.length ? ask("texts", { run, ids, chars }) : []),
+  search: (run, pattern, where) => ask("search", { run, pattern, where }),
+} : {
+  texts: async (run, ids) => ids.map((id) => DATA.rows[run].find((row) => row.id === id)),
+  async search(run, pattern, where) {
+    const names = where ? [where] : ["prompt", "response", "reason"];
+    try {
+      const expression = new RegExp(pattern, "iu");
+      return DATA.rows[run].filter((row) => names.some((name) => expression.test(row[name] || ""))).map((row) => row.id);
+    } catch (error) {
+      throw new Error(`The pattern cannot be read: ${error.message}.`);
+    }
+  },
+};
+
+/** Read what is new in the index of a run; while it is read for the first time, the table follows. */
+async function readOn(run) {
+  const index = indexes[run];
+  const first = index.left > 0;
+  do {
+    const reply = DATA.live ? await ask("index", { run, since: index.since }) : { steps: [], left: 0 };
+    for (const [split, step, rows] of reply.steps) {
+      index.steps.set(`${split}:${step}`, rows.map((values) => ({
+        id: `${split}:${step}:${values[0]}`, split, step, ...Object.fromEntries(values.map((value, i) => [reply.fields[i], value])),
+      })));
+    }
+    [index.since, index.left] = [reply.since, reply.left];
+    if (reply.steps.length || first) groupByPrompt(index, DATA.live ? [...index.steps.values()].flat() : DATA.rows[run]);
+    if (run === now.run && (first || (reply.steps.length && !now.row && !now.offset))) load({ keep: true });
+  } while (index.left);
+}
+
+function readIndex(run) {
+  indexes[run].reading ??= readOn(run).finally(() => { indexes[run].reading = null; });
+  return indexes[run].reading;
+}
+
+/** Order the rows; those of one prompt share its history and the change of its mean score. */
+function groupByPrompt(index, rows) {
+  index.rows = rows.sort((a, b) => KEYS.step(a) - KEYS.step(b) || a.line - b.line);
+  index.prompts = Map.groupBy(index.rows, promptOf);
+  for (const same of index.prompts.values()) {
+    const scored = same.filter((row) => row.score != null);
+    const mean = (end) => scored.filter((row) => row.step === end.step).reduce((sum, row, _, all) => sum + row.score / all.length, 0);
+    const history = { rows: same, changed: scored.length ? Math.abs(mean(scored.at(-1)) - mean(scored[0])) : 0 };
+    for (const row of same) row.history = history;
+  }
+}
+
+const promptOf = (row) => `${row.split} ${row.uid}`;
+/** Of the rows of a prompt, the one at the step of another row; of several samples the one like `row`. */
+const sampleAt = (rows, end, row) => rows.find((other) => other.step === end.step && other.sample === row.sample) || end;
+const firstOf = (row) => sampleAt(row.history.rows, row.history.rows[0], row);
+/** A row of the newest step, of training or else of validation, if its prompt was seen before. */
+const newestSeenBefore = (rows) => Object.keys(SPLITS).map((split) => rows.findLast((row) => row.split === split))
+  .find((row) => row && row.history.rows[0].step < row.step);
 
 /** Text as text: controls, and marks that turn its direction, are shown by their code. */
 function textOf(value) {
@@ -84,7 +106,9 @@ function textOf(value) {
 
 const box = (value) => el("div", { class: "text", dir: "auto", tabindex: 0 }, textOf(value));
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
-const snippet = (value) => el("span", { class: "clip", dir: "auto" }, textOf(String(value ?? "").slice(0, 160).replace(/\s+/g, " ")));
+const oneLine = (value) => String(value ?? "").replace(/\s+/g, " ");
+const snippet = (value) => el("span", { class: "clip", dir: "auto" }, textOf(value.slice(0, 400)));
+const scoreOf = (row) => (row.score == null ? "no score" : `score ${digits(row.score)}`);
 
 /** A response with what the model thought folded away; Python says where that is. */
 function response(text, thoughts) {
@@ -100,10 +124,10 @@ function response(text, thoughts) {
   return made;
 }
 
-/** What changed from one text to another, word by word (longest common subsequence). */
+/** What changed from one text to another, word by word (longest common subsequence); null if they are too long. */
 function diff(before, after) {
   const [a, b] = [before, after].map((text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s]/gu) || []);
-  if (a.length * b.length > 4e6) return el("p", { class: "dim" }, "Too long to compare word by word.");
+  if (a.length * b.length > 4e6) return null;
   const best = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1));
   for (let i = a.length - 1; i >= 0; i -= 1) {
     for (let j = b.length - 1; j >= 0; j -= 1) {
@@ -131,136 +155,289 @@ function labelOf(row) {
   return label?.response_id === row.response_id ? label : undefined;
 }
 
-const option = (value, text) => el("option", { value }, text);
-
-/** The sources to choose from; a run under way may bring new ones. */
-function drawSources(sources) {
-  const field = $("filter").elements.source;
-  const named = sources.filter(Boolean);
-  if (field.children.length === named.length + 1) return;
-  const { value } = field;
-  fill(field, option("", "all sources"), ...named.map((name) => option(name, name)));
-  field.value = value;
+function labelMark(row) {
+  const label = labelOf(row);
+  if (!label) return null;
+  const [kind, mark] = label.label == null ? ["dim", "✎"] : label.label >= 0.5 ? ["good", "●"] : ["bad", "○"];
+  return el("span", { class: kind, title: `your label: ${label.label ?? "–"} ${label.comment || ""}` }, ` ${mark}`);
 }
 
-function drawFilter() {
-  const form = $("filter");
-  const number = (name, text) => el("input", { type: "number", step: "any", name, placeholder: text, "aria-label": text });
-  form.replaceChildren(
-    DATA.runs.length > 1 ? el("select", { name: "run", "aria-label": "run" }, ...DATA.runs.map((run, i) => option(i, run.name))) : "",
-    number("from_step", "from step"), number("to_step", "to step"),
-    el("select", { name: "split", "aria-label": "split" }, option("", "train and val"), option("train", "train"), option("val", "val")),
-    el("select", { name: "source", "aria-label": "data source" }),
-    number("min", "score from"), number("max", "score to"),
-    el("select", { name: "failed", "aria-label": "failed" }, option("", "scored or not"), option("no", "scored"), option("yes", "failed")),
-    el("input", { type: "text", name: "why", placeholder: "why it failed", "aria-label": "why it failed" }),
-    el("input", { type: "text", name: "pattern", placeholder: "regular expression  ( / )", "aria-label": "regular expression" }),
-    el("select", { name: "where", "aria-label": "where to search" }, option("", "in any text"), option("prompt", "in the prompt"), option("response", "in the response"), option("reason", "in the reason")),
-    el("button", { type: "reset" }, "clear"));
+/** Fill a list with [value, text]; one with fewer than `least` choices is hidden. */
+function setOptions(name, options, least = 3) {
+  const list = $("filter").elements[name];
+  const value = name === "run" ? String(now.run) : now.query[name] ?? "";
+  if (!options.some(([known]) => known === value)) options.push([value, value]);
+  list.closest(".field").hidden = options.length < least;
+  if (list.dataset.options === JSON.stringify(options)) return;
+  list.dataset.options = JSON.stringify(options);
+  fill(list, ...options.map(([known, text]) => el("option", { value: known }, text)));
+  list.value = value;
 }
 
-const query = () => Object.fromEntries([...new FormData($("filter"))].filter(([name, value]) => value !== "" && name !== "run"));
+/** The lists whose choices depend on the responses: runs, splits, sources, causes with counts. */
+function drawChoices() {
+  const { rows } = indexes[now.run];
+  const count = (values) => [...Map.groupBy(values, (value) => value)].map(([value, same]) => [value, same.length]);
+  const counted = (value, text, number) => [value, `${text} (${number.toLocaleString("en-US")})`];
+  const unscored = rows.filter((row) => row.score == null);
+  const causes = count(unscored.map((row) => row.cause)).sort((a, b) => b[1] - a[1]);
+  setOptions("run", DATA.runs.map((run, i) => [String(i), run.name]), 2);
+  setOptions("split", [["", "training and validation"], ...count(rows.map((row) => row.split)).map(([split]) => [split, SPLITS[split]])]);
+  setOptions("source", [["", "all"], ...count(rows.map((row) => row.data_source)).filter(([name]) => name).sort().map(([name]) => [name, name])]);
+  setOptions("why", [["", "all responses"], counted("scored", "scored", rows.length - unscored.length),
+    ...(causes.length ? [counted("unscored", "without a score", unscored.length)] : []),
+    ...causes.map(([cause, number]) => counted(`unscored: ${cause}`, `without a score: ${cause}`, number))]);
+}
+
+/** Put what is chosen into the form, but not into a field in use, and into the page's address. */
+function writeState() {
+  const { query, sort, order, against, run } = now;
+  const filters = Object.keys(FILTERS).map((name) => [name, query[name] ?? ""]);
+  for (const [name, value] of filters) if ($("filter").elements[name] !== document.activeElement) $("filter").elements[name].value = value;
+  address.set({
+    ...Object.fromEntries(filters), sort: sort === "step" ? "" : sort, order: order === "down" ? "" : order, against,
+    run: DATA.runs.length > 1 ? DATA.runs[run].name : "", response: now.row?.id,
+  });
+}
+
+function readState() {
+  now.run = Math.max(0, DATA.runs.findIndex((run) => run.name === address.get("run")));
+  now.query = Object.fromEntries(Object.keys(FILTERS).map((name) => [name, address.get(name)]).filter(([, value]) => value));
+  if (Object.hasOwn(KEYS, address.get("sort"))) now.sort = address.get("sort");
+  [now.order, now.against] = [address.get("order") || "down", address.get("against") === "true"];
+}
+
+/** The rows of the index that the filter lets through, in order. */
+async function select() {
+  const { run, query } = now;
+  if (query.pattern) await readIndex(run); // all texts are searched
+  const found = query.pattern ? new Set(await source.search(run, query.pattern, query.where || "")) : null;
+  const tests = Object.entries(query).map(([name, value]) => (row) => FILTERS[name](row, value));
+  const chosen = indexes[run].rows.filter((row) => tests.every((test) => test(row)) && (!found || found.has(row.id)));
+  const sign = now.order === "down" ? -1 : 1;
+  const key = KEYS[now.sort];
+  const rise = (a, b) => (now.against ? firstOf(b).score - firstOf(a).score : 0); // equal ones: what changed most is first
+  return chosen.sort((a, b) => (key(a) == null) - (key(b) == null) || sign * (key(a) - key(b)) || sign * rise(a, b) || 0);
+}
 
 async function load({ keep = false } = {}) {
   const ticket = (now.asked += 1);
   if (!keep) now.offset = 0;
   if (!$("found").textContent) $("found").textContent = "reading the responses …";
   try {
-    const found = await source.rows({ ...query(), sort: now.sort, order: now.order, offset: now.offset });
+    const { run } = now;
+    const chosen = await select();
+    const shown = chosen.slice(now.offset, now.offset + PAGE);
+    const starts = now.against ? shown.map(firstOf) : [];
+    const lines = await source.texts(run, [...shown, ...starts].map((row) => row.id), SNIPPET_CHARS);
     if (ticket !== now.asked) return; // a newer question is under way
-    [now.rows, now.total] = [found.rows, found.total];
-    if (!$("filter").children.length) drawFilter();
-    drawSources(found.sources);
+    now.chosen = chosen;
+    now.rows = shown.map((row, i) => ({ ...lines[i], start: lines[shown.length + i] }));
+    const { rows, left } = indexes[run];
     $("found").className = "dim";
-    $("found").textContent = `${found.total.toLocaleString("en-US")} of ${found.all.toLocaleString("en-US")} responses`
-      + (found.unread ? `; ${found.unread.toLocaleString("en-US")} earlier steps are being read …` : "");
+    $("found").textContent = `${chosen.length.toLocaleString("en-US")} of ${rows.length.toLocaleString("en-US")} responses`
+      + (left ? `; ${left.toLocaleString("en-US")} earlier steps are being read …` : "");
+    drawChoices();
+    drawViews();
+    writeState();
     drawTable();
-    if (found.unread) setTimeout(() => { if (ticket === now.asked) load({ keep: true }); });
   } catch (error) {
-    $("found").className = "error";
-    $("found").textContent = error.message;
+    showError(error);
   }
 }
 
+function showError(error) {
+  $("found").className = "error";
+  $("found").textContent = error.message;
+}
+
+/** What all texts begin with, up to the last word but one, so that "… about X" is left. */
+function commonStart(texts) {
+  let start = texts[0] || "";
+  for (const text of texts) while (!text.startsWith(start)) start = start.slice(0, -1);
+  const whole = texts.every((text) => text === start);
+  return whole || start.length < 20 ? 0 : start.match(/(\S+\s+)?\S*$/).index;
+}
+
+/** The columns of the table: [title, sort, class, cell]; one with a single value is left out. */
+function listColumns() {
+  const differ = (name) => now.chosen.some((row) => row[name] !== now.chosen[0][name]);
+  const start = commonStart(now.rows.map((row) => oneLine(row.prompt)));
+  const score = (row) => (row.score == null ? el("span", { class: "failed", title: row.failure }, "none") : digits(row.score));
+  return [
+    (differ("step") || !now.against) && ["step", "step", "n", (row) => row.step],
+    differ("split") && ["split", null, "wide", (row) => SPLITS[row.split]],
+    differ("data_source") && ["source", null, "wide", (row) => snippet(oneLine(row.data_source))],
+    ["score", "score", "n", (row) => el("span", {}, score(row), labelMark(row))],
+    !now.against && ["tokens", "tokens", "n wide", (row) => row.tokens],
+    differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start))],
+    ["response", null, "", (row) => snippet(oneLine(row.response))],
+    now.against && ["start", null, "n", ({ start: first }) => el("span", { title: `step ${first.step}` }, score(first))],
+    now.against && ["response at the start", null, "", ({ start: first }) => snippet(oneLine(first.response))],
+  ].filter(Boolean);
+}
+
 function drawTable() {
-  fill(document.querySelector("#table thead tr"), ...COLUMNS.map(([name, sort, kind, title]) => {
+  const columns = listColumns();
+  $("table").className = now.against ? "against" : "";
+  fill(document.querySelector("#table thead tr"), ...columns.map(([title, sort, kind]) => {
     const mark = sort === now.sort ? (now.order === "down" ? " ↓" : " ↑") : "";
-    const order = () => { now.order = now.sort === sort && now.order === "down" ? "up" : "down"; now.sort = sort; load(); drawViews(); };
+    const order = () => { now.order = now.sort === sort && now.order === "down" ? "up" : "down"; now.sort = sort; load(); };
     return el("th", { class: kind, "aria-sort": mark ? (now.order === "down" ? "descending" : "ascending") : null },
-      sort ? el("button", { type: "button", onclick: order }, (title || name) + mark) : title || name);
+      sort ? el("button", { type: "button", onclick: order }, title + mark) : title);
   }));
-  fill(document.querySelector("#table tbody"), ...now.rows.map((row, place) => {
-    const label = labelOf(row);
-    const cells = COLUMNS.map(([name, , kind]) => {
-      if (name === "score") return el("td", { class: row.score == null ? "n failed" : kind, title: row.failure || null }, row.score == null ? "failed" : digits(row.score), label ? " ●" : "");
-      if (name === "prompt" || name === "response") return el("td", {}, snippet(row[name]));
-      return el("td", { class: kind, title: kind === "wide" ? row[name] : null }, String(row[name] ?? ""));
-    });
-    return el("tr", { tabindex: place === Math.max(0, now.place) ? 0 : -1, "data-id": row.id, "aria-selected": String(now.row?.id === row.id), onclick: () => choose(place) }, ...cells);
-  }));
-  const turn = (offset, text, off) => el("button", { type: "button", disabled: off, onclick: () => { now.offset = offset; now.place = -1; load({ keep: true }); } }, text);
+  const current = Math.max(0, now.rows.findIndex((row) => row.id === now.row?.id));
+  fill(document.querySelector("#table tbody"), ...now.rows.map((row, place) => el("tr", {
+    tabindex: place === current ? 0 : -1, "data-id": row.id, "aria-selected": String(now.row?.id === row.id), onclick: () => choose(place),
+  }, ...columns.map(([, , kind, cell]) => el("td", { class: kind }, cell(row))))));
+  const turn = (offset, text, off) => el("button", { type: "button", disabled: off, onclick: () => { now.offset = offset; load({ keep: true }); } }, text);
   const last = now.offset + now.rows.length;
-  fill($("pages"), turn(now.offset - PAGE, "← earlier", now.offset === 0), turn(now.offset + PAGE, "later →", last >= now.total),
-    el("span", { class: "dim" }, now.total ? `${now.offset + 1} to ${last}` : ""),
-    el("span", { class: "dim wide" }, el("kbd", {}, "j"), " next ", el("kbd", {}, "k"), " previous ", el("kbd", {}, "/"), " search",
-      DATA.live ? " " : null, DATA.live ? el("kbd", {}, "1") : null, DATA.live ? " good " : null, DATA.live ? el("kbd", {}, "0") : null, DATA.live ? " bad" : null));
+  fill($("pages"), turn(now.offset - PAGE, "← earlier", now.offset === 0), turn(now.offset + PAGE, "later →", last >= now.chosen.length),
+    el("span", { class: "dim" }, now.chosen.length ? `${now.offset + 1} to ${last}` : ""));
 }
 
 function drawViews() {
-  fill($("views"), ...VIEWS.map(([text, sort, order]) => el("button", {
-    type: "button", "aria-pressed": String(now.sort === sort && now.order === order),
-    onclick: () => { [now.sort, now.order] = [sort, order]; now.place = -1; load(); drawViews(); },
+  const newest = newestSeenBefore(indexes[now.run].rows);
+  fill($("views"), ...VIEWS.filter((view) => newest || !view[3]).map(([text, sort, order, against]) => el("button", {
+    type: "button", "aria-pressed": String(now.sort === sort && now.order === order && now.against === against),
+    onclick: () => {
+      if (against) Object.assign(now.query, { split: newest.split, from_step: newest.step, to_step: newest.step });
+      else if (now.against) for (const name of ["split", "from_step", "to_step"]) delete now.query[name];
+      Object.assign(now, { sort, order, against });
+      load();
+    },
   }, text)));
 }
 
-async function choose(place, { focus = true } = {}) {
-  now.place = place;
-  for (const row of document.querySelectorAll("#table tbody tr")) row.setAttribute("aria-selected", String(row.dataset.id === now.rows[place].id));
+/** What the judges of the run were asked, folded. */
+function drawAsked() {
+  const { judges, formula } = DATA.runs[now.run].reward;
+  fill($("asked"), formula ? el("p", { class: "dim" }, formula) : null, ...judges.map((judge) => el("details", {},
+    el("summary", {}, `What the judge ${judge.model} was asked: ${judge.summary}`),
+    judge.problem ? el("p", { class: "error" }, judge.problem) : null,
+    judge.criteria.length ? table("criteria", ["criterion", "weight"], judge.criteria.map((one) => [criterion(one.name, one), weightOf(one)])) : null,
+    ...Object.entries(judge.texts).flatMap(([title, text]) => [el("h3", {}, title), box(text)]))));
+}
+
+const criterion = (name, known) => el("span", {}, el("b", {}, name), known ? ": " : "", known ? textOf(known.text) : "");
+const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${known.weight < 0 ? ", a fault" : ""}` : "–");
+
+async function choose(place) {
   await read(now.rows[place].id);
-  const row = document.querySelectorAll("#table tbody tr")[place];
-  if (focus && row) { row.tabIndex = 0; row.focus({ preventScroll: false }); }
+  drawTable();
+  document.querySelectorAll("#table tbody tr")[place].focus();
   // On a narrow screen the pane is below the table.
   if (matchMedia("(max-width: 860px)").matches) $("pane").scrollIntoView();
 }
 
 async function read(id, whole = false) {
+  const { run } = now;
   try {
-    const line = await source.row(id, whole);
+    const [line] = await source.texts(run, [id], whole ? 0 : PANE_CHARS);
+    if (!line?.id) throw new Error("This response is not on this page.");
     now.row = line;
-    drawPane(line, await source.prompt(id));
+    address.set({ at: "rollouts", response: id });
+    drawLabel(line);
+    drawPane(line);
+    drawSamePrompt(run, line).catch(showError);
   } catch (error) {
-    fill($("pane"), el("p", { class: "error" }, error.message));
+    fill($("reading"), el("p", { class: "error" }, error.message));
   }
 }
 
-const SHOWN = new Set(["id", "response_id", "split", "step", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
-  "failure", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "changed", "thoughts"]);
+// Facts of a scorer in words: a title, and how a number, or false and true, are written.
+const FACTS = new Map(Object.entries({
+  cached: ["verdict", ["from a call", "from the cache"]], gated: ["judge", ["asked", "not asked"]], unclosed: ["thought", ["finished", "not finished"]],
+  cost_usd: ["cost", (value) => `$${Number(value.toPrecision(2))}`], latency_s: ["time", (value) => `${digits(value)} s`],
+  vote_spread: ["spread of the votes"], monitor: ["second judge"], monitor_gap: ["gap to the second judge"],
+  extracted: ["answer that was read"], imputed: ["substitute score"],
+}));
+const SHOWN = new Set(["id", "response_id", "split", "step", "line", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
+  "failure", "cause", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "thoughts", "opened", "criteria", "history"]);
+const graded = (line) => Object.values(line.criteria || "").some((credit) => typeof credit === "number");
 
-/** What a scorer said besides: cost, latency, votes. A judge's whole reply is folded. */
-function facts(line) {
-  const plain = Object.entries(line).filter(([name, value]) => !SHOWN.has(name) && value != null);
+function fact(name, value) {
+  const [title, how] = FACTS.get(name) || [name.replaceAll("_", " ")];
+  const text = typeof value === "number" ? (typeof how === "function" ? how : digits)(value) : how?.[Number(value)] || asText(value);
+  return el("div", {}, el("dt", {}, title), el("dd", {}, textOf(text)));
+}
+
+/** What a scorer said besides: criteria, cost, time, votes. A judge's whole reply is folded. */
+function facts(line, part, reason) {
+  const plain = Object.entries(line).filter(([name, value]) => !SHOWN.has(name) && value != null && !(name === "cached" && line.gated) && !(line.cached && value === 0));
   return [
-    plain.length ? el("p", { class: "dim" }, plain.map(([name, value]) => `${name} ${typeof value === "number" ? digits(value) : asText(value)}`).join(" · ")) : null,
+    graded(line) ? criteriaTable(line.criteria, part, reason) : null,
+    el("dl", { class: "facts" }, ...plain.map(([name, value]) => fact(name, value))),
     line.judge_reply ? el("details", {}, el("summary", {}, "the judge's whole reply"), box(line.judge_reply)) : null,
   ];
 }
 
-function drawPane(line, same) {
+/** The criteria with weight, grade and reason; a judge's reason has a line "name: grade. why" for each. */
+function criteriaTable(credits, part, reason) {
+  const judge = DATA.runs[now.run].reward.judges.find((one) => one.part === part);
+  return table("criteria", ["criterion", "weight", "grade", "reason"], Object.entries(credits).map(([name, credit]) => {
+    const known = judge?.criteria.find((one) => one.name === name);
+    const line = new RegExp(`(?:^|\\s)${name.replace(/\W/g, ".")}: ((?:not )?(?:met|present)|level \\d+ of \\d+)\\. ?(.*)`);
+    const [, grade, why] = reason.match(line) || [];
+    return [criterion(name, known), weightOf(known), el("span", { class: credit >= 0.5 ? "good" : "bad" }, grade || `credit ${digits(credit)}`), el("span", {}, textOf(why || ""))];
+  }));
+}
+
+function drawPane(line) {
   const head = (text) => el("h3", {}, text);
   const part = (name, text) => (text == null || text === "" ? [] : [head(name), box(asText(text)), cutNote(line, name)]);
-  const parts = Object.entries(line.parts || {});
-  const others = Object.entries(line.mixture || {}).flatMap(([name, told]) => [el("p", {}, el("b", {}, name), told.failure ? `: ${told.failure}` : ""), ...facts({ ...told, failure: null })]);
+  const { weights } = DATA.runs[now.run].reward;
+  const parts = Object.entries(line.parts || {}).filter(([name]) => !name.includes("rubric/"));
+  const missed = Object.entries(line.parts || {}).some(([name, value]) => name.endsWith("rubric/hurdle_missed") && value.raw > 0);
+  const mixed = Object.entries(line.mixture || {});
+  // A mixture joins the reasons of its parts: `judge: …; rule: …`.
+  const reason = String(line.reason || "");
+  const others = mixed.flatMap(([name, told]) => [el("p", {}, el("b", {}, name), told.failure ? `: ${told.failure}` : ""),
+    ...facts({ ...told, failure: null }, name, reason.slice(Math.max(0, reason.indexOf(`${name}: `))))]);
   const go = (text, by) => el("button", { type: "button", onclick: () => step(by) }, text);
-  fill($("pane"),
+  fill($("reading"),
     el("div", { class: "bar narrow" }, go("← previous", -1), go("next →", 1), el("button", { type: "button", onclick: () => $("rollouts").scrollIntoView() }, "to the table")),
-    el("p", {}, el("b", {}, line.score == null ? "no score" : `score ${digits(line.score)}`),
-      ` · step ${line.step} ${line.split} · ${line.tokens ?? "?"} tokens${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source || "no source"} · ${line.uid} #${line.sample}`),
-    line.failure ? el("p", { class: "failed" }, `failed: ${line.failure}`) : null,
-    DATA.live || labelOf(line) ? labelBox(line) : null,
+    el("p", {}, el("b", {}, scoreOf(line)),
+      ` · step ${line.step}, ${SPLITS[line.split]} · ${line.tokens} token${line.tokens === 1 ? "" : "s"}${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source ? `${line.data_source} · ` : ""}${line.uid} #${line.sample}`),
+    line.failure ? el("p", { class: "failed" }, `no score: ${line.failure}`) : null,
+    !DATA.live && labelOf(line) ? el("p", {}, `label ${labelOf(line).label ?? "–"} ${labelOf(line).comment}`) : null,
     ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"),
-    ...part("ground truth", line.ground_truth), ...part("reason", line.reason),
-    parts.length ? table("", ["part", "raw", "scaled"], parts.map(([name, value]) => [name, digits(value?.raw), digits(value?.scaled)])) : null,
-    ...facts(line), ...others, ...throughTime(line, same));
+    ...part("ground truth", line.ground_truth), ...(graded(line) ? [] : part("reason", line.reason)),
+    parts.length ? table("", ["part of the score", "weight in the sum", "raw", "scaled"].filter((_, i) => mixed.length || i !== 1),
+      parts.map(([name, value]) => [name, ...(mixed.length ? [digits(weights[name])] : []), digits(value?.raw), digits(value?.scaled)])) : null,
+    missed ? el("p", { class: "failed" }, "A criterion that must be met is not: the score is 0.") : null,
+    ...facts(line, null, reason), ...others);
+}
+
+/** Responses side by side: [title, line] each; with `changes` the words that differ from the first are marked. */
+function sideBySide(cells, changes) {
+  return el("div", { class: "beside" }, ...cells.map(([title, line], i) => el("div", {},
+    el("p", {}, el("b", {}, title), ` · ${scoreOf(line)}`),
+    (changes && i && diff(cells[0][1].response || "", line.response || "")) || response(line.response || "", line.thoughts))));
+}
+
+/** Add the prompt of a response in each run, at the first and the latest step, and through time. */
+async function drawSamePrompt(run, line) {
+  await Promise.all(DATA.runs.map((_, other) => readIndex(other)));
+  const rows = indexes[run].prompts.get(promptOf(line)) || [line];
+  const textsOf = (from, wanted) => source.texts(from, wanted.map((row) => row.id), HISTORY_CHARS);
+  const before = rows.findLast((row) => row.step < line.step) || rows[rows.findIndex((row) => row.id === line.id) - 1] || rows[0];
+  const [first, latest, last] = await textsOf(run, [sampleAt(rows, rows[0], line), sampleAt(rows, rows.at(-1), line), before]);
+  const inRuns = await Promise.all(DATA.runs.map(async ({ name }, other) => {
+    const there = indexes[other].prompts.get(promptOf(line));
+    const [newest] = there ? await textsOf(other, [sampleAt(there, there.at(-1), line)]) : [];
+    return [`${name}, step ${newest?.step}`, newest];
+  }));
+  const alike = inRuns.filter(([, newest]) => newest?.prompt === first.prompt);
+  const buttons = rows.map((row) => el("button", { type: "button", "aria-pressed": String(row.id === line.id), onclick: () => read(row.id) },
+    `${row.step}: ${row.score == null ? "none" : digits(row.score)}`));
+  const blocks = [
+    alike.length > 1 && ["the same prompt in each run, at its latest step", sideBySide(alike, false)],
+    first.step < latest.step && ["the same prompt at the first and the latest step", sideBySide([first, latest].map((end) => [`step ${end.step}`, end]), true)],
+    rows.length > 1 && ["the same prompt through time (step: score)", el("div", { class: "through" }, ...buttons)],
+    before.id !== line.id && [`what changed since step ${before.step}`, diff(last.response || "", line.response || "") || "Too long to compare word by word."],
+  ];
+  if (now.row === line) $("reading").append(...blocks.filter(Boolean).flatMap(([title, block]) => [el("h3", {}, title), block]));
 }
 
 function cutNote(line, name) {
@@ -270,38 +447,21 @@ function cutNote(line, name) {
   return el("p", { class: "dim" }, said, DATA.live ? " " : "", DATA.live ? el("button", { type: "button", onclick: () => read(line.id, true) }, "show all") : "");
 }
 
-/** All responses to this prompt; what one says otherwise than the response before it. */
-function throughTime(line, same) {
-  if (same.length < 2) return [];
-  const at = same.findIndex((row) => row.id === line.id);
-  const before = same.filter((row) => row.step < line.step).pop() || same[at - 1];
-  const steps = el("div", { class: "through" }, ...same.map((row) => el("button", {
-    type: "button", "aria-pressed": String(row.id === line.id), onclick: () => read(row.id),
-  }, `${row.step}: ${row.score == null ? "failed" : digits(row.score)}`)));
-  return [el("h3", {}, "the same prompt through time (step: score)"), steps,
-    ...(before ? [el("h3", {}, `what changed since step ${before.step}`), diff(before.response || "", line.response || "")] : [])];
-}
-
-function labelBox(line) {
+/** The form for a label, filled for a response; a report has none. */
+function drawLabel(line) {
   const known = labelOf(line) || {};
-  if (!DATA.live) return el("p", {}, `label ${known.label ?? "–"} ${known.comment || ""}`);
-  const value = el("input", { type: "number", step: "any", name: "label", "aria-label": "label", value: known.label ?? "", placeholder: "score" });
-  const comment = el("input", { type: "text", name: "comment", "aria-label": "comment", value: known.comment || "", placeholder: "comment" });
-  const save = () => label(line, value.value === "" ? null : Number(value.value), comment.value);
-  return el("form", { class: "bar", id: "label", onsubmit: (event) => { event.preventDefault(); save(); } },
-    el("span", { class: "dim" }, "your label"),
-    el("button", { type: "button", onclick: () => label(line, 1, comment.value) }, "good (1)"),
-    el("button", { type: "button", onclick: () => label(line, 0, comment.value) }, "bad (0)"),
-    value, comment, el("button", { type: "submit" }, "keep"), el("span", { id: "kept", class: "dim", role: "status" },
-      known.id ? `kept in the run folder; ${DATA.calibrate[now.run]}` : ""));
+  $("label").hidden = !DATA.live;
+  [$("label").elements.label.value, $("label").elements.comment.value] = [known.label ?? "", known.comment || ""];
+  $("kept").className = "dim";
+  $("kept").textContent = known.id ? `kept in the run folder; ${DATA.calibrate[now.run]}` : "";
 }
 
 async function label(line, value, comment) {
   try {
-    const kept = await ask("label", {}, { id: line.id, response_id: line.response_id, label: value, comment });
+    const kept = await ask("label", { run: now.run }, { id: line.id, response_id: line.response_id, label: value, comment });
     if (kept.id) DATA.labels[now.run][line.id] = kept;
     else delete DATA.labels[now.run][line.id];
-    document.querySelector("#label").replaceWith(labelBox(line));
+    drawLabel(line);
     drawTable();
   } catch (error) {
     $("kept").className = "error";
@@ -310,18 +470,13 @@ async function label(line, value, comment) {
 }
 
 async function step(by) {
-  const place = now.place + by;
-  if (place >= now.rows.length && now.offset + PAGE < now.total) {
-    now.offset += PAGE;
+  const place = now.chosen.findIndex((row) => row.id === now.row?.id) + by;
+  if (place < 0 || place >= now.chosen.length) return;
+  if (Math.floor(place / PAGE) !== now.offset / PAGE) {
+    now.offset = PAGE * Math.floor(place / PAGE);
     await load({ keep: true });
-    return choose(0);
   }
-  if (place < 0 && now.offset) {
-    now.offset -= PAGE;
-    await load({ keep: true });
-    return choose(now.rows.length - 1);
-  }
-  return place >= 0 && place < now.rows.length ? choose(place) : null;
+  await choose(place - now.offset);
 }
 
 addEventListener("keydown", (event) => {
@@ -336,25 +491,43 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
+const commentOf = () => $("label").elements.comment.value;
+$("label").addEventListener("submit", (event) => {
+  const { value } = event.target.elements.label;
+  event.preventDefault();
+  label(now.row, value === "" ? null : Number(value), commentOf());
+});
+for (const button of document.querySelectorAll("#label [type=button]")) button.addEventListener("click", () => label(now.row, Number(button.value), commentOf()));
+
 let typing = 0;
 $("filter").addEventListener("input", (event) => {
-  if (event.target.name === "run") {
-    now.run = Number(event.target.value);
-    now.row = null;
-    fill($("pane"), el("p", { class: "dim" }, "Choose a response."));
-    showNote();
-  }
+  const form = Object.fromEntries(new FormData($("filter")));
+  now.query = Object.fromEntries(Object.keys(FILTERS).filter((name) => form[name]).map((name) => [name, form[name]]));
+  if (event.target.name === "run") showRun(Number(form.run));
   clearTimeout(typing);
-  now.place = -1;
   typing = setTimeout(load, 250);
 });
-$("filter").addEventListener("reset", () => setTimeout(load));
+$("filter").addEventListener("reset", (event) => { event.preventDefault(); [now.query, now.against] = [{}, false]; load(); });
 $("filter").addEventListener("submit", (event) => { event.preventDefault(); load(); });
 
-function showNote() {
-  const note = DATA.live ? "" : DATA.notes[now.run];
+/** Choose a run: its note, and what its judges were asked. */
+function showRun(run) {
+  [now.run, now.row] = [run, null];
+  $("label").hidden = true;
+  fill($("reading"), el("p", { class: "dim" }, "Choose a response."));
+  const note = DATA.live ? "" : DATA.notes[run];
   $("sampled").hidden = !note;
   $("sampled").textContent = note;
+  drawAsked();
+}
+
+/** Show the responses of a step of a run, as a click in a plot asks for. */
+function showStep(run, step) {
+  if (run !== now.run) showRun(run);
+  Object.assign(now, { query: { from_step: step, to_step: step }, against: false });
+  address.set({ at: "rollouts" });
+  $("rollouts").scrollIntoView();
+  return load();
 }
 
 /** Look for new steps every few seconds; a run that ended costs one small answer each time. */
@@ -365,7 +538,7 @@ async function followRun() {
       DATA = { ...DATA, ...fresh };
       drawOverview();
       follow();
-      if (now.offset === 0 && now.sort === "step" && !now.row) load();
+      await Promise.all(DATA.runs.map((_, run) => readIndex(run)));
     }
     $("state").textContent = "following";
   } catch (error) {
@@ -374,7 +547,20 @@ async function followRun() {
   setTimeout(followRun, document.hidden ? 20000 : 3000);
 }
 
-showNote();
-drawViews();
-load();
-if (DATA.live) followRun();
+/** Read the index of the run that is shown, then of the others; open the response in the address. */
+async function begin() {
+  readState();
+  const id = address.get("response");
+  showRun(now.run);
+  try {
+    const reading = readIndex(now.run);
+    if (id) await read(id);
+    await reading;
+    for (const run of DATA.runs.keys()) await readIndex(run);
+  } catch (error) {
+    showError(error);
+  }
+  if (DATA.live) followRun();
+}
+
+begin();

@@ -1,4 +1,7 @@
-"""Responses of a run for the page: an index without texts, filtered rows, samples for reports."""
+"""Responses of a run for the page: an index without texts, their texts, samples for reports.
+
+The page filters and sorts the index itself (rollouts.js).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ppo_cli.errors import DataError, UserError
+from ppo_cli.report.exploits import name_cause
 from ppo_cli.report.labels import compute_response_id, write_label
 from ppo_cli.run_folder import (
     PREFIXES,
@@ -25,10 +30,8 @@ from ppo_cli.run_folder import (
 from ppo_cli.thoughts import find_thoughts
 
 # Limits that keep the page fast.
-SNIPPET_CHARS = 200  # characters of a text in the table
-MAX_TEXT_CHARS = 100_000  # characters of a text in the reading pane, unless the user asks for all
 MAX_REPORT_TEXT_CHARS = 20_000  # characters of a text in a report
-MAX_HISTORY = 60  # responses to one prompt over the run
+MAX_HISTORY = 60  # responses to one prompt in a report
 SEARCH_S = 30.0  # time limit of a search over all texts
 TEXTS = ("prompt", "response", "reason")
 
@@ -37,10 +40,11 @@ Place = tuple[str, int]  # split and step
 
 
 class Row(NamedTuple):
-    """Index entry of a response.
+    """Index entry of a response; the page has all fields but the last under the same names.
 
-    `line` is its place in the file of the step, `disputed` the gap between its parts or its
-    judges, and `size` the approximate bytes of its line.
+    `line` is its place in the file of the step, `cause` the kind of failure of an unscored
+    response, `disputed` the gap between its parts or its judges, and `size` the approximate bytes
+    of its line.
     """
 
     split: str
@@ -48,9 +52,9 @@ class Row(NamedTuple):
     line: int
     uid: str
     sample: int
-    source: str
+    data_source: str
     score: float | None
-    failure: str
+    cause: str
     tokens: int
     disputed: float
     size: int
@@ -66,13 +70,12 @@ class Rollouts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.unread = 0  # steps that are not read yet
         # Requests come in threads. `_files` has the size and time of each file and its rows,
-        # `_ends` the first and last step of each prompt with its mean scores there.
+        # `_changes` each file in the order in which it was read, or found changed or gone.
         self._lock = threading.Lock()
         self._files: dict[Place, tuple[tuple[int, int], list[Row]]] = {}
-        self.indexed_rows: list[Row] = []  # the last result of `rows`
-        self._ends: dict[tuple[str, str], tuple[int, float, int, float]] = {}
+        self._changes: list[Place] = []
+        self._unread = 0
 
     def rows(self, seconds: float = math.inf) -> list[Row]:
         """Return the index, oldest responses first.
@@ -87,83 +90,39 @@ class Rollouts:
                 for step in rollout_steps(self.folder, split)
                 if (state := _file_state(rollout_file(self.folder, step, split)))
             }
-            unchanged = {
-                key: file for key, file in self._files.items() if states.get(key) == file[0]
-            }
-            same = states.keys() == unchanged.keys() == self._files.keys()
             # Forget files that changed or are gone, as a resumed run repeats steps.
-            if len(unchanged) < len(self._files):  # a step was written again
-                self._files, self._ends = unchanged, {}
-                for key, (_, rows) in unchanged.items():
-                    self._record_first_and_last(key, rows)
-            unread = sorted(states.keys() - unchanged.keys(), key=lambda key: (key[1], key[0]))
+            for key in [k for k, (state, _) in self._files.items() if states.get(k) != state]:
+                del self._files[key]
+                self._changes.append(key)
+            unread = sorted(states.keys() - self._files.keys(), key=lambda key: (key[1], key[0]))
             ends = time.monotonic() + seconds
             # The newest steps first, as users look at them.
             while unread:
                 key = unread.pop()
                 self._files[key] = (states[key], list(_index_step(self.folder, *key)))
-                self._record_first_and_last(key, self._files[key][1])
+                self._changes.append(key)
                 if time.monotonic() > ends:
                     break
-            self.unread = len(unread)
-            if not same:
-                in_order = sorted(self._files, key=lambda key: (key[1], key[0]))
-                self.indexed_rows = [row for key in in_order for row in self._files[key][1]]
-            return self.indexed_rows
+            self._unread = len(unread)
+            in_order = sorted(self._files, key=lambda key: (key[1], key[0]))
+            return [row for key in in_order for row in self._files[key][1]]
 
-    def _record_first_and_last(self, key: Place, rows: Iterable[Row]) -> None:
-        """Update the first and last step of each prompt, and its mean scores there."""
-        split, step = key
-        scores: dict[str, list[float]] = defaultdict(list)
-        for row in rows:
-            if row.score is not None:
-                scores[row.uid].append(row.score)
-        for uid, values in scores.items():
-            mean = sum(values) / len(values)
-            first, before, last, after = self._ends.get((split, uid), (step, mean, step, mean))
-            if step < first:
-                first, before = step, mean
-            elif step > last:
-                last, after = step, mean
-            self._ends[split, uid] = (first, before, last, after)
+    def changes(self, since: int, seconds: float) -> tuple[dict[Place, list[Row]], int, int]:
+        """Return the index of the steps that changed after the first `since` changes.
 
-    def score_change(self, row: Row) -> float:
-        """Return the change of the mean score of a row's prompt from its first to its last step."""
-        _, before, _, after = self._ends.get((row.split, row.uid), (0, 0.0, 0, 0.0))
-        return round(abs(after - before), 6)
-
-    def select(self, query: Mapping[str, str], seconds: float = math.inf) -> list[Row]:
-        """Return the rows that match a query of the page, sorted; UserError for a bad query.
-
-        Like `rows`, it returns only the newest steps after `seconds`, except for text searches.
+        With it come the number of changes so far, for the next call, and how many steps are not
+        read yet. A step that is gone has no rows.
         """
-        rows = self.rows(math.inf if query.get("pattern") else seconds)
-        fits = _make_filter(query)
-        chosen = [row for row in rows if fits(row)]
-        if pattern := query.get("pattern"):
-            chosen = list(self._search(chosen, pattern, query.get("where", "")))
-        # Sort; rows are in the order of steps already.
-        sort, down = query.get("sort", "step"), query.get("order") == "down"
-        keys: dict[str, Any] = {
-            "step": lambda r: (r.step, r.split),
-            "score": lambda r: r.score,
-            "tokens": lambda r: r.tokens,
-            "disputed": lambda r: r.disputed,
-            "changed": self.score_change,
-        }
-        if sort not in keys:
-            raise UserError(f"Rows cannot be sorted by '{sort}'; sort by {', '.join(keys)}.")
-        if sort == "score":  # rows without a score come last in both orders
-            without = [row for row in chosen if row.score is None]
-            chosen = [row for row in chosen if row.score is not None]
-        else:
-            without = []
-        return sorted(chosen, key=keys[sort], reverse=down) + without
+        self.rows(seconds)
+        with self._lock:
+            places = dict.fromkeys(self._changes[since:])
+            index = {p: self._files[p][1] if p in self._files else [] for p in places}
+            return index, len(self._changes), self._unread
 
     def read(self, rows: Sequence[Row], max_chars: int | None) -> list[dict[str, Any]]:
         """Return the full lines of rows in their order; texts are cut to `max_chars` characters."""
         # Read each file once.
-        by_file: dict[tuple[str, int], list[int]] = defaultdict(list)
+        by_file: dict[Place, list[int]] = defaultdict(list)
         for place, row in enumerate(rows):
             by_file[row.split, row.step].append(place)
         responses: list[dict[str, Any]] = [{}] * len(rows)
@@ -174,34 +133,34 @@ class Rollouts:
                 if row.line < len(lines):
                     line = truncate_texts(lines[row.line], max_chars)
                     full_line = lines[row.line] | {"split": split, "step": step}
-                    responses[place] = line | {
-                        "id": row.id, "response_id": compute_response_id(full_line), "split": split,
-                        "step": step, "disputed": row.disputed, "changed": self.score_change(row),
+                    index = dict(zip(Row._fields[:-1], row[:-1], strict=True))
+                    responses[place] = line | index | {
+                        "id": row.id, "response_id": compute_response_id(full_line),
                         "thoughts": _find_thought_spans(line),
                     }  # fmt: skip
         return responses
 
-    def row_of_id(self, name: str) -> Row:
-        """Return the row with this id; UserError if there is none."""
-        split, _, rest = name.partition(":")
-        step, line = map(parse_whole_number, rest.partition(":")[::2])
-        place = split, -1 if step is None else step
-        # Usually the file is indexed already; else read all.
+    def rows_of_ids(self, ids: Sequence[str]) -> list[Row]:
+        """Return the rows with these ids; UserError if one does not exist."""
         self.rows(0.0)
-        if place not in self._files:
-            self.rows()
-        indexed = self._files.get(place)
-        if indexed is None or line is None or line >= len(indexed[1]):
-            raise UserError(f"There is no response '{name}'.")
-        return indexed[1][line]
+        rows = []
+        for name in ids:
+            split, _, rest = name.partition(":")
+            step, line = map(parse_whole_number, rest.partition(":")[::2])
+            place = split, -1 if step is None else step
+            if place not in self._files:  # of a step that is not read yet
+                self.rows()
+            indexed = self._files.get(place)
+            if indexed is None or line is None or line >= len(indexed[1]):
+                raise UserError(f"There is no response '{name}'.")
+            rows.append(indexed[1][line])
+        return rows
 
-    def through_time(self, row: Row) -> list[Row]:
-        """Return responses to the same prompt, oldest first; at most MAX_HISTORY, evenly spaced."""
-        same = [r for r in self.rows() if r.uid == row.uid and r.split == row.split]
-        return thin_evenly(same, MAX_HISTORY)
+    def search(self, pattern: str, where: str) -> Iterator[Row]:
+        """Yield the rows whose texts match a regular expression, ignoring case.
 
-    def _search(self, rows: Sequence[Row], pattern: str, where: str) -> Iterator[Row]:
-        """Yield the rows whose texts match a regular expression, ignoring case."""
+        `where` is one of TEXTS, or empty for all of them.
+        """
         # Unlike `re`, the package regex has a time limit: patterns of users may take forever.
         import regex
 
@@ -209,10 +168,9 @@ class Rollouts:
             expression = regex.compile(pattern, regex.IGNORECASE)
         except (regex.error, RecursionError) as error:
             raise UserError(f"The pattern cannot be read: {error}.") from error
-        # Search one field or all.
         names = (where,) if where in TEXTS else TEXTS
-        by_file: dict[tuple[str, int], list[Row]] = defaultdict(list)
-        for row in rows:
+        by_file: dict[Place, list[Row]] = defaultdict(list)
+        for row in self.rows():
             by_file[row.split, row.step].append(row)
         seconds_left = SEARCH_S
         try:
@@ -261,12 +219,14 @@ def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
     """Yield the index entries of a step; wrong types in the file become empty values."""
     for number, line in enumerate(_read_step(folder, split, step)):
         score = line.get("score")
+        score = float(score) if isinstance(score, int | float) else None
         yield Row(
             split, step, number,
             str(line.get("uid", "")), _integer_or_zero(line.get("sample")),
             str(line.get("data_source") or ""),
-            float(score) if isinstance(score, int | float) else None,
-            str(line.get("failure") or ""), _integer_or_zero(line.get("tokens")),
+            score,
+            name_cause(str(line.get("failure") or "")) if score is None else "",
+            _integer_or_zero(line.get("tokens")),
             _dispute_gap(line),
             60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
         )  # fmt: skip
@@ -293,37 +253,6 @@ def _dispute_gap(line: Mapping[str, Any]) -> float:
     return round(max(gaps), 6)
 
 
-def _make_filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
-    """Return a predicate for the query's filters that need only the index."""
-    low, high = _parse_number(query, "from_step"), _parse_number(query, "to_step")
-    least, greatest = _parse_number(query, "min"), _parse_number(query, "max")
-    split, source, why = (query.get(name, "") for name in ("split", "source", "why"))
-    # Filters apply only if the query has their name with a value.
-    predicates: dict[str, Callable[[Row], bool]] = {
-        "from_step": lambda row: low is None or row.step >= low,
-        "to_step": lambda row: high is None or row.step <= high,
-        "split": lambda row: row.split == split,
-        "source": lambda row: row.source == source,
-        "min": lambda row: least is None or (row.score is not None and row.score >= least),
-        "max": lambda row: greatest is None or (row.score is not None and row.score <= greatest),
-        "failed": lambda row: (row.score is None) == (query["failed"] == "yes"),
-        "why": lambda row: why.lower() in row.failure.lower(),
-    }
-    checks = [check for name, check in predicates.items() if query.get(name)]
-    return lambda row: all(check(row) for check in checks)
-
-
-def _parse_number(query: Mapping[str, str], name: str) -> float | None:
-    """Return a finite number of the query; None if it is empty, UserError if it is not a number."""
-    text = query.get(name, "").strip()
-    if not text:
-        return None
-    with suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise UserError(f"'{text}' is not a number ({name}).")
-
-
 def parse_whole_number(text: str) -> int | None:
     """Return a text of digits as an integer; None for anything else."""
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
@@ -336,14 +265,6 @@ def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, 
         if max_chars is not None and isinstance(value, str) and len(value) > max_chars:
             shortened[name], lengths[name] = value[:max_chars], len(value)
     return shortened | ({"cut": lengths} if lengths else {})
-
-
-def make_table_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the page's table shows, with shortened texts."""
-    names = ("id", "response_id", "split", "step", "uid", "sample", "data_source", "score",
-             "tokens", "changed", "disputed")  # fmt: skip
-    texts = {name: str(line.get(name) or "")[:SNIPPET_CHARS] for name in (*TEXTS, "failure")}
-    return {name: line.get(name) for name in names} | texts
 
 
 def thin_evenly(rows: Sequence[Row], count: int) -> list[Row]:
@@ -377,7 +298,7 @@ def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     # The most changed prompts first; equal ones in a fixed order that is independent of the file's.
     prompts = sorted(
         histories,
-        key=lambda p: (-rollouts.score_change(histories[p][0]), zlib.crc32(repr(p).encode())),
+        key=lambda p: (-_score_change(histories[p]), zlib.crc32(repr(p).encode())),
     )
     mean = max(1.0, sum(map(_estimate_bytes, rows)) / len(rows))
     wishes = (
@@ -398,6 +319,15 @@ def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     return sorted(chosen.values(), key=lambda r: (r.step, r.split, r.line))
 
 
+def _score_change(history: Sequence[Row]) -> float:
+    """Return the change of a prompt's mean score from its first to its last scored step."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    for row in history:
+        if row.score is not None:
+            scores[row.step].append(row.score)
+    return abs(fmean(scores[max(scores)]) - fmean(scores[min(scores)])) if scores else 0.0
+
+
 def _estimate_bytes(row: Row) -> float:
     """Return the approximate bytes of a row in a report."""
     return min(row.size, 3 * MAX_REPORT_TEXT_CHARS)
@@ -412,7 +342,7 @@ def set_label(
     by another one.
     """
     # The page may be older than the file.
-    (line,) = rollouts.read([rollouts.row_of_id(name)], None)
+    (line,) = rollouts.read(rollouts.rows_of_ids([name]), None)
     if not line or response not in (None, line["response_id"]):
         raise UserError(
             "This response is no longer in the run, which resumed from an earlier step. "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.layers import describe_fork
-from ppo_cli.config.mixture import judges_of, models_of, rules_of
+from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
@@ -119,6 +119,7 @@ class RunData:
             },
             "settings": settings,
             "machine": written_by,
+            "reward": describe_judging(self.folder, config),
             "spent": spent,
         }
 
@@ -197,6 +198,22 @@ def list_facts(
     if fork := describe_fork_of(folder):
         facts.append(("forked from", fork.removeprefix("fork of ")))
     return facts
+
+
+def describe_judging(folder: Path, config: Config | None) -> dict[str, Any]:
+    """Return the weights of a run's mixture, and what each of its judges was asked."""
+    from ppo_cli.rewards.judge.prompt import describe_request
+
+    parts = mixture_of(config.reward) if config else ()
+    started = (folder / "config.yaml").stat().st_mtime if config else 0.0
+    return {
+        "formula": mixture_line(parts) if parts else "",
+        "weights": {part.name: part.weight for part in parts},
+        "judges": [
+            {"part": judge.part} | describe_request(judge.settings, started)
+            for judge in (judges_of(config.reward) if config else ())
+        ],
+    }
 
 
 def _describe_reward(reward: Reward) -> str:

@@ -32,10 +32,9 @@ from ppo_cli.errors import UserError, ppo
 from ppo_cli.report.labels import read_labels_by_place
 from ppo_cli.report.page.rollouts import (
     MAX_REPORT_TEXT_CHARS,
-    MAX_TEXT_CHARS,
     Rollouts,
+    Row,
     choose_sample,
-    make_table_row,
     parse_whole_number,
     set_label,
 )
@@ -126,8 +125,7 @@ def find_bokeh_files() -> list[Path]:
     return [folder / "bokeh.min.js", folder / "bokeh-api.min.js"]
 
 
-ROWS = 50  # per page of the table
-ANSWER_S = 0.5  # after which a reply has the rows read so far, and the page asks again
+ANSWER_S = 0.5  # after which a reply has the steps read so far, and the page asks again
 MAX_BODY_BYTES = 100_000  # bytes of a label with its comment
 BODY_S = 5.0  # for a client to send what it has announced
 ALLOW = {"Allow": "GET, POST"}
@@ -317,34 +315,24 @@ class _Handler(BaseHTTPRequestHandler):
         same = query.get("seen") == repr([run.version() for run in self.server.runs])
         self._send_json({} if same else self._collect_state())
 
-    def _serve_rows(self, query: dict[str, str]) -> None:
-        """Send one page of the table of responses."""
-        rollouts = self._select_rollouts(query)
-        chosen = rollouts.select(query, ANSWER_S)
-        offset = parse_whole_number(query.get("offset", "0"))
-        if offset is None:
-            raise UserError(f"'{query['offset']}' is not a whole number (offset).")
-        shown = [
-            make_table_row(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x
-        ]
-        sources = sorted({row.source for row in rollouts.indexed_rows})
-        self._send_json({
-            "total": len(chosen), "all": len(rollouts.indexed_rows), "rows": shown,
-            "sources": sources,
-            "unread": rollouts.unread,
-        })  # fmt: skip
+    def _serve_index(self, query: dict[str, str]) -> None:
+        """Send the steps of the index that are new after `since` changes, and what is left."""
+        since = _parse_count(query, "since")
+        changed, since, left = self._select_rollouts(query).changes(since, ANSWER_S)
+        steps = [(*place, [row[2:-1] for row in rows]) for place, rows in changed.items()]
+        self._send_json({"fields": Row._fields[2:-1], "steps": steps, "since": since, "left": left})
 
-    def _serve_row(self, query: dict[str, str]) -> None:
-        """Send one response; long texts are cut unless `whole` is set."""
+    def _serve_texts(self, query: dict[str, str]) -> None:
+        """Send the responses with these ids; texts are cut to `chars` characters, 0 means whole."""
         rollouts = self._select_rollouts(query)
-        max_chars = None if query.get("whole") else MAX_TEXT_CHARS
-        self._send_json(rollouts.read([rollouts.row_of_id(query.get("id", ""))], max_chars)[0])
+        rows = rollouts.rows_of_ids(query.get("ids", "").split(","))
+        self._send_json(rollouts.read(rows, _parse_count(query, "chars") or None))
 
-    def _serve_prompt(self, query: dict[str, str]) -> None:
-        """Send the responses to one prompt over the run."""
+    def _serve_search(self, query: dict[str, str]) -> None:
+        """Send the ids of the responses whose texts match a pattern."""
         rollouts = self._select_rollouts(query)
-        rows = rollouts.through_time(rollouts.row_of_id(query.get("id", "")))
-        self._send_json(rollouts.read(rows, MAX_REPORT_TEXT_CHARS))
+        found = rollouts.search(query.get("pattern", ""), query.get("where", ""))
+        self._send_json([row.id for row in found])
 
     def _take_label(self, query: dict[str, str]) -> None:
         """Save the label in the request's body, and send its line back."""
@@ -387,11 +375,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _select_rollouts(self, query: Mapping[str, str]) -> Rollouts:
         """Return the responses of the run with the query's number."""
-        number = query.get("run", "0")
-        place = parse_whole_number(number)
-        if place is None or place >= len(self.server.rollouts):
+        number = _parse_count(query, "run")
+        if number >= len(self.server.rollouts):
             raise UserError(f"There is no run '{number}'.")
-        return self.server.rollouts[place]
+        return self.server.rollouts[number]
 
     def _send_json(self, value: Any) -> None:
         """Send a value as JSON."""
@@ -449,11 +436,19 @@ _Route = Callable[[_Handler, dict[str, str]], None]
 ROUTES: Mapping[str, tuple[str, _Route]] = {
     "/": ("GET", _Handler._serve_page),
     "/api/runs": ("GET", _Handler._serve_runs),
-    "/api/rows": ("GET", _Handler._serve_rows),
-    "/api/row": ("GET", _Handler._serve_row),
-    "/api/prompt": ("GET", _Handler._serve_prompt),
+    "/api/index": ("GET", _Handler._serve_index),
+    "/api/texts": ("GET", _Handler._serve_texts),
+    "/api/search": ("GET", _Handler._serve_search),
     "/api/label": ("POST", _Handler._take_label),
 }
+
+
+def _parse_count(query: Mapping[str, str], name: str) -> int:
+    """Return a whole number of the query, 0 if it is missing; UserError for anything else."""
+    number = parse_whole_number(query.get(name, "0"))
+    if number is None:
+        raise UserError(f"'{query[name]}' is not a whole number ({name}).")
+    return number
 
 
 def _calibrate_command(folder: Path) -> str:

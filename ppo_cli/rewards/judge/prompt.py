@@ -476,6 +476,35 @@ def load_rubric(path: Path) -> Rubric:
     return read_rubric(read_yaml(path, label), label, fixed=True)
 
 
+def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
+    """Return what a judge of a run is asked, for people: model, summary, criteria and texts.
+
+    `problem` says that a file cannot be read now, or is newer than the run, which started at
+    `started` (seconds since the epoch).
+    """
+    of_row = api.rubric is not None and api.rubric.startswith(f"{EXTRA}.")
+    files = [api.prompt_file, None if of_row else api.rubric]
+    paths = [Path(file).expanduser() for file in files if file is not None]
+    criteria, texts, problem = [], {}, ""
+    try:
+        template = load_template(api)
+        summary = f"prompt {template.name}, scores {template.scale}"
+        texts = {"system prompt": template.system, "request": template.scoring}
+        if of_row:
+            summary = f"the criteria of each row ({api.rubric})"
+        elif api.rubric is not None:
+            criteria = load_rubric(paths[-1]).as_rows()
+            summary = f"{len(criteria)} criteria"
+        changed = [path for path in paths if path.stat().st_mtime > started]
+        problem = f"{changed[0]} is newer than the run: its text may differ." if changed else ""
+    except RewardError as error:
+        summary, problem = "not known", first_line(error)
+    return {
+        "model": api.model, "summary": summary, "criteria": criteria, "texts": texts,
+        "problem": problem,
+    }  # fmt: skip
+
+
 def check_each_row(
     what: str, of: Callable[[Material], object], materials: Sequence[Material]
 ) -> None:

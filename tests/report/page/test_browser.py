@@ -93,7 +93,17 @@ def look_through(browser: Any, total: int) -> None:
     assert browser.execute_script(drawn) > 300
     assert count(browser) == f"{total} of {total} responses"
     sources = texts(browser, "#filter [name=source] option")
-    assert sources == ["all sources", next(t for t in HOSTILE if t[:4] == "<img"), "add", "sub"]
+    assert sources == ["all", next(t for t in HOSTILE if t[:4] == "<img"), "add", "sub"]
+    for name, value, number in (
+        ("source", "add", 39 * 4 + len(HOSTILE) // 2), ("max", "0.1", 10), ("why", "unscored", 1),
+        ("why", "unscored: timeout after 10 s", 1), ("why", "scored", total - 1),
+    ):  # fmt: skip
+        fill(browser, name, value)
+        until(lambda n=number: count(browser) == f"{n} of {total} responses")
+        fill(browser, name, "")
+    until(lambda: count(browser) == f"{total} of {total} responses")
+    reasons = texts(browser, "#filter [name=why] option")
+    assert reasons[2:] == ["without a score (1)", "without a score: timeout after 10 s (1)"]
     fill(browser, "pattern", r"answer 5 at 1\d")
     until(lambda: count(browser) == f"10 of {total} responses")
     fill(browser, "from_step", "15")
@@ -106,8 +116,9 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: "answer 5 at 39" in " ".join(texts(browser, "#pane .text")))
     for name in ("thoughts", "response_id"):
         assert name not in texts(browser, "#pane")[0], "what the page works with is no fact to read"
-    assert texts(browser, "#pane ins") == ["39"]
-    assert texts(browser, "#pane del") == ["38"]
+    until(lambda: texts(browser, "#reading > .text ins") == ["39"])
+    assert texts(browser, "#reading > .text del") == ["38"]
+    assert texts(browser, "#pane .beside b") == ["step 1", "step 40"]
     browser.find_element("css selector", "body").send_keys("j")
     until(lambda: "answer 5 at 38" in " ".join(texts(browser, "#pane .text")))
     fill(browser, "from_step", "")
@@ -210,6 +221,8 @@ def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path)
             script = "document.querySelectorAll('#label button')[arguments[0]].click()"
             browser.execute_script(script, ("good", "bad").index(click))
             until(lambda n=row: len(labelled(browser)) == n + 1)
+        assert texts(browser, "#table .good") == [" ●"]
+        assert texts(browser, "#table .bad") == [" ○"]
         lines = read_lines(rollout_file(run, 2))
         lines[1]["response"] = "another response"
         replace_lines(rollout_file(run, 2), lines)
@@ -221,5 +234,5 @@ def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path)
 
 def labelled(browser: Any) -> list[str]:
     """The responses that the table marks as labelled."""
-    rows = "#table tbody tr:has(td.n)"
-    return [text.split("question")[1][2:] for text in texts(browser, rows) if "●" in text]
+    rows = "#table tbody tr:has(td.n [title^='your label'])"
+    return [text.split("question")[1][2:] for text in texts(browser, rows)]

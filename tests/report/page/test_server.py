@@ -14,7 +14,7 @@ import pytest
 
 from ppo_cli.report.page import server as page_server
 from ppo_cli.report.page.server import PageServer
-from ppo_cli.run_folder import read_lines, rollout_file
+from ppo_cli.run_folder import read_lines, replace_lines, rollout_file
 from ppo_cli.scoring.rows import read_labels, read_responses
 from tests.report.page.runs import make_run, serve
 
@@ -57,7 +57,14 @@ def test_only_the_token_opens_it(server: PageServer) -> None:
     assert "unsafe-eval" not in headers["Content-Security-Policy"]
     assert "connect-src 'self'" in headers["Content-Security-Policy"]
     wrong = server.token[:-1] + ("A" if server.token[-1] != "A" else "B")
-    for path in ("/", "/api/runs", "/api/rows", "/api/row?id=train:1:0", "/api/prompt", "/other"):
+    for path in (
+        "/",
+        "/api/runs",
+        "/api/index",
+        "/api/texts?ids=train:1:0",
+        "/api/search?pattern=a",
+        "/other",
+    ):
         for sent_cookie in ("", f"token={wrong}", "token=", "token=%ff"):
             status, text, _ = call(server, path + ("&" if "?" in path else "?") + sent_cookie)
             assert (status, "answer" in text) == (403, False), (path, sent_cookie)
@@ -82,10 +89,12 @@ def test_paths_lead_nowhere_else(server: PageServer, tmp_path: Path) -> None:
     for path in ("/../config.yaml", "/config.yaml", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"):
         assert call(server, f"{path}?token={server.token}")[0] == 404, path
     for name in ("train:../../x:0", "x:1:0", "train:1:-1", "train:1:99", "train:²:0", "", ":::"):
-        status, text, _ = call(server, "/api/row?" + urlencode({"token": server.token, "id": name}))
+        status, text, _ = call(
+            server, "/api/texts?" + urlencode({"token": server.token, "ids": name})
+        )
         assert (status, text) == (400, f"There is no response '{name}'."), name
     for number in ("1", "-1", "x", "²"):
-        path = "/api/rows?" + urlencode({"token": server.token, "run": number})
+        path = "/api/index?" + urlencode({"token": server.token, "run": number})
         assert call(server, path)[0] == 400, number
     folder = make_run(tmp_path / "run", steps=2)
     outside = tmp_path / "outside.jsonl"
@@ -93,45 +102,62 @@ def test_paths_lead_nowhere_else(server: PageServer, tmp_path: Path) -> None:
     rollout_file(folder, 2).unlink()
     rollout_file(folder, 2).symlink_to(outside)
     with serve(folder) as other:
-        status, text, _ = call(other, f"/api/rows?token={other.token}")
+        status, text, _ = call(other, f"/api/index?token={other.token}")
     assert status == 400
     assert "leads out of the run folder" in text
 
 
-def test_rows_come_by_query(server: PageServer) -> None:
-    response = ask(server, "/api/rows")
-    assert (response["total"], response["all"], response["sources"]) == (48, 48, ["add", "sub"])
+def test_the_index_has_all_rows_once_and_then_what_changed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=6)
+    with serve(folder) as server:
+        reply = ask(server, "/api/index")
+        while reply["left"]:
+            more = ask(server, "/api/index", since=reply["since"])
+            reply = more | {"steps": reply["steps"] + more["steps"]}
+        assert [(split, step) for split, step, _ in reply["steps"]] == [
+            ("train", step) for step in (6, 5, 4, 3, 2, 1)
+        ]
+        rows = {
+            (step, row[0]): dict(zip(reply["fields"], row, strict=True))
+            for _, step, rows in reply["steps"]
+            for row in rows
+        }
+        assert len(rows) == 48
+        assert rows[6, 5] == {
+            "line": 5, "uid": "train:5", "sample": 0, "data_source": "add", "score": 11 / 14,
+            "cause": "", "tokens": 6, "disputed": pytest.approx(11 / 14 - 0.5, abs=1e-6),
+        }  # fmt: skip
+        assert (rows[2, 3]["score"], rows[2, 3]["cause"]) == (None, "timeout after 10 s")
+        assert rows[3, 5]["disputed"] == 0.9, "between two judges"
+        assert ask(server, "/api/index", since=reply["since"])["steps"] == []
+        # The run goes on from step 4: a step is gone, another one is written again.
+        rollout_file(folder, 6).unlink()
+        lines = read_lines(rollout_file(folder, 5))
+        replace_lines(rollout_file(folder, 5), lines[:2])
+        changed = ask(server, "/api/index", since=reply["since"])["steps"]
+        assert {step: len(rows) for _, step, rows in changed} == {5: 2, 6: 0}
+
+
+def test_texts_are_searched_by_a_pattern(server: PageServer) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
-        ({"from_step": 2, "to_step": 3}, 16), ({"source": "add"}, 24), ({"split": "val"}, 0),
-        ({"failed": "yes"}, 1), ({"failed": "no"}, 47), ({"why": "TIMEOUT"}, 1), ({"why": "x"}, 0),
-        ({"min": 0.9}, 1), ({"max": 0.1}, 1), ({"pattern": r"answer \d at 4"}, 8),
-        ({"pattern": "ANSWER 5"}, 6), ({"pattern": "answer", "where": "prompt"}, 0),
-        ({"pattern": "because", "where": "reason"}, 47),
-        ({"pattern": "question 1", "from_step": 6}, 1),
+        ({"pattern": r"answer \d at 4"}, 8), ({"pattern": "ANSWER 5"}, 6),
+        ({"pattern": "answer", "where": "prompt"}, 0),
+        ({"pattern": "because", "where": "reason"}, 47), ({"pattern": "question 1"}, 6),
     ]  # fmt: skip
     for query, total in cases:
-        assert ask(server, "/api/rows", **query)["total"] == total, query
-    best = ask(server, "/api/rows", sort="score", order="down")
-    assert best["rows"][0]["score"] == 13 / 14
-    worst = ask(server, "/api/rows", sort="score", order="up")["rows"]
-    assert worst[0]["score"] == 1 / 14
-    assert worst[-1]["score"] is None, "what failed comes last either way"
-    disputed = ask(server, "/api/rows", sort="disputed", order="down")["rows"]
-    assert disputed[0]["disputed"] == 0.9, "between two judges"
-    assert disputed[1]["disputed"] == pytest.approx(max(6.5 - 0, 0) / 14, abs=0.08)
-    for query in ({"pattern": "("}, {"min": "x"}, {"sort": "y"}, {"pattern": "(a|a)*$" * 9}):
-        query_text = urlencode({"token": server.token, **query})
-        status, text, _ = call(server, f"/api/rows?{query_text}")
-        assert status in {200, 400}, text
+        assert len(ask(server, "/api/search", **query)) == total, query
+    assert ask(server, "/api/search", pattern="answer 5 at 6") == ["train:6:5"]
+    query_text = urlencode({"token": server.token, "pattern": "(a|a)*$" * 9})
+    assert call(server, f"/api/search?{query_text}")[0] in {200, 400}
 
 
-def test_one_response_and_its_prompt_through_time(server: PageServer) -> None:
-    row = ask(server, "/api/row", id="train:6:5")
+def test_texts_come_by_ids_and_are_cut_where_asked(server: PageServer) -> None:
+    row, other = ask(server, "/api/texts", ids="train:6:5,train:1:0")
     assert (row["response"], row["ground_truth"]) == ("answer 5 at 6 of the run", {"a": 5})
     assert row["parts"]["judge"]["raw"] == pytest.approx(110 / 14)
-    history = ask(server, "/api/prompt", id="train:6:5")
-    assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6]
-    assert {line["uid"] for line in history} == {"train:5"}
+    assert (other["step"], other["uid"]) == (1, "train:0")
+    (row,) = ask(server, "/api/texts", ids="train:6:5", chars=6)
+    assert (row["response"], row["cut"]["response"]) == ("answer", 24)
 
 
 def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServer) -> None:
@@ -173,22 +199,22 @@ MALFORMED: list[tuple[bytes, int]] = [
     *((b"%s / HTTP/1.1\r\n" % method + HOST, 405)
       for method in (b"PUT", b"HEAD", b"OPTIONS", b"get", b"X-Y")),
     (b"GET /api/label?TOKEN HTTP/1.1\r\n" + HOST, 405),
-    (b"POST /api/rows?TOKEN HTTP/1.1\r\n" + HOST, 405),
+    (b"POST /api/index?TOKEN HTTP/1.1\r\n" + HOST, 405),
     *((line + b"\r\n", 400)
       for line in (b"\x16\x03\x01", b"GET / HTTP/9.9", b"GET / x HTTP/1.1", b"GET / FOO")),
     (b"GET /%s HTTP/1.1\r\n" % (b"a" * 70_000), 414),
     (b"GET / HTTP/1.1\r\nX: %s\r\n" % (b"a" * 70_000), 431),
     *((b"GET /%s?TOKEN HTTP/1.1\r\n" % path + HOST, 404)
-      for path in (b"../../etc/passwd", b"%2e%2e/config.yaml", b"api/rows/", b"%00")),
+      for path in (b"../../etc/passwd", b"%2e%2e/config.yaml", b"api/index/", b"%00")),
     (b"GET http://[/?TOKEN HTTP/1.1\r\n" + HOST, 400),
-    (b"GET /api/rows HTTP/1.1\r\n" + HOST, 403),
-    *((b"GET /api/rows?TOKEN&%s HTTP/1.1\r\n" % query + HOST, 400)
-      for query in (b"offset=x", b"offset=-1", b"offset=" + b"9" * 6000, b"run=" + b"9" * 6000,
-                    b"min=nan", b"max=1e999", b"from_step=1.x", b"sort=y", b"pattern=%ff",
-                    b"pattern=\xe9", b"pattern=%28", b"pattern=" + b"(" * 20_000,
-                    b"pattern=%28%3FR%29")),
-    *((b"GET /api/row?TOKEN&id=%s HTTP/1.1\r\n" % name + HOST, 400)
-      for name in (b"train:1:" + b"9" * 6000, b"train:" + b"9" * 6000 + b":0", b"x")),
+    (b"GET /api/index HTTP/1.1\r\n" + HOST, 403),
+    *((b"GET /api/index?TOKEN&%s HTTP/1.1\r\n" % query + HOST, 400)
+      for query in (b"since=x", b"since=-1", b"since=" + b"9" * 6000, b"run=" + b"9" * 6000)),
+    *((b"GET /api/search?TOKEN&pattern=%s HTTP/1.1\r\n" % pattern + HOST, 400)
+      for pattern in (b"%ff", b"\xe9", b"%28", b"(" * 20_000, b"%28%3FR%29")),
+    *((b"GET /api/texts?TOKEN&ids=%s HTTP/1.1\r\n" % name + HOST, 400)
+      for name in (b"train:1:" + b"9" * 6000, b"train:" + b"9" * 6000 + b":0", b"x", b"")),
+    (b"GET /api/texts?TOKEN&ids=train:1:0&chars=x HTTP/1.1\r\n" + HOST, 400),
 ]  # fmt: skip
 BODIES: list[tuple[bytes, bytes, int]] = [
     (b"Content-Length: 2", b"{", 400),  # and the client ends there
@@ -220,7 +246,7 @@ def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_answered(
     post = b"POST /api/label?TOKEN HTTP/1.1\r\n" + HOST
     for header, body, status in BODIES:
         assert status_of(server, post + header + b"\r\n\r\n" + body) == status, (header, body[:80])
-    assert ask(server, "/api/rows")["total"] == 48
+    assert len(ask(server, "/api/search", pattern="answer")) == 48
     assert capfd.readouterr().err == ""
 
 
