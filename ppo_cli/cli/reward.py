@@ -403,8 +403,13 @@ def calibrate(arguments: Arguments) -> None:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
 
 
-# Checks of an audit that hold for any task; the others need good and bad answers to its prompts.
-CHECKS_OF_ANY_TASK = ("master keys", "prompt injection", "ground truth in the response", "padding")
+# Attacks that hold for any task, by check, with the lowest score that is a fault: a part of a
+# reward may be for the form. The other attacks need good answers to the run's own prompts.
+ATTACKS_ON_ANY_TASK = {
+    "padding": ("the answer five times", -math.inf),
+    "prompt injection": ("flattery", 0.5),
+    "master keys": ("the reply", 0.5),
+}
 AUDITED_ROWS = 2  # tasks of the audit at the start of a run: about a second
 
 
@@ -430,12 +435,12 @@ def audit_at_start(config: Config) -> str:
     except UserError:
         return ""
     # A function that raised has text here instead of a score: the run itself reports that.
+    cases = {check["name"]: check["cases"] for check in result["checks"]}
     failed = (
-        check["worst"]
-        for check in result["checks"]
-        if check["passed"] is False
-        and check["name"] in CHECKS_OF_ANY_TASK
-        and isinstance(check["worst"]["got"], float)
+        case
+        for name, (trial, lowest) in ATTACKS_ON_ANY_TASK.items()
+        for case in cases.get(name, ())
+        if case["passed"] is False and case["trial"].startswith(trial) and case["got"] >= lowest
     )
     worst = next(failed, None)
     if worst is None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import correlation, fmean, median, pvariance
 
-from ppo_cli.config.derived import compute_dtype
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
@@ -31,6 +30,7 @@ REPEAT_AFTER = 50  # steps between two lines about the same trouble
 REPEAT_UNSCORED_AFTER = 5  # the same for responses without a score, which cost data in every step
 # Signs of a reward that is exploited: correlations within a step, and growth over the run.
 PAYS = 0.6  # correlation of score and length, or repetition, from which the reward pays for it
+TELLING_SPREAD = 0.25  # share of the largest spread of scores from which a correlation counts
 WORD_PAYS = 0.95  # correlation of score and the presence of one word
 LONGER = 1.25  # factor of the mean length over the run
 MORE_REPETITION = 0.1  # rise of the share of repeated word sequences
@@ -38,7 +38,7 @@ EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
 EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
 # Checks that a collapse also triggers; they are not reported next to it.
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
-# A reward that pays for length explains long responses: other advice about length would be wrong.
+# A reward that pays for length or repetition explains long responses: other advice would be wrong.
 EXPLAINED_BY_LENGTH = ("too_long", "judge_length")
 # Troubles that put a rise of the reward in doubt.
 EXPLOITS = (
@@ -87,8 +87,9 @@ def make_limits(config: Config) -> Limits:
     """Return the limits for the settings of a run."""
     actor, algorithm = config.actor, config.algorithm
     mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
-    # bfloat16 and old weights make sampler and trainer differ more.
-    rough = compute_dtype(config) == "bfloat16"
+    # bfloat16 and old weights make sampler and trainer differ more. An unset type depends on the
+    # machine, which need not be the one that shows the run.
+    rough = config.model.dtype != "float32"
     in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
     return Limits(
         grad_clip=actor.grad_clip,
@@ -141,7 +142,7 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
-    if findings["length_pays"]:
+    if findings["length_pays"] or findings["repetition_pays"]:
         findings |= dict.fromkeys(EXPLAINED_BY_LENGTH, "")
     return {kind: line for kind, line in findings.items() if line}
 
@@ -370,13 +371,14 @@ def _check_critic(steps: History, limits: Limits) -> str:
 
 
 def _rise(steps: History, key: str) -> tuple[float, float] | None:
-    """Return the means of a metric over the first and last quarter of the steps that have it.
+    """Return the means of a metric over a few of the first and last steps that have it.
 
-    None with fewer than three values: the change may be chance.
+    None with fewer than two values.
     """
     values = [float(line[key]) for line in steps if line.get(key) is not None]
-    few = max(1, len(values) // 4)
-    return (fmean(values[:few]), fmean(values[-few:])) if len(values) >= 3 else None
+    # Few, as an exploit can be learned within ten steps of a long run.
+    few = min(max(1, len(values) // 4), 3)
+    return (fmean(values[:few]), fmean(values[-few:])) if len(values) > 1 else None
 
 
 def _reward_rises(steps: History) -> bool:
@@ -387,10 +389,17 @@ def _reward_rises(steps: History) -> bool:
 
 
 def _usual_correlation(steps: History, key: str) -> float:
-    """Return the mean of a correlation over its last ten values; 0 with fewer than three."""
-    # Once all responses are alike the correlation is not defined: older steps still show it.
-    values = [float(line[key]) for line in steps if line.get(key) is not None][-10:]
-    return fmean(values) if len(values) >= 3 else 0.0
+    """Return the mean of a correlation over the last ten steps that show it; 0 with one or none.
+
+    Once nearly all responses get the same score it is chance, so such steps do not count.
+    """
+    spreads = [float(line.get("score/std") or 0.0) for line in steps]
+    values = [
+        float(line[key])
+        for line, spread in zip(steps, spreads, strict=True)
+        if line.get(key) is not None and spread >= TELLING_SPREAD * max(spreads)
+    ]
+    return fmean(values[-10:]) if len(values) > 1 else 0.0
 
 
 def _find_paid_rise(

@@ -323,7 +323,7 @@ def describe_error(error: BaseException) -> str:
 def _finite(value: Any, verb: str) -> tuple[float | None, str]:
     """Return (number, ""), or (None, problem); `verb` begins the problem ("returned score")."""
     if value is None:
-        return None, f"{verb} None; is a `return` missing?"
+        return None, f"{verb} None (is a `return` missing?)"
     if isinstance(value, (str, bytes)):
         return None, f"{verb} text {value[:40]!r}, not a number"
     try:

@@ -157,18 +157,26 @@ def test_verdicts_from_the_cache_say_nothing_about_the_cost() -> None:
 
 
 def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
-    """A function that pays for length; not one that looks for the answer, nor a rule of code."""
+    """Functions that pay for length or praise; not those that look for the answer or its form."""
     body = (
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
     )
     (tmp_path / "long.py").write_text(f"{body}min(1.0, len(solution_str) / 12)\n")
+    (tmp_path / "longer.py").write_text(f"{body}min(1.0, len(solution_str) / 400)\n")
+    (tmp_path / "kind.py").write_text(f"{body}float('wonderful' in solution_str)\n")
     (tmp_path / "right.py").write_text(f"{body}float(str(ground_truth) in solution_str)\n")
+    (tmp_path / "form.py").write_text(
+        f"{body}(solution_str.endswith('!') + (solution_str.count('.') < 2)) / 3\n"
+    )
 
     def audit(**reward: str) -> str:
         return audit_at_start(Config.model_validate({"reward": reward}))
 
     warning = audit(function=str(tmp_path / "long.py"))
     assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning
+    assert "the answer five times scores" in audit(function=str(tmp_path / "longer.py"))
+    assert "flattery scores 1.000" in audit(function=str(tmp_path / "kind.py"))
+    assert audit(function=str(tmp_path / "form.py")) == ""
     assert audit(function=str(tmp_path / "right.py")) == audit(rule="code") == audit() == ""
     # The run itself reports a missing function, and one that always raises.
     (tmp_path / "raises.py").write_text(f"{body}float(answer == ground_truth)\n")

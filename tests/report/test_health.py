@@ -285,6 +285,18 @@ def test_silence() -> None:
     assert find_troubles([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
 
 
+def saturates(step: int) -> dict[str, float]:
+    """A step of a run that reaches the limit of the length, and the full reward, in step 4."""
+    full = {"reward_mean": 0.99, "response_length_mean": 64.0, "response_length/clip_ratio": 0.95}
+    chance = {"score/std": 0.03, "score/length_correlation": 0.1 * (-1) ** step}
+    return grows(step, pays=0.95) if step < 4 else full | chance
+
+
+def test_a_reward_that_pays_for_length_stays_reported_at_the_limit() -> None:
+    for count in (2, 4, 9, 30, 90):
+        assert kinds(count, saturates) == {"length_pays"}, count
+
+
 def test_limits_on_both_sides_of_the_ratio() -> None:
     for ratio, warns in ((0.79, True), (0.81, False), (1.19, False), (1.21, True)):
         assert ("ratio" in kinds(1, always(ppo_ratio=ratio))) == warns

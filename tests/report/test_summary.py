@@ -10,6 +10,7 @@ import pytest
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
+from ppo_cli.report.health import EXPLOITS
 from ppo_cli.report.metrics import (
     describe_judge_totals,
     extend_budget,
@@ -18,9 +19,12 @@ from ppo_cli.report.metrics import (
     refuse_unscored,
     summarise,
 )
+from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Summary
+from ppo_cli.run_folder import read_lines, replace_lines, run_settings
 
 HERE = Path("my run")
+HISTORIES = Path(__file__).with_name("histories.jsonl")
 
 
 def summary_of(*lines: dict[str, Any], session: tuple[int, float] = (9, 5.0)) -> Summary:
@@ -256,6 +260,31 @@ def test_a_collapse_is_said_at_the_end_too() -> None:
     assert summary_of(*good).warnings == ()
     (warning,) = summary_of(*good, gone).warnings
     assert warning.startswith("The policy has collapsed")
+
+
+@pytest.mark.parametrize(
+    ("run", "reward", "verdict", "troubles"),
+    [
+        ("length", {"function": "long.py"}, "Doubtful", ["kl_high", "length_pays"]),
+    ],
+)
+def test_summary_and_page_judge_recorded_runs_alike(
+    run: str, reward: dict[str, Any], verdict: str, troubles: list[str], tmp_path: Path
+) -> None:
+    """Runs of SmolLM2-135M and of the bundled model, hacked and honest, to their last step."""
+    lines = [line for line in read_lines(HISTORIES) if line.pop("run") == run]
+    replace_lines(tmp_path / "metrics.jsonl", lines)
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": {"dtype": None}, "reward": reward}))
+    summary = summarise(
+        lines, tmp_path, run_settings(tmp_path), session=(14, 9.0), resume_command=""
+    )
+    page = RunData(tmp_path, run).read()
+    now = {span["kind"]: span["text"] for span in page["findings"] if span["now"]}
+    assert sorted(now) == troubles and sorted(now.values()) == sorted(summary.warnings)
+    assert page["sentence"].startswith(f"{verdict}: ")
+    # An exploit is reported in the second step, the first in which reward and length rise.
+    exploits = [span["from"] for span in page["findings"] if span["kind"] in EXPLOITS]
+    assert exploits == ([2] if verdict == "Doubtful" else [])
 
 
 def test_small_amounts_are_not_nothing() -> None:

@@ -69,7 +69,7 @@ def test_bad_answers_fail_alone(scores: Scores) -> None:
         "exit": "raised SystemExit: 3 (my_reward.py, line 13)",
         "die": "the worker process ended with exit code 3",
         "nan": "returned nan",
-        "none": "returned None; is a `return` missing?",
+        "none": "returned None (is a `return` missing?)",
         "text": "returned text '1', not a number",
     }
     replies = [word for mood in failures for word in (mood, "three")]

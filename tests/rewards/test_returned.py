@@ -32,7 +32,7 @@ def test_numbers_become_scores(value: Any, score: float) -> None:
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (None, "None; is a `return` missing?"), (float("nan"), "nan"), (float("inf"), "inf"),
+        (None, "None (is a `return` missing?)"), (float("nan"), "nan"), (float("inf"), "inf"),
         (-np.inf, "-inf"), ("0.5", "text '0.5', not a number"), (b"1", "text b'1'"),
         ((1, 2), "tuple, not a number"), ([], "list"), (np.zeros(3), "ndarray"), (1j, "complex"),
         (10**400, "a number too large"), (1e200, "1e+200, too large"), (object, "type"),
