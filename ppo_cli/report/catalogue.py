@@ -149,7 +149,7 @@ METRICS = (
     Metric("perf/agree_s", "Seconds that ranks wait for each other between micro-batches"),
     # Speed.
     Metric("perf/tokens_per_s", "Tokens a second", "tokens/s", "Prompt and response tokens.",
-           "What makes a run slow: docs/troubleshooting.md#slow"),
+           "The longest of the seconds by phase shows what to change"),
 )  # fmt: skip
 
 

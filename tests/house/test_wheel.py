@@ -54,3 +54,6 @@ def test_installed_wheel_finds_its_files(wheel: Path, tmp_path: Path) -> None:
     plan = [sys.executable, "-P", "-m", "ppo_cli", "plan", "--preset", "embedded"]
     output = call(plan, cwd=tmp_path, env=env)
     assert "training rows" in output, "the bundled prompts were not found"
+    name = "from ppo_cli.config.machine.torch_build import VLLM_SETUP; print(VLLM_SETUP)"
+    setup = call([sys.executable, "-P", "-c", name], cwd=tmp_path, env=env)
+    assert setup == "pip install 'ppo-cli[vllm]'\n", "no script of the checkout is installed"

@@ -9,7 +9,7 @@ from ppo_cli.config.checks.judge_server import check_judge_server
 from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
 from ppo_cli.config.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
 from ppo_cli.config.machine.processor import count_cores
-from ppo_cli.config.machine.torch_build import find_gpu_fault
+from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import ASSUMED_MEMORY
 from ppo_cli.config.placement import (
     Roles,
@@ -48,7 +48,7 @@ def missing_packages(config: Config, gpus: int) -> Iterator[str]:
     ]
     in_bits += [f"{key} nf4" for key in quantised(config)]
     span = config.rollout.tensor_model_parallel_size
-    vllm = "`scripts/setup vllm`, or use --rollout_"
+    vllm = f"`{VLLM_SETUP}`, or use --rollout_"
     # Package, whether this run needs it, who needs it, and what to do.
     needs = (
         ("ray", engine_name(config, gpus) == "ray", "Several processes need", "pip install ray"),
@@ -477,7 +477,7 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
     if on_gpus and config.rollout.name is None and not has_package("vllm"):
         yield (
             "vLLM is not installed, so the hf sampler takes its place, which is much slower: "
-            "`scripts/setup vllm` installs it."
+            f"`{VLLM_SETUP}` installs it."
         )
     if trainer.async_steps and config.algorithm.rollout_correction.rollout_is is None:
         yield (

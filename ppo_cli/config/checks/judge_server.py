@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.torch_build import GpuFault, find_gpu_fault, read_build
+from ppo_cli.config.machine.torch_build import (
+    ROOT,
+    VLLM_SETUP,
+    GpuFault,
+    find_gpu_fault,
+    read_build,
+)
 from ppo_cli.config.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
@@ -34,7 +40,7 @@ def vllm_python(environ: Mapping[str, str]) -> str | None:
     if has_package("vllm"):
         return sys.executable
     # The environment that `scripts/setup judge` makes, unless PPO_JUDGE_VENV names another.
-    usual = Path(__file__).resolve().parents[2] / ".venv-judge"
+    usual = ROOT / ".venv-judge"
     python = Path(environ.get("PPO_JUDGE_VENV", "").strip() or usual) / "bin" / "python"
     return str(python) if python.exists() else None
 
@@ -51,7 +57,7 @@ def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
     unset = "unset PPO_VLLM_PYTHON; " if environ.get("PPO_VLLM_PYTHON", "").strip() else ""
     return GpuFault(
         f"The judge's server has a GPU here, but {build}, the one of {python}",
-        f"run `{unset}scripts/setup vllm`",
+        f"run `{unset}{VLLM_SETUP}`",
     )
 
 
@@ -120,7 +126,7 @@ def missing_for_judge_server(config: Config, environ: Mapping[str, str]) -> list
     problems = []
     if vllm_python(environ) is None:
         problems.append(
-            "A judge that the run starts needs vLLM: run `scripts/setup vllm`, or on a machine "
+            f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`, or on a machine "
             "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
         )
     elif gpus_per_node(config) and (fault := judge_fault(environ)):

@@ -19,6 +19,10 @@ from typing import Final
 from ppo_cli.config.machine.gpus import Gpu, hides_all_gpus, list_gpus, read_inventory
 
 ROOT: Final = Path(__file__).resolve().parents[3]
+# What installs vLLM: the script of a checkout, or an extra of the package that pip installed.
+VLLM_SETUP: Final = (
+    "scripts/setup vllm" if (ROOT / "scripts/setup").is_file() else "pip install 'ppo-cli[vllm]'"
+)
 # The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
 # table of minor version compatibility.
 DRIVERS: Final = {11: 450, 12: 525, 13: 580}

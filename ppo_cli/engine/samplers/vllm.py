@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.derived import sampler_seed
+from ppo_cli.config.machine.torch_build import VLLM_SETUP
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import publishes_adapter, shared_samplers, sleep_mode
@@ -83,7 +84,7 @@ def check_vllm() -> None:
     """Raise MissingPart if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingPart(
-            "--rollout_name vllm needs vLLM, which is not installed: run scripts/setup vllm, or "
+            f"--rollout_name vllm needs vLLM, which is not installed: run `{VLLM_SETUP}`, or "
             "sample without it (--rollout_name hf)."
         )
 
@@ -316,7 +317,7 @@ class VLLMSampler:
             why = named if message == named else f"{named}: {message}"
             raise MissingPart(
                 f"vLLM is installed but does not load here ({why}): install one that fits "
-                "(scripts/setup vllm), or sample without it (--rollout_name hf)."
+                f"(`{VLLM_SETUP}`), or sample without it (--rollout_name hf)."
             ) from error
 
         # Unknown arguments are a user's mistake and get a message.

@@ -492,7 +492,7 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
     if any(judge.settings.type == "local" for judge in judges_of(config.reward)):
         yield (
             "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "
-            "(docs/local_judge.md) and name it with type openai and --rm_base_url."
+            "(`vllm serve MODEL`) and name it with type openai and --rm_base_url."
         )
     if any(judge.settings.of_the_run for judge in judges_of(config.reward)):
         yield (

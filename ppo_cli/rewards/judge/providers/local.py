@@ -32,6 +32,7 @@ from ppo_cli.config.checks.judge_server import (
 )
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.processor import has_bfloat16
+from ppo_cli.config.machine.torch_build import VLLM_SETUP
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.models.weight_files import weight_files
@@ -107,7 +108,7 @@ class Judge(openai.Judge):
         """Return the command that serves the model."""
         python = vllm_python(environ)
         if python is None:
-            raise MissingPart("A judge that the run starts needs vLLM: run `scripts/setup vllm`.")
+            raise MissingPart(f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`.")
         local, model = self.api.local, str(Path(model_folder(self.model)).expanduser())
         arguments: dict[str, object] = {
             "model": model,
