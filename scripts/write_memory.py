@@ -45,44 +45,52 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 INTRODUCTION = f"""# Memory
 
-`ppo plan` says what each role holds on a device, whether a run fits, and the smallest change that
-makes it fit:
+`ppo plan` prints the memory of each role on a device, whether the run fits, and the smallest
+change that makes it fit:
 
 ```bash
 ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
 ```
 
-It reads the shape of a model from `config.json` and counts parameters, gradients, optimizer
-moments, activations and logits of the largest micro-batch, and the sampler's cache. Trained
-weights, gradients and moments are float32 (16 bytes a trained parameter), whatever the computing
-precision; activations are in that precision (`--dtype`). {RESERVE:.0%} of a device is left for
-libraries and drivers, at least 0.5 GiB for each CUDA context and each group of NCCL. vLLM's share
-must have room for its weights and the cache of one row. Publishing is
-a phase like the others: the samplers' weights are awake, their cache is not, and the learner puts
-the largest tensors together next to the buffers in which they travel. Next to GPUs the host's
-memory is counted too: what is offloaded, a checkpoint while it is written (12 bytes a trained
-parameter), samplers that sleep there, and the model that the first rank reads. State-space and
-hybrid models, latent attention (MLA) and embeddings for each layer (Gemma 3n, Gemma 4) are not
-counted, and the plan says so.
+Add `--device_memory 12GB` to plan for another GPU than yours. For small ones, see
+[GPUs with less than 24 GB](small_gpus.md).
 
-On GPUs and over ranks frozen weights (the reference, the base of an adapter, the models of `ppo
-eval` and `ppo generate`) are in the computing precision: 2 bytes a parameter in bfloat16. Results
-stay the same, since products round all weights to it. One process keeps norms in float32, and
-experts of a reference whose actor trains its own; one process on the CPU holds the reference's
-linear layers in bfloat16. Exports merge an adapter into the base as its files have it, in
-float32.
+The plan reads the shape of the model from `config.json` and counts:
+
+| on each device | precision |
+|---|---|
+| trained weights, gradients and two moments | always float32: 16 bytes per trained parameter |
+| frozen weights: the reference, the base of an adapter | \
+the computing precision (`--dtype`): 2 bytes per parameter in bfloat16 |
+| activations and logits of the largest micro-batch | the computing precision |
+| the sampler's weights and cache | the computing precision |
+
+- {RESERVE:.0%} of a device stays free for libraries and drivers, at least 0.5 GiB per CUDA context
+  and per NCCL group.
+- vLLM's share must have room for its weights and the cache of one row.
+- While new weights are sent to the samplers, their weights are in memory but not their cache; the
+  learner needs room for the largest tensors and the buffers of the transfer.
+- On machines with GPUs, host memory is counted too: offloaded weights and moments, a checkpoint
+  while it is written (12 bytes per trained parameter), sleeping samplers, and the model that the
+  first rank reads.
+- State-space and hybrid models, latent attention (MLA) and embeddings per layer (Gemma 3n, Gemma
+  4) are not counted; the plan prints a note.
+
+Frozen weights in bfloat16 do not change results, because products round all weights to bfloat16.
+One process keeps norms in float32, and also the experts of a reference if the actor trains its
+experts. On the CPU, one process holds only the linear layers of the reference in bfloat16. An
+export merges an adapter into the base in float32.
 
 ## What was measured
 
-On the CPU: eleven runs of models of 12 to 50 million parameters (two with experts, packed and
-padded, with and without gradient checkpointing, LoRA, critic and reference, one of them in
-bfloat16) took what was counted to within 15 % of their peaks;
-`tests/engine/test_memory_peaks.py` repeats it. Logits count there for more than their tensors,
-since one process on the CPU keeps blocks that it has freed and
-glibc does not always use them again.
+**On the CPU**, the counted memory was within 15 % of the measured peak in eleven runs of models
+with 12 to 50 million parameters: two with experts, packed and padded, with and without gradient
+checkpointing, LoRA, critic and reference, one in bfloat16. `tests/engine/test_memory_peaks.py`
+repeats this. Logits are counted with a surcharge there, because glibc does not always reuse freed
+blocks.
 
-On GPUs nothing was measured: the counts for them, and all of the tables below, are computed. They
-agree within 10 % with a simulation of the learner in 28 configurations from 0.5B to 72B
+**On GPUs** nothing was measured. The counts and all tables below are computed. They agree within
+10 % with a simulation of the learner in 28 configurations from 0.5B to 72B
 (`tests/config/test_simulated_memory.py`).
 
 ## What fits where
