@@ -60,7 +60,9 @@ async function readOn(run) {
     }
     [index.since, index.left] = [reply.since, reply.left];
     if (reply.steps.length || first) groupByPrompt(index, DATA.live ? [...index.steps.values()].flat() : DATA.rows[run]);
-    if (run === now.run && (first || (reply.steps.length && !now.row && !now.offset))) load({ keep: true });
+    const shown = run === now.run && (first || (reply.steps.length && !now.row && !now.offset));
+    if (shown && !index.left) load({ keep: true });
+    else if (shown && !now.query.pattern) await load({ keep: true }); // a search waits for the whole index
   } while (index.left);
 }
 

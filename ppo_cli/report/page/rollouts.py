@@ -30,6 +30,7 @@ from ppo_cli.run_folder import (
 from ppo_cli.thoughts import find_thoughts
 
 # Limits that keep the page fast.
+FIRST_STEPS = 100  # of the index in the first reply; the next ones have as many as all before
 MAX_REPORT_TEXT_CHARS = 20_000  # characters of a text in a report
 MAX_HISTORY = 60  # responses to one prompt in a report
 SEARCH_S = 30.0  # time limit of a search over all texts
@@ -108,16 +109,17 @@ class Rollouts:
             return [row for key in in_order for row in self._files[key][1]]
 
     def changes(self, since: int, seconds: float) -> tuple[dict[Place, list[Row]], int, int]:
-        """Return the index of the steps that changed after the first `since` changes.
+        """Return the index of the next steps that changed after the first `since` changes.
 
-        With it come the number of changes so far, for the next call, and how many steps are not
-        read yet. A step that is gone has no rows.
+        With it come `since` for the next call, and how many steps are left for that. A step that
+        is gone has no rows.
         """
         self.rows(seconds)
         with self._lock:
-            places = dict.fromkeys(self._changes[since:])
-            index = {p: self._files[p][1] if p in self._files else [] for p in places}
-            return index, len(self._changes), self._unread
+            changes = self._changes[since : since + max(FIRST_STEPS, since)]
+            index = {p: self._files[p][1] if p in self._files else [] for p in changes}
+            since += len(changes)
+            return index, since, self._unread + len(self._changes) - since
 
     def read(self, rows: Sequence[Row], max_chars: int | None) -> list[dict[str, Any]]:
         """Return the full lines of rows in their order; texts are cut to `max_chars` characters."""

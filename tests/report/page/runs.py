@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,14 @@ def scored(row: int, step: int, text: str, value: float | None) -> Scored:
     return Scored(rollout, Score(value, **line))
 
 
-def make_run(folder: Path, steps: int = 40, hostile: bool = False) -> Path:
+def make_run(
+    folder: Path, steps: int = 40, hostile: bool = False, overrides: Sequence[str] = ()
+) -> Path:
     """A run whose reward rises from 0.4875 by 0.01 a step, and whose KL is high from step 16 on."""
     folder.mkdir(parents=True)
     flags = {"reward.api.enable": (True, "--use_api_reward")}
     resolved = resolve(flags=flags, preset="embedded", config_files=[],
-                    overrides=[f"trainer.total_training_steps={steps}"],
+                    overrides=[f"trainer.total_training_steps={steps}", *overrides],
                     environ={"DASHSCOPE_API_KEY": "sk-secretsecretsecret"})  # fmt: skip
     (folder / "config.yaml").write_text("# Written by ppo-cli 9\n" + config_yaml(resolved))
     tracker = Tracker(folder, Screen(), (), total_steps=steps, config=resolved.config)

@@ -14,7 +14,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file, rollout_steps
 from tests.report.page.runs import HOSTILE, make_run, serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -236,3 +236,101 @@ def labelled(browser: Any) -> list[str]:
     """The responses that the table marks as labelled."""
     rows = "#table tbody tr:has(td.n [title^='your label'])"
     return [text.split("question")[1][2:] for text in texts(browser, rows)]
+
+
+def click(browser: Any, selector: str, text: str) -> None:
+    """Press the button that says a text."""
+    script = (
+        "[...document.querySelectorAll(arguments[0])].find((b) => b.textContent === arguments[1])"
+        ".click()"
+    )
+    browser.execute_script(script, selector, text)
+
+
+def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
+    browser: Any, tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("long", 6), ("short", 3))]
+    for run in runs:  # prompts that begin alike, and one source
+        for step in rollout_steps(run):
+            lines = read_lines(rollout_file(run, step))
+            for line in lines:
+                topic = line["prompt"].replace("question ", "topic")
+                line |= {"prompt": f"Write one short sentence about {topic}", "data_source": "own"}
+            replace_lines(rollout_file(run, step), lines)
+    file = tmp_path / "report.html"
+    file.write_text(render_report([RunData(run, run.name) for run in runs]), encoding="utf-8")
+    browser.get(file.as_uri())
+    until(lambda: count(browser) == "48 of 48 responses")
+    assert texts(browser, "#table th") == ["step ↓", "score", "tokens", "prompt", "response"]
+    assert texts(browser, "#table tr:first-child .clip")[0] == "… about topic0"
+    click(browser, "#views button", "worst now and at the start")
+    until(lambda: count(browser) == "8 of 48 responses")
+    assert texts(browser, "#table th")[-1] == "response at the start"
+    assert texts(browser, "#table tbody tr:first-child td") == [
+        "0.429", "… about topic0", "answer 0 at 6 of the run", "0.0714",
+        "answer 0 at 1 of the run",
+    ]  # fmt: skip
+    browser.execute_script("document.querySelectorAll('#table tbody tr')[3].click()")
+    titles = ["long, step 6", "short, step 3", "step 1", "step 6"]
+    until(lambda: texts(browser, "#pane .beside b") == titles)
+    assert texts(browser, "#pane .beside p")[1] == "short, step 3 · score 0.545"
+    # Who opens the address sees the same.
+    address = browser.current_url
+    browser.get("about:blank")
+    browser.get(address)
+    until(lambda: texts(browser, "#pane .beside b") == titles)
+    assert count(browser) == "8 of 48 responses"
+    assert texts(browser, "#views [aria-pressed=true]") == ["worst now and at the start"]
+    # A click in a plot asks for the step of a run.
+    browser.execute_script("showStep(1, 2)")
+    until(lambda: count(browser) == "8 of 24 responses")
+    assert set(texts(browser, "#table tbody td:first-child")) == {"2"}
+    assert "run=short" in browser.current_url
+    assert errors_of(browser) == []
+
+
+def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.yaml"
+    rubric.write_text(
+        "- {name: short, text: It has <b>one</b> sentence., weight: 3, must: true}\n"
+        "- {name: invents, text: It invents a fact., weight: -2}\n"
+    )
+    run = make_run(tmp_path / "run", steps=2, overrides=[f"reward.api.rubric={rubric}"])
+    lines = read_lines(rollout_file(run, 2))
+    lines[0] |= {
+        "reason": "short: not met. Two: <i>sentences</i>.\ninvents: not present. All is known.",
+        "criteria": {"short": 0.0, "invents": 1.0}, "cached": True, "judge_tokens": 404,
+        "latency_s": 0.0668, "cost_usd": 0.00012, "constructor": "a fact of a function",
+        "parts": {"judge": {"raw": 0.0, "scaled": 0.0}, "rubric/short": {"raw": 0, "scaled": None},
+                  "rubric/hurdle_missed": {"raw": 1.0, "scaled": None}},
+    }  # fmt: skip
+    replace_lines(rollout_file(run, 2), lines)
+    with serve(run) as server:
+        browser.get(server.url)
+        until(lambda: texts(browser, "#table tbody tr"))
+        assert texts(browser, "#asked summary") == [
+            "What the judge qwen-plus was asked: 2 criteria"
+        ]
+        assert texts(browser, "#asked tbody td") == [
+            "short: It has <b>one</b> sentence.", "3, must be met",
+            "invents: It invents a fact.", "-2, a fault",
+        ]  # fmt: skip
+        browser.execute_script("document.querySelector('#table tbody tr').click()")
+        until(lambda: texts(browser, "#pane .criteria"))
+        assert texts(browser, "#pane .criteria td") == [
+            "short: It has <b>one</b> sentence.", "3, must be met", "not met",
+            "Two: <i>sentences</i>.",
+            "invents: It invents a fact.", "-2, a fault", "not present", "All is known.",
+        ]  # fmt: skip
+        facts = dict(zip(texts(browser, "#pane dt"), texts(browser, "#pane dd"), strict=True))
+        assert facts == {
+            "verdict": "from the cache", "judge tokens": "404", "time": "0.0668 s",
+            "cost": "$0.00012", "constructor": "a fact of a function",
+        }  # fmt: skip
+        assert "the score is 0" in texts(browser, "#pane .failed")[0]
+    rubric.unlink()
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: texts(browser, "#table tbody tr"))
+    assert "rubric.yaml" in texts(browser, "#asked .error")[0]
+    assert errors_of(browser) == []
