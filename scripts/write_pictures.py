@@ -24,7 +24,8 @@ from ppo_cli.report.page.server import PageServer
 DOCS = Path(__file__).parent.parent / "docs"
 # Goes to the responses, and chooses the one that changed most.
 CHOOSE = """
-document.querySelectorAll('#views button')[3].click(); // most changed
+const views = [...document.querySelectorAll('#views button')];
+views.find((button) => button.textContent === 'most changed').click();
 document.getElementById('rollouts').scrollIntoView();
 setTimeout(() => document.querySelector('#table tbody tr').click(), 1500);
 """
