@@ -537,10 +537,18 @@ class ModelSource:
 
 
 def run_state(run: Path, step: int, total_steps: int | None) -> str:
-    """Return whether a run is `running`, `done` or `stopped`, from its lock and its last step."""
+    """Return whether a run is `running`, `done`, `stopped` or `failed`, from its lock and steps.
+
+    A run that is asked to stop (Ctrl-C, a budget, an outage) saves its last step and removes its
+    lock. One that raises saves nothing; one that is killed leaves the lock's file.
+    """
     if is_active(run):
         return "running"
-    return "done" if total_steps and step >= total_steps else "stopped"
+    if total_steps and step >= total_steps:
+        return "done"
+    saved = CheckpointStore(run / "checkpoints", 1).newest_step()
+    was_killed = (run / LOCK).exists()
+    return "failed" if was_killed or saved is None or saved < step else "stopped"
 
 
 def is_active(run: Path) -> bool:

@@ -122,7 +122,7 @@ def report(
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
     # The result: how each run went, and where the page is.
-    sentences = {run.name: run.read()["sentence"] for run in data}
+    sentences = {run.name: "".join(text for text, _ in run.read()["verdict"]) for run in data}
     size = out.stat().st_size
     names = [
         f"{n}: {sentence}" if len(sentences) > 1 else sentence for n, sentence in sentences.items()

@@ -1,11 +1,11 @@
-"""The table of metrics for the page: plot, description, healthy range, advice outside of it.
+"""The table of metrics for the page: plot, description, unit, healthy range, advice outside of it.
 
 A new metric is one entry in METRICS. The ranges are those of the health checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,18 +19,20 @@ Band = tuple[float | None, float | None]  # lowest and highest healthy value
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or all metrics that match a pattern.
+    """One metric, or all metrics that match a pattern. Metrics with the same plot share a card.
 
-    `band` computes the healthy range from the run's limits and the metric's values. A metric with a
-    `tile` (its short name) gets a tile, a small chart, at the top of the page.
+    `band` computes the healthy range from the run's limits and the metric's values. `axis` has the
+    values that the plot shows at least. `label` names the metric in a plot of several.
     """
 
     key: str
     plot: str
-    tile: str = ""
     what: str = ""
     change: str = ""
     band: Callable[[Limits, Series], Band] | None = None
+    unit: str = ""
+    axis: Band = (None, None)
+    label: str = ""
     stacked: bool = False
 
     def matches(self, key: str) -> bool:
@@ -44,113 +46,133 @@ def _entropy_band(limits: Limits, values: Series) -> Band:
     return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
 
 
-_JUMP_ADVICE = "A single jump by ten is harmless; if it happens again, lower "
-# In the order of the page. Fields: key, plot, tile, description, advice, band.
+# Units with the values that their plots show at least.
+SHARE: dict[str, Any] = {"axis": (0.0, 1.0)}
+COUNT: dict[str, Any] = {"axis": (0.0, None)}  # small shares too
+TOKENS = {"unit": "tokens", **COUNT}
+CORRELATION: dict[str, Any] = {"axis": (-1.0, 1.0)}
+_TASK = "If it falls while the reward rises, the model learns the reward and not the task."
+_PHASES = {
+    "rollout": "sampling", "reward_wait": "waiting for rewards", "annotate": "log-probs, values",
+    "advantages": "advantages", "update_critic": "critic's update",
+    "update_actor": "actor's update",
+    "publish": "publishing weights", "validate": "validation", "save": "saving",
+}  # fmt: skip
+# In the order of the page. Fields: key, plot, description, advice, band.
 METRICS = (
-    # Rewards.
-    Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
+    # What matters most.
+    Metric("reward_mean", "Reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
+    Metric("val/accuracy", "Validation accuracy", "Share of right answers.", _TASK, **SHARE),
+    Metric("val/reward_mean", "Validation reward", "Mean score in validation.", _TASK),
+    Metric("kl_divergence", "KL to the reference", "Distance from the starting model.",
+           "lower --lr or raise {kl_setting}", lambda limits, _: limits.kl, unit="nats a token",
+           **COUNT),
+    Metric("response_length_mean", "Response length", "Mean tokens of a response.",
+           "If it grows without reward: --overlong_buffer; the judge may like length.",
+           label="mean", **TOKENS),
+    Metric("response_length/max", "Response length", label="longest", **TOKENS),
+    Metric("entropy", "Entropy", "How varied the responses are.",
+           "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy_band,
+           unit="nats a token", **COUNT),
+    # Rewards and what they pay for.
     Metric("reward/*", "Parts of the reward, raw"),
-    Metric("rubric/*", "Credit of each criterion", "", "1 if it is met, or its fault is avoided."),
-    Metric("val/accuracy", "Validation", "validation accuracy", "Share of right answers.",
-           "If it falls while the reward rises, the model learns the reward and not the task."),
-    Metric("val/reward_mean", "Validation", "validation reward", "Mean score in validation.",
-           "If it falls while the reward rises, the model learns the reward and not the task."),
+    Metric("rubric/*", "Credit of each criterion", "1 if it is met, or its fault is avoided.",
+           **SHARE),
     Metric("val/reward/*", "Parts of the reward in validation"),
+    Metric("score/length_correlation", "What the score depends on",
+           "Correlations within a step.", label="length", **CORRELATION),
+    Metric("score/repetition_correlation", "What the score depends on", label="repetition",
+           **CORRELATION),
+    Metric("score/word_correlation", "What the score depends on", label="one word", **CORRELATION),
+    Metric("score/failed_share", "Without a score", "Share of responses without one.",
+           "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0),
+           **SHARE),
     # Policy and critic.
-    Metric("kl_divergence", "KL to the reference", "KL", "Distance from the starting model.",
-           "lower --lr or raise {kl_setting}", lambda limits, _: limits.kl),
-    Metric("clip_fraction", "Clip fraction", "clip fraction",
-           "Share of tokens whose update was clipped.", "lower --lr or --ppo_epochs",
-           lambda limits, _: (None, limits.clip_fraction[1])),
-    Metric("critic/clip_fraction", "Clip fraction"),
-    Metric("ppo_ratio", "Ratio", "ratio", "New probability of a token over the old one.",
-           "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio),
-    Metric("entropy", "Entropy", "entropy", "How varied the responses are.",
-           "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy_band),
-    Metric("value_loss", "Value loss", "value loss", "Error of the critic.",
-           "Should fall, then follow the reward. If it rises, lower --critic_lr."),
-    Metric("explained_variance", "Explained variance", "explained variance",
+    Metric("explained_variance", "Explained variance",
            "How much of the returns the critic predicts; 1 is all.",
            "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
-           lambda *_: (0.0, 1.0)),
-    Metric("policy_loss", "Policy loss"),
-    Metric("grad_norm", "Gradient norm", "gradient norm", "Before clipping.",
-           f"{_JUMP_ADVICE}--lr."),
-    Metric("critic_grad_norm", "Gradient norm"),
-    # Lengths and thoughts.
-    Metric("response_length_mean", "Response length", "length", "Mean tokens of a response.",
-           "If it grows without reward: --overlong_buffer; the judge may like length."),
-    Metric("response_length/max", "Response length"),
-    Metric("response/repetition", "Repetition", "repetition",
+           lambda *_: (0.0, 1.0), **SHARE),
+    Metric("value_loss", "Value loss", "Error of the critic.",
+           "Should fall, then follow the reward. If it rises, lower --critic_lr.", **COUNT),
+    Metric("clip_fraction", "Clip fraction", "Share of tokens whose update was clipped.",
+           "lower --lr or --ppo_epochs", lambda limits, _: (None, limits.clip_fraction[1]),
+           label="actor", **COUNT),
+    Metric("critic/clip_fraction", "Clip fraction", label="critic", **COUNT),
+    Metric("ppo_ratio", "Ratio", "New probability of a token over the old one.",
+           "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio, axis=(0.8, 1.2)),
+    Metric("grad_norm", "Gradient norm", "Before clipping.",
+           "A single jump by ten is harmless; if it happens again, lower --lr.", label="actor",
+           **COUNT),
+    Metric("critic_grad_norm", "Gradient norm", label="critic", **COUNT),
+    Metric("policy_loss", "Policy loss", "Near 0 by construction."),
+    Metric("actor/lr", "Learning rate", label="actor", **COUNT),
+    Metric("critic/lr", "Learning rate", label="critic", **COUNT),
+    # Texts and thoughts.
+    Metric("response/repetition", "Repetition",
            "Share of word sequences that a response repeats.",
-           "--repetition_penalty lowers the score of repeated text"),
-    Metric("score/length_correlation", "What the score depends on", "",
-           "Correlation of score and length within a step."),
-    Metric("score/repetition_correlation", "What the score depends on"),
-    Metric("score/word_correlation", "What the score depends on"),
-    Metric("response_length/clip_ratio", "Cut off", "cut off", "Share of responses that hit the "
+           "--repetition_penalty lowers the score of repeated text", **COUNT),
+    Metric("response_length/clip_ratio", "Cut off", "Share of responses that hit the "
            "length limit.", "raise --max_response_length",
-           lambda limits, _: (None, limits.truncated_share)),
-    Metric("thought/length_mean", "Thought and answer length", "thought",
-           "Mean tokens of a thought.", "If it grows without reward: --thought_budget."),
-    Metric("answer_length/mean", "Thought and answer length"),
-    Metric("thought/length_max", "Thought and answer length"),
-    Metric("thought/unclosed_share", "Thoughts not closed", "no answer",
+           lambda limits, _: (None, limits.truncated_share), **SHARE),
+    Metric("thought/length_mean", "Thought and answer length",
+           "Mean tokens of a thought.", "If it grows without reward: --thought_budget.",
+           label="thought", **TOKENS),
+    Metric("answer_length/mean", "Thought and answer length", label="answer", **TOKENS),
+    Metric("thought/length_max", "Thought and answer length", label="longest thought", **TOKENS),
+    Metric("thought/unclosed_share", "Thoughts not closed",
            "Share of responses that end inside a thought, so have no answer.",
            "raise --max_response_length, or set --thought_budget",
-           lambda limits, _: (None, limits.truncated_share)),
-    Metric("thought/share", "Thoughts not closed"),
-    # Scores, learning rates, and the sampler.
-    Metric("score/failed_share", "Without a score", "no score", "Share of responses without one.",
-           "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0)),
-    Metric("actor/lr", "Learning rate"),
-    Metric("critic/lr", "Learning rate"),
-    Metric("rollout/logprob_diff", "Sampler against trainer", "sampler gap",
+           lambda limits, _: (None, limits.truncated_share), label="not closed", **SHARE),
+    Metric("thought/share", "Thoughts not closed", label="with a thought", **SHARE),
+    Metric("rollout/logprob_diff", "Sampler against trainer",
            "Log-probability gap between sampler and trainer.",
            "compare with --rollout_name hf and --dtype float32",
-           lambda limits, _: (None, limits.logprob_diff)),
+           lambda limits, _: (None, limits.logprob_diff), unit="nats a token", **COUNT),
     # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
-    Metric("judge*/error_rate", "Judge errors", "judge errors", "Share of calls that failed.",
-           "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05)),
-    Metric("judge*/unread", "Judge errors"),
-    Metric("judge*/calls", "Judge calls"),
-    Metric("judge*/cached", "Judge calls"),
-    Metric("judge*/retries", "Judge calls"),
-    Metric("judge*/place_followed", "Verdicts that follow the position", "by place",
+    Metric("judge*/error_rate", "Judge errors", "Share of calls that failed.",
+           "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05),
+           label="failed", **SHARE),
+    Metric("judge*/unread", "Judge errors", label="not read", **SHARE),
+    Metric("judge*/calls", "Judge calls", **COUNT),
+    Metric("judge*/cached", "Judge calls", **COUNT),
+    Metric("judge*/retries", "Judge calls", **COUNT),
+    Metric("judge*/place_followed", "Verdicts that follow the position",
            "Share of comparisons in which the same place won in both orders.",
            "try another --rm_model, or say in the prompt what decides",
-           lambda *_: (None, 0.5)),
-    Metric("judge*/ties", "Ties, failed comparisons", "", "Share of comparisons that were ties."),
-    Metric("judge*/failed_pairs", "Ties, failed comparisons", "",
-           "Share of comparisons without a verdict."),
-    Metric("judge*/win_rate", "Win rate", "", "Share of comparisons with a reference that were "
-           "won, or in validation with the first validation's response."),
-    Metric("val/judge*/win_rate", "Win rate"),
-    Metric("judge*/cost_usd_total", "Judge cost, US dollars", "judge cost", "Dollars so far.",
-           "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd."),
-    Metric("judge*/monitor_gap", "Lead of the judge over its monitor"),
-    Metric("judge/drift", "Drift of the judge", "drift",
+           lambda *_: (None, 0.5), **SHARE),
+    Metric("judge*/ties", "Ties, failed comparisons", "Shares of comparisons.", **SHARE),
+    Metric("judge*/failed_pairs", "Ties, failed comparisons", label="without a verdict", **SHARE),
+    Metric("judge*/win_rate", "Win rate", "Share of comparisons with a reference that were "
+           "won, or in validation with the first validation's response.", label="training",
+           **SHARE),
+    Metric("val/judge*/win_rate", "Win rate", label="validation", **SHARE),
+    Metric("judge*/cost_usd_total", "Judge cost", "Dollars so far.",
+           "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd.", unit="$",
+           label="cost", **COUNT),
+    Metric("judge*/monitor_gap", "Lead of the judge over its monitor", label="gap"),
+    Metric("judge/drift", "Drift of the judge",
            "How much more the judge's scores have risen than people's labels, a second judge "
            "or a rule.",
            "The model learns to please the judge: use an earlier checkpoint or another prompt",
            lambda *_: (None, DRIFTED)),
-    Metric("judge*/label_drift", "Judge on the same labelled responses", "same responses",
+    Metric("judge*/label_drift", "Judge on the same labelled responses",
            "How much its scores of the same responses have changed since the first reading.",
            "The model behind the judge's name has changed: name a fixed version",
-           lambda *_: (-DRIFTED, DRIFTED)),
-    Metric("judge*/label_gap", "Judge on the same labelled responses"),
-    Metric("judge*/label_correlation", "Judge and labels", "",
-           "Correlation of the judge's scores with the labels that people gave."),
-    # Time.
-    *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
-        "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
-        "publish", "validate", "save")),
-    Metric("perf/agree_s", "Seconds that ranks wait for each other between micro-batches"),
-    # Speed.
-    Metric("perf/tokens_per_s", "Tokens a second", "tokens/s", "Prompt and response tokens.",
-           "The longest of the seconds by phase shows what to change"),
+           lambda *_: (-DRIFTED, DRIFTED), label="drift"),
+    Metric("judge*/label_gap", "Judge on the same labelled responses", label="gap to the labels"),
+    Metric("judge*/label_correlation", "Judge and labels",
+           "Correlation of the judge's scores with the labels that people gave.",
+           label="correlation", **CORRELATION),
+    # Time and speed.
+    *(Metric(f"time/{phase}_s", "Seconds by phase", "Where a step spends its time.", unit="s",
+             label=label, stacked=True, **COUNT) for phase, label in _PHASES.items()),
+    Metric("perf/agree_s", "Waiting between micro-batches", "Ranks wait for each other.", unit="s",
+           **COUNT),
+    Metric("perf/tokens_per_s", "Tokens a second", "Prompt and response tokens.",
+           "The longest of the seconds by phase shows what to change", unit="tokens/s", **COUNT),
 )  # fmt: skip
+MIN_CONSTANT = 3  # equal values from which a metric counts as constant
 
 
 def find_position(key: str) -> int:
@@ -158,42 +180,33 @@ def find_position(key: str) -> int:
     return next((i for i, m in enumerate(METRICS) if m.matches(key)), len(METRICS))
 
 
-def list_plots(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the plots for metric keys in the order of METRICS; unlisted keys come last."""
-    plots: dict[str, dict[str, Any]] = {}
-    for place, key in sorted((find_position(key), key) for key in keys):
-        catalogued = place < len(METRICS)
-        title = METRICS[place].plot if catalogued else key
-        stacked = catalogued and METRICS[place].stacked
-        plot = {"title": title, "keys": [], "stacked": stacked, "other": not catalogued}
-        plots.setdefault(f"{catalogued} {title}", plot)["keys"].append(key)
-    return list(plots.values())
-
-
-def make_tiles(
+def list_cards(
     series: Mapping[str, Series], limits: Limits, findings: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the tiles of a run: newest value, healthy range, and the findings about the metric.
+    """Return the cards of a run in the order of METRICS; those with a present finding come first.
 
-    Tiles with a finding come first, so that a tile and the list of findings agree.
+    Metrics that are not in METRICS come last, each with its own card. A constant card needs no
+    plot: each of its metrics has had the same value in several steps.
     """
-    tiles = []
+    cards: dict[tuple[bool, str], dict[str, Any]] = {}
     for place, key in sorted((find_position(key), key) for key in series):
-        if place == len(METRICS) or not METRICS[place].tile:
-            continue
-        metric, values = METRICS[place], series[key]
-        tiles.append({
-            "key": key,
-            "title": f"{metric.tile}{_judge_suffix(key)}",
-            "what": metric.what,
-            "band": list(metric.band(limits, values) if metric.band else (None, None)),
-            "value": next((v for v in reversed(values) if v is not None), None),
-            "findings": [span for span in findings if span["now"] and span["tile"] == key],
+        other = place == len(METRICS)
+        metric = Metric(key, key) if other else METRICS[place]
+        card = cards.setdefault((other, metric.plot), {
+            "title": metric.plot, "what": metric.what, "unit": metric.unit, "axis": metric.axis,
+            "band": metric.band(limits, series[key]) if metric.band else (None, None),
+            "stacked": metric.stacked, "other": other, "constant": not metric.stacked,
+            "lines": [], "findings": [],
         })  # fmt: skip
-    return sorted(tiles, key=lambda tile: not tile["findings"])
+        card["lines"].append((key, _label_line(metric, key)))
+        values = [value for value in series[key] if value is not None]
+        card["constant"] &= len(values) >= MIN_CONSTANT and len(set(values)) == 1
+        card["findings"] += [span for span in findings if span["now"] and span["key"] == key]
+    return sorted(cards.values(), key=lambda card: not card["findings"])
 
 
-def _judge_suffix(key: str) -> str:
-    """Return a suffix for a title that names the judge: `, style` for `judge_style/calls`."""
-    judge = key.partition("/")[0].partition("judge_")[2]
-    return f", {judge}" if judge else ""
+def _label_line(metric: Metric, key: str) -> str:
+    """Return the name of a metric in a plot of several; judges besides the first add theirs."""
+    judge = key.removeprefix("val/").partition("/")[0].partition("judge_")[2]
+    label = metric.label or key.rpartition("/")[2].replace("_", " ")
+    return f"{label}, {judge}" if judge else label

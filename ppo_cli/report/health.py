@@ -77,6 +77,7 @@ class Limits:
     lr: float = 1e-6
     # Scored by a judge, a model or the user's function, and not only by built-in rules.
     can_be_gamed: bool = True
+    has_judge: bool = True
     total_steps: int | None = None  # of the whole run; None: not known
     folder: Path | None = None  # with the rollouts, for causes and examples
     watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
@@ -107,6 +108,7 @@ def make_limits(config: Config) -> Limits:
             or models_of(config.reward)
             or any(rule.function for rule in rules_of(config.reward))
         ),
+        has_judge=bool(judges_of(config.reward)),
         total_steps=batch_arithmetic(config)["total_steps"],
         folder=Path(config.trainer.output_dir),
         watched=_first_judge_and_rule(config),
@@ -603,6 +605,8 @@ def _check_monitor(steps: History, limits: Limits) -> str:
 
 def _check_judge_drift(steps: History, limits: Limits) -> str:
     """Warn if the judge's scores rise much more than those of people, a second judge or a rule."""
+    if not limits.has_judge:  # to look for its metrics takes long in a long run
+        return ""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     if drift is None or not drift.alarming:
         return ""
@@ -616,6 +620,8 @@ def _check_judge_drift(steps: History, limits: Limits) -> str:
 
 def _check_judge_changed(steps: History, limits: Limits) -> str:
     """Warn if the judge now scores the same labelled responses differently than at first."""
+    if not limits.has_judge:
+        return ""
     keys = ((line, key) for line in reversed(steps) for key in line if key.endswith("/label_drift"))
     line, key = next(((line, key) for line, key in keys if line[key] is not None), ({}, ""))
     moved, noise = line.get(key, 0.0), line.get(key.replace("drift", "noise")) or 0.0

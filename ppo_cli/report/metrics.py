@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.config.derived import val_rows
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
@@ -24,6 +23,7 @@ from ppo_cli.records import Scored
 from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
+from ppo_cli.report.validation import compare_validations, list_validations
 from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
 from ppo_cli.spending import IN_FLIGHT
 
@@ -199,7 +199,7 @@ def summarise(
     """
     # Rewards and parts of a mixture, as means over a tenth of the steps at each end.
     measured = [line for line in history if _is_measured(line, "reward_mean")]
-    validations = [line for line in history if _is_measured(line, "val/reward_mean")]
+    validations = list_validations(history)
     rewards = _step_rewards(measured)
     few = max(1, len(measured) // 10)
     first, last = _compute_part_means(measured[:few]), _compute_part_means(measured[-few:])
@@ -214,7 +214,7 @@ def summarise(
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
-    rose, fell = _find_changes(config, rewards, measured, validations, few)
+    rose, fell = _find_changes(config, run_dir, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     return Summary(
         steps=steps,
@@ -240,13 +240,18 @@ def summarise(
 
 
 def _find_changes(
-    config: Config, rewards: Sequence[float], measured: Lines, validations: Lines, few: int
+    config: Config,
+    run_dir: Path,
+    rewards: Sequence[float],
+    measured: Lines,
+    validations: Lines,
+    few: int,
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return the measures that rose, and those that fell, by more than noise.
 
     Noise is twice the standard error of the difference. That of a step is estimated from the median
-    difference of neighbouring steps, which trends and single jumps hardly change. For validations
-    it comes from the spread of scores.
+    difference of neighbouring steps, which trends and single jumps hardly change. Validations are
+    compared with `compare_validations`.
     """
     changes: dict[str, float] = {}  # beyond noise
     series = {"reward": rewards}
@@ -260,14 +265,9 @@ def _find_changes(
         jumps = median(abs(b - a) for a, b in pairwise(values))
         error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
         changes[name] = _beyond(fmean(values[-few:]) - fmean(values[:few]), 2 * error)
-    rows = val_rows(config)
-    if rows and len(validations) > 1:
-        first, last = validations[0], validations[-1]
-        # Each validation is a mean over its rows and their responses.
-        both = [float(line.get("val/score/std") or 0.0) for line in (first, last)]
-        error = math.hypot(*both) / math.sqrt(rows * config.rollout.val_kwargs.n)
-        change = _beyond(last["val/reward_mean"] - first["val/reward_mean"], 2 * error)
-        changes |= dict.fromkeys(VALIDATION_MEASURES, change)
+    if len(validations) > 1:
+        comparison = compare_validations(config, run_dir, validations[0], validations[-1])
+        changes |= dict.fromkeys(VALIDATION_MEASURES, comparison.sign)
     rose = frozenset(name for name, change in changes.items() if change > 0)
     return rose, frozenset(name for name, change in changes.items() if change < 0)
 

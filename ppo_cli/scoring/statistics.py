@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ppo_cli.estimates import bootstrap, estimate_mean
 from ppo_cli.records import Score
 from ppo_cli.scoring.rows import ResponseRow
 from ppo_cli.scoring.score import judged_value
@@ -25,17 +25,6 @@ from ppo_cli.scoring.score import judged_value
 Floats = NDArray[np.float64]
 RowNumbers = NDArray[np.intp]
 MIN_ROWS = 10  # rows for an interval
-RESAMPLES = 1000
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval; fields are None where undefined."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
 
 
 def as_floats(values: ArrayLike) -> Floats:
@@ -143,48 +132,6 @@ def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float
     return float(edges[best]), float(right[best] / len(good))
 
 
-def bootstrap(
-    statistic: Callable[[NDArray[np.intp]], float | None],
-    count: int,
-    *,
-    seed: int = 0,
-    resamples: int | None = None,
-    share: bool = False,
-) -> Estimate:
-    """Value over all rows, with the percentile interval over resampled rows.
-
-    If all resamples agree, that interval has no width, which 12 of 12 does not justify: a
-    `share` of rows then gets Wilson's interval, anything else none.
-
-    `statistic` takes row numbers, so that all columns of a row stay together. Undefined
-    resamples are left out; if more than half are, there is no interval.
-    """
-    value = statistic(np.arange(count))
-    if value is None:
-        return Estimate(None)
-    random = np.random.default_rng(seed)
-    times = RESAMPLES if resamples is None else resamples
-    # Resample rows with replacement (Efron & Tibshirani 1993, percentile interval).
-    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
-    defined = [v for v in drawn if v is not None]
-    # Too many undefined resamples would bias the interval.
-    if len(defined) * 2 < times:
-        return Estimate(value)
-    low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    if high - low <= 1e-12:
-        return wilson(value, count) if share else Estimate(value)
-    return Estimate(value, float(low), float(high))
-
-
-def wilson(share: float, count: int) -> Estimate:
-    """Wilson's score interval for a share of `count` rows (Wilson 1927)."""
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    half = spread / (1 + z * z / count)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
-
-
 def verdict_agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     """Compare all pairs of verdicts on each row; rows with fewer than two do not count.
 
@@ -287,14 +234,12 @@ def model_facts(answers: ScoresByPrompt, threshold: float | None) -> dict[str, A
                 for values in by_prompt
                 if len(values) >= k
             ]
-            passes[str(k)] = _mean_estimate(as_floats(shares), share=True) | {
-                "prompts": len(shares)
-            }
+            passes[str(k)] = asdict(estimate_mean(shares, share=True)) | {"prompts": len(shares)}
     return {
         "prompts": len(answers),
         "responses": sum(len(a.scores) for a in answers.values()),
         "failed": sum(len(a.scores) for a in answers.values()) - len(scores),
-        "mean": _mean_estimate(as_floats([np.mean(values) for values in by_prompt]), share=binary),
+        "mean": asdict(estimate_mean([np.mean(values) for values in by_prompt], share=binary)),
         "pass": passes,
     }
 
@@ -307,7 +252,7 @@ def mean_difference(first: ScoresByPrompt, other: ScoresByPrompt) -> dict[str, A
     """
     both = [uid for uid, a in first.items() if a.valid and uid in other and other[uid].valid]
     gaps = as_floats([np.mean(first[uid].valid) - np.mean(other[uid].valid) for uid in both])
-    return {"prompts": len(both), **_mean_estimate(gaps), "p": sign_flip_p(gaps)}
+    return {"prompts": len(both), **asdict(estimate_mean(gaps)), "p": sign_flip_p(gaps)}
 
 
 def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
@@ -332,13 +277,6 @@ def sign_flip_p(gaps: Floats, seed: int = 0) -> float | None:
         tried += len(flips)
     # With one added to both, a sampled p-value is never 0.
     return (larger + 1) / (tried + 1)
-
-
-def _mean_estimate(values: Floats, *, share: bool = False) -> dict[str, Any]:
-    def mean(rows: Any) -> float | None:
-        return float(values[rows].mean()) if len(values) else None
-
-    return asdict(bootstrap(mean, len(values), share=share))
 
 
 def compare_models(

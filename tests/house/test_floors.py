@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 GROUND = {
-    "allocator", "atomic", "digests", "errors", "reaper", "moments", "records", "redact",
-    "secret_patterns", "signals", "spending", "thoughts",
+    "allocator", "atomic", "digests", "errors", "estimates", "reaper", "moments", "records",
+    "redact", "secret_patterns", "signals", "spending", "thoughts",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "step"}

@@ -126,7 +126,7 @@ def bench(capsys: pytest.CaptureFixture[str], server: JudgeServer, tmp_path: Pat
 
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.scoring.statistics.RESAMPLES", 100)
+    monkeypatch.setattr("ppo_cli.estimates.RESAMPLES", 100)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

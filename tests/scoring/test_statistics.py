@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ppo_cli import estimates
 from ppo_cli.scoring import statistics as ours
 from tests.scoring.commands import Bench
 from tests.scoring.scripted import write_rows
@@ -86,7 +87,7 @@ def test_best_threshold_as_by_trying_all(rows: list[tuple[int, bool]]) -> None:
 def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
     first, second = (
-        ours.bootstrap(lambda rows: float(values[rows].mean()), len(values)) for _ in range(2)
+        estimates.bootstrap(lambda rows: float(values[rows].mean()), len(values)) for _ in range(2)
     )
     half = 1.96 * values.std() / 20
     assert first.value == pytest.approx(values.mean())
@@ -97,16 +98,16 @@ def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
 
 def test_bootstrap_keeps_rows_together() -> None:
     x = np.arange(30.0)
-    result = ours.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
+    result = estimates.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
     assert result.value == pytest.approx(1.0)
     assert (result.low, result.high) == (None, None)  # 1 in each resample
 
 
 def test_bootstrap_of_what_is_not_defined() -> None:
-    assert ours.bootstrap(lambda rows: None, 5) == ours.Estimate(None)
+    assert estimates.bootstrap(lambda rows: None, 5) == estimates.Estimate(None)
     calls = itertools.count()
-    rarely = ours.bootstrap(lambda rows: 1.0 if next(calls) == 0 else None, 5, resamples=20)
-    assert rarely == ours.Estimate(1.0, None, None)
+    rarely = estimates.bootstrap(lambda rows: 1.0 if next(calls) == 0 else None, 5, resamples=20)
+    assert rarely == estimates.Estimate(1.0, None, None)
 
 
 def test_agreement_by_hand() -> None:
@@ -121,11 +122,11 @@ def test_twelve_of_twelve_still_has_an_interval() -> None:
     def share(rows: NDArray[np.intp]) -> float:
         return 1.0
 
-    all_right = ours.bootstrap(share, 12, share=True)
+    all_right = estimates.bootstrap(share, 12, share=True)
     assert all_right.value == all_right.high == 1.0
     assert all_right.low == pytest.approx(12 / (12 + 1.959964**2), abs=1e-6)  # Wilson's, by hand
-    assert ours.bootstrap(share, 12) == ours.Estimate(1.0)  # of a correlation: none
-    half = ours.wilson(0.5, 100)
+    assert estimates.bootstrap(share, 12) == estimates.Estimate(1.0)  # of a correlation: none
+    half = estimates.wilson(0.5, 100)
     assert (half.low, half.high) == pytest.approx((0.40383, 0.59617), abs=1e-5)
 
 

@@ -18,6 +18,7 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.estimates import wilson
 from ppo_cli.extras.trust.attacks import MAX_GAIN, PROMPTS_PER_ATTACK, Item, Trial
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.prompt import build_material, check_each_row, rubric_reader
@@ -30,7 +31,6 @@ from ppo_cli.scoring.statistics import (
     constant_reason,
     estimate_or_reason,
     spearman,
-    wilson,
 )
 
 Facts = Mapping[str, Any]

@@ -1,5 +1,5 @@
 "use strict";
-// The overview: sentences, tiles with their healthy range, settings, findings, spending.
+// The overview: facts, verdict, settings, findings, spending.
 // Texts of a run only ever enter the page as text nodes.
 
 let DATA = JSON.parse(document.getElementById("data").textContent);
@@ -47,26 +47,24 @@ function prose(text) {
   return made;
 }
 
-function svg(name, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-
 const colour = (index) => getComputedStyle(document.documentElement)
   .getPropertyValue(COLOURS[index % COLOURS.length]).trim();
-const chip = (index) => {
-  const made = el("span", { class: "chip" });
-  made.style.background = `var(${COLOURS[index % COLOURS.length]})`;
+
+/** The mark of a line in a legend: its colour, and its dashes as lengths of line and gap. */
+function chip(index, dash = []) {
+  const made = el("span", { class: dash.length ? "chip dashes" : "chip" });
+  const tone = `var(${COLOURS[index % COLOURS.length]})`;
+  let at = 0;
+  const stops = dash.map((length, i) => `${i % 2 ? "transparent" : tone} ${at}px ${(at += length)}px`);
+  made.style.background = dash.length ? `repeating-linear-gradient(90deg, ${stops})` : tone;
   return made;
-};
+}
 
 /** A number in at most five characters or so: 0.4943, 12.3, 1,204, 1e-6. */
 function digits(value) {
   if (value == null) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   return size >= 100 ? value.toLocaleString("en-US", { maximumFractionDigits: 0 })
     : String(Number(value.toPrecision(3)));
@@ -77,80 +75,31 @@ function fill(box, ...children) {
   return box;
 }
 
+const measured = (value, unit) => (unit === "$" ? `$${digits(value)}` : digits(value));
+
+/** A text with a link to the card of a metric, if the run has that metric. */
+const cardLink = (run, text, key) => (run.series[key] ? el("a", { href: `#m-${key}` }, prose(text)) : prose(text));
+
 function drawSentences() {
-  const many = DATA.runs.length > 1;
-  $("title").textContent = many ? `${DATA.runs.length} runs` : DATA.runs[0].name;
-  document.title = `${DATA.runs.map((run) => run.name).join(", ")} – ppo-cli`;
-  fill($("sentences"), ...DATA.runs.flatMap((run, index) => [
-    el("dl", { class: "facts" }, ...run.facts.map(([name, value]) =>
-      el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("p", { class: "sentence" },
-      many ? chip(index) : null, many ? el("b", {}, `${run.name}: `) : null, prose(run.sentence),
-      run.note ? el("small", {}, run.note) : null),
-  ]));
-}
-
-/** The range that the values of all runs and the healthy band share. */
-function extent(series, band) {
-  const known = series.flat().filter((value) => value != null);
-  let [low, high] = [Math.min(...known), Math.max(...known)];
-  const gap = high - low || Math.abs(high) || 1;
-  // A far end of the band is left out: the curve is what counts.
-  for (const end of band) {
-    if (end != null && end > high && end - high < 1.5 * gap) high = end;
-    if (end != null && end < low && low - end < 1.5 * gap) low = end;
-  }
-  if (high === low) [low, high] = [low - gap / 2, high + gap / 2];
-  const air = 0.06 * (high - low);
-  return [low - air, high + air];
-}
-
-function sparkline(runs, key, band) {
-  const [width, height] = [200, 54];
-  const last = Math.max(1, ...runs.map((run) => run.steps[run.steps.length - 1] || 1));
-  const [low, high] = extent(runs.map((run) => run.series[key] || []), band);
-  const y = (value) => height - ((value - low) / (high - low)) * height;
-  const inside = (value) => Math.min(height, Math.max(0, value));
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
-  if (band[0] != null || band[1] != null) {
-    const top = inside(band[1] == null ? 0 : y(band[1]));
-    const bottom = inside(band[0] == null ? height : y(band[0]));
-    if (bottom > top) picture.append(svg("rect", { x: 0, width, y: top, height: bottom - top, style: "fill:var(--band)" }));
-  }
-  runs.forEach((run, index) => {
-    const points = (run.series[key] || []).map((value, i) => [run.steps[i], value])
-      .filter(([, value]) => value != null)
-      .map(([step, value]) => `${((step / last) * width).toFixed(1)},${y(value).toFixed(1)}`);
-    const style = `fill:none;stroke:var(${COLOURS[index % COLOURS.length]});stroke-width:1.5;vector-effect:non-scaling-stroke`;
-    if (points.length === 1) points.push(points[0].replace(/^[^,]*/, (x) => String(Number(x) + 3)));
-    picture.append(svg("polyline", { points: points.join(" "), style, "vector-effect": "non-scaling-stroke" }));
-  });
-  return picture;
-}
-
-function range([low, high]) {
-  if (low != null && high != null) return `healthy ${digits(low)} to ${digits(high)}`;
-  if (high != null) return high === 0 ? "healthy at 0" : `healthy up to ${digits(high)}`;
-  return low != null ? `healthy from ${digits(low)}` : "";
-}
-
-function drawTiles() {
-  const runs = DATA.runs;
-  const tiles = new Map();
-  runs.forEach((run, index) => run.tiles.forEach((tile) => {
-    if (!tiles.has(tile.key)) tiles.set(tile.key, []);
-    tiles.get(tile.key).push({ ...tile, index });
-  }));
-  fill($("tiles"), ...[...tiles.values()].map((found) => {
-    const first = found[0];
-    const faults = found.flatMap((tile) => tile.findings.map((span) =>
-      (runs.length > 1 ? `${runs[tile.index].name}: ` : "") + `since step ${span.from}: ${span.text}`));
-    return el("div", { class: faults.length ? "tile out" : "tile", title: first.what },
-      el("div", { class: "head" }, el("span", {}, first.title),
-        el("span", { class: "flag" }, found.map((tile) => digits(tile.value)).join(" · "))),
-      sparkline(runs, first.key, first.band),
-      el("p", { class: "state" }, faults.length ? prose(faults.join(" ")) : range(first.band)));
-  }));
+  const { runs } = DATA;
+  const many = runs.length > 1;
+  $("title").textContent = many ? `${runs.length} runs` : runs[0].name;
+  document.title = `${runs.map((run) => run.name).join(", ")} – ppo-cli`;
+  // What all runs share is said once, the rest side by side.
+  const rowsOf = (run) => (many ? [...run.facts, ...run.answers, ...run.finals] : run.facts);
+  const names = [...new Set(runs.flatMap((run) => rowsOf(run).map(([name]) => name)))];
+  const textOf = (run, name) => rowsOf(run).find((row) => row[0] === name)?.[1] ?? "–";
+  const shared = names.filter((name) => new Set(runs.map((run) => textOf(run, name))).size === 1);
+  const cell = (run, name) => el("span", { class: textOf(run, name).startsWith("failed") ? "failed" : null }, textOf(run, name));
+  const titled = (run, index) => el("b", {}, chip(index), run.name);
+  fill($("sentences"),
+    el("dl", { class: "facts" }, ...shared.map((name) => el("div", {}, el("dt", {}, name), el("dd", {}, cell(runs[0], name))))),
+    ...runs.map((run, index) => el("p", { class: "sentence" }, ...(many ? [titled(run, index), ": "] : []),
+      ...run.verdict.map(([text, key]) => cardLink(run, text, key)), run.note ? el("small", {}, run.note) : null)),
+    many ? table("facts", ["", ...runs.map(titled)], names.filter((name) => !shared.includes(name))
+      .map((name) => [name, ...runs.map((run) => cell(run, name))]))
+      : el("dl", { class: "answers" }, ...runs[0].answers.flatMap(([question, text, key]) =>
+        [el("dt", {}, question), el("dd", {}, cardLink(runs[0], text, key))])));
 }
 
 function table(kind, heads, rows) {
@@ -181,7 +130,8 @@ function drawFindings() {
   fill($("findings"), el("h2", {}, "Findings"), ...DATA.runs.flatMap((run) => [
     DATA.runs.length > 1 ? el("h3", {}, run.name) : null,
     run.findings.length ? table("", ["steps", "what, and what to change"], run.findings.map((span) => [
-      span.from === span.to ? `${span.from}` : `${span.from} to ${span.to}`,
+      el("a", { href: `#m-${span.key}`, onclick: () => zoom(span.from, span.to) },
+        span.from === span.to ? `${span.from}` : `${span.from} to ${span.to}`),
       prose(span.text + (span.now ? "" : " (over)")),
     ])) : el("p", { class: "dim" }, "No health check reported a problem."),
   ]).filter(Boolean));
@@ -196,7 +146,6 @@ function drawSpent() {
 
 function drawOverview() {
   drawSentences();
-  drawTiles();
   drawSettings();
   drawFindings();
   drawSpent();

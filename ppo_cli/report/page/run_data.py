@@ -15,7 +15,7 @@ from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_o
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
-from ppo_cli.report.catalogue import list_plots, make_tiles
+from ppo_cli.report.catalogue import METRICS, find_position, list_cards
 from ppo_cli.report.drift import Opinion, read_opinions
 from ppo_cli.report.health import CALM_STEPS, EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.metrics import (
@@ -25,6 +25,7 @@ from ppo_cli.report.metrics import (
     format_duration,
     summarise,
 )
+from ppo_cli.report.validation import describe_choice, describe_gain, list_validations
 from ppo_cli.run_folder import (
     LABELS_FILE,
     METRICS_FILE,
@@ -39,7 +40,7 @@ from ppo_cli.run_folder import (
     run_state,
 )
 
-# Kind of trouble -> metric whose tile shows it; the curve of the reward marks other troubles.
+# Kind of trouble -> metric whose card shows it; that of the reward shows other troubles.
 METRIC_OF_TROUBLE = {
     "collapsed": "reward_mean", "reward_same": "reward_mean", "word_pays": "reward_mean",
     "kl_high": "kl_divergence", "kl_low": "kl_divergence", "clip_high": "clip_fraction",
@@ -50,6 +51,11 @@ METRIC_OF_TROUBLE = {
     "never_answers": "thought/unclosed_share", "sampler": "rollout/logprob_diff",
     "judge_drift": "judge/drift", "judge_changed": "judge/label_drift",
 }  # fmt: skip
+# Metrics whose last values several runs show side by side.
+FINALS = (
+    "reward_mean", "val/accuracy", "val/reward_mean", "kl_divergence", "response_length_mean",
+    "entropy",
+)  # fmt: skip
 # A line of config.yaml: indentation, key, value, and the origin as a comment.
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
@@ -84,7 +90,7 @@ class RunData:
             return self._data
 
     def _read(self) -> dict[str, Any]:
-        """Read all files of the run and compute curves, tiles, findings and spending."""
+        """Read all files of the run and compute curves, cards, findings and spending."""
         history = read_metrics(self.folder)
         config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
@@ -94,7 +100,7 @@ class RunData:
         people = read_opinions(self.folder, config) if config else ()
         limits = replace(limits, saved=tuple(saved), people=people, folder=self.folder)
         steps = [int(line["step"]) for line in history]
-        # Curves and tiles.
+        # Curves and findings.
         keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
         series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
         findings = self._find_trouble_spans(history, limits)
@@ -102,16 +108,17 @@ class RunData:
         settings, written_by = read_settings(self.folder)
         return {
             "name": self.name,
-            "sentence": summarise_in_sentence(
+            "verdict": summarise_in_sentence(
                 self.folder, history, config, total, findings, spent["usd"]
             ),
             "facts": list_facts(self.folder, history, config, total, spent["usd"]),
+            "answers": answer_questions(self.folder, history, config, saved, findings),
+            "finals": list_finals(series),
             "note": note,
             "steps": steps,
             "total": total,
             "series": series,
-            "plots": list_plots(keys),
-            "tiles": make_tiles(series, limits, findings),
+            "cards": list_cards(series, limits, findings),
             "findings": findings,
             "marks": {
                 "checkpoints": saved,
@@ -148,7 +155,7 @@ class RunData:
                 span = last.get(kind)
                 if span is None or step - span["to"] > CALM_STEPS:
                     span = last[kind] = {
-                        "kind": kind, "from": step, "tile": METRIC_OF_TROUBLE.get(kind, ""),
+                        "kind": kind, "from": step,
                         "key": METRIC_OF_TROUBLE.get(kind, "reward_mean"),
                     }  # fmt: skip
                     spans.append(span)
@@ -180,7 +187,12 @@ def list_facts(
     last = history[-1] if history else {"step": 0}
     step = int(last["step"])
     state = run_state(folder, step, total)
-    facts = [("state", state), ("step", f"{step} of {total}" if total else str(step))]
+    saved = CheckpointStore(folder / "checkpoints", 1).newest_step()
+    kept = "no checkpoint" if saved is None else f"newest checkpoint: step {saved}"
+    facts = [
+        ("state", f"failed, {kept}" if state == "failed" else state),
+        ("step", f"{step} of {total}" if total else str(step)),
+    ]
     if state == "running" and last.get("time/left_s"):
         facts.append(("time left", format_duration(last["time/left_s"])))
     facts.append(("time so far", format_duration(last.get("time/run_s") or 0.0)))
@@ -227,6 +239,39 @@ def _describe_reward(reward: Reward) -> str:
     return ", ".join(sources)
 
 
+def answer_questions(
+    folder: Path,
+    history: Sequence[Mapping[str, Any]],
+    config: Config | None,
+    saved: Sequence[int],
+    findings: Sequence[Mapping[str, Any]],
+) -> list[tuple[str, str, str]]:
+    """Return (question, answer, metric that shows it): which step to keep, is the gain real."""
+    validations = list_validations(history)
+    settings, doubtful = config or Config(), is_doubtful(findings)
+    key = _card_key("validation", validations)
+    return [
+        ("step to keep", describe_choice(validations, folder, settings, saved), key),
+        ("is the gain real?", describe_gain(validations, folder, settings, doubtful=doubtful), key),
+    ]
+
+
+def is_doubtful(findings: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a finding of the last step puts a rise of the reward in doubt."""
+    return any(span["now"] and span["kind"] in EXPLOITS for span in findings)
+
+
+def list_finals(series: Mapping[str, Sequence[float | None]]) -> list[tuple[str, str]]:
+    """Return the last values of the main metrics, which several runs show side by side."""
+    finals = []
+    for key in FINALS:
+        values = [value for value in series.get(key, ()) if value is not None]
+        metric = METRICS[find_position(key)]
+        if values:
+            finals.append((metric.plot, f"{_format_value(values[-1])} {metric.unit}".rstrip()))
+    return finals
+
+
 def summarise_in_sentence(
     folder: Path,
     history: Sequence[Mapping[str, Any]],
@@ -234,10 +279,13 @@ def summarise_in_sentence(
     total: int | None,
     findings: Sequence[Mapping[str, Any]],
     usd: float,
-) -> str:
-    """Return the verdict on a run: what changed, the findings of its last step, and the cost."""
+) -> list[tuple[str, str]]:
+    """Return the verdict on a run: what changed, the findings of its last step, and the cost.
+
+    It is a list of texts, each with the metric that shows it, or "".
+    """
     if not history:
-        return "No step is finished yet."
+        return [("No step is finished yet.", "")]
     steps = int(history[-1]["step"])
     length = (
         f"{steps} of {total} steps"
@@ -246,22 +294,39 @@ def summarise_in_sentence(
     )
     # First and last values of the main measures.
     summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
-    changes = [
-        f"{name} {_format_value(after)}"
-        if before is None
-        else f"{name} {_format_value(before)} to {_format_value(after)}"
-        for name, before, after in summary.measures
+    head = "Doubtful" if is_doubtful(findings) else summary.verdict
+    measures = [
+        (
+            f"{name.replace('reward_mean', 'reward')} "
+            f"{'' if before is None else f'{_format_value(before)} to '}{_format_value(after)}",
+            _card_key(name, list_validations(history)),
+        )
+        for name, before, after in summary.measures[:3]
     ]
-    present = [span for span in findings if span["now"]]
-    exploited = any(span["kind"] in EXPLOITS for span in present)
-    head = "Doubtful" if exploited else summary.verdict
-    sentences = [f"{head}: {', '.join(changes[:3] or ['no reward yet'])} in {length}."]
-    # The first sentence of each finding; the list below the curves has their advice.
-    checks = [span["text"].split(". ")[0].rstrip(".") for span in present]
-    sentences.append(f"Check: {'; '.join(checks)}." if checks else "Nothing to check.")
-    if usd:
-        sentences.append(f"Judge {format_dollars(usd)}.")
-    return " ".join(sentences)
+    # The first sentence of each finding; its card and the list below the curves have the advice.
+    checks = [
+        (span["text"].split(". ")[0].rstrip("."), span["key"]) for span in findings if span["now"]
+    ]
+    pieces = [(f"{head}: ", ""), *_join(measures or [("no reward yet", "")], ", ")]
+    pieces.append((f" in {length}. {'Check: ' if checks else 'Nothing to check.'}", ""))
+    pieces += [*_join(checks, "; "), (".", "")] if checks else []
+    return [*pieces, (f" Judge {format_dollars(usd)}.", "")] if usd else pieces
+
+
+def _join(pieces: Sequence[tuple[str, str]], separator: str) -> list[tuple[str, str]]:
+    """Return pieces of a sentence with a separator between them."""
+    return [part for piece in pieces for part in ((separator, ""), piece)][1:]
+
+
+def _card_key(measure: str, validations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metric that shows a measure of the summary, such as `validation accuracy`."""
+    if measure == "reward":
+        return "reward_mean"
+    prefix = "val/" if measure.startswith("validation") else ""
+    if part := re.search("reward (.+)", measure):
+        return f"{prefix}reward/{part[1]}"
+    accuracy = any(line.get("val/accuracy") is not None for line in validations)
+    return "val/accuracy" if accuracy else "val/reward_mean" if validations else ""
 
 
 def _format_value(value: float) -> str:

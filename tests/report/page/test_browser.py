@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,11 +88,12 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: "of" in count(browser))
     sentence = texts(browser, ".sentence")[0]
     assert sentence.startswith("The reward rose, validation did not: reward 0.50")
-    tiles = dict(zip(texts(browser, ".tile .head span:first-child"),
-                     texts(browser, ".tile .state"), strict=True))  # fmt: skip
-    assert tiles["KL"].startswith("since step 17: kl 0.14 is above 0.1")
-    until(lambda: texts(browser, ".plot[data-drawn] h3"))
-    drawn = "return document.querySelector('.plot[data-drawn] .bk-Figure').clientWidth"
+    (fault,) = texts(browser, ".card.out")
+    assert fault.startswith("KL to the reference") and "since step 17: kl 0.14 is above" in fault
+    assert texts(browser, ".card h3")[0] == "KL to the reference nats a token"
+    assert "entropy 1" in texts(browser, "#constant")[0]
+    until(lambda: texts(browser, ".card[data-drawn] h3"))
+    drawn = "return document.querySelector('.card[data-drawn] .bk-Figure').clientWidth"
     assert browser.execute_script(drawn) > 300
     assert count(browser) == f"{total} of {total} responses"
     sources = texts(browser, "#filter [name=source] option")
@@ -149,7 +153,7 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
     assert "hidden <b>thought</b>" in texts(browser, "#pane")[0] + shown
     assert "the first 20,000 of 5,000,000 characters" in shown
     assert browser.execute_script("return window.ran === undefined")
-    forbidden = "main img, main iframe, main script, main a[href], main object"
+    forbidden = 'main img, main iframe, main script, main a[href]:not([href^="#"]), main object'
     assert texts(browser, forbidden) == []
     assert errors_of(browser) == []
 
@@ -157,14 +161,87 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
 def test_the_address_keeps_what_is_shown(browser: Any, run: Path, tmp_path: Path) -> None:
     file = write_report(run, tmp_path)
     browser.get(f"{file.as_uri()}#at=curves&from=3&to=9&smooth=0.5")
-    until(lambda: browser.execute_script("return plots.some((plot) => plot.figure)"))
-    steps = "const { start, end } = plots.find((plot) => plot.figure).figure.x_range;"
+    until(lambda: browser.execute_script("return cards.some((card) => card.figure)"))
+    steps = "const { start, end } = cards.find((card) => card.figure).figure.x_range;"
     assert browser.execute_script(f"{steps} return [start, end, view.smooth]") == [3, 9, 0.5]
     browser.execute_script("document.querySelector('nav a[href=\"#settings\"]').click()")
     until(lambda: "at=settings" in browser.current_url)
     browser.execute_script("document.getElementById('zoom-all').click()")
     assert browser.current_url == f"{file.as_uri()}#at=settings&smooth=0.5"
     assert errors_of(browser) == []
+
+
+def hover(browser: Any, card: int, share: float, event: str) -> None:
+    """Point at a plot, as far from its left end as `share` says."""
+    browser.execute_script(
+        "const { area } = cards[arguments[0]], box = area.getBoundingClientRect();"
+        "const at = { clientX: box.left + box.width * arguments[1], clientY: box.top + 90 };"
+        "const mouse = { ...at, bubbles: true, pointerType: 'mouse' };"
+        "for (const name of arguments[2].split(' ')) {"
+        "  area.dispatchEvent(new PointerEvent(name, mouse));"
+        "}", card, share, event,
+    )  # fmt: skip
+
+
+def test_a_step_pointed_at_is_read_in_all_cards_and_chosen_by_a_click(
+    browser: Any, run: Path, tmp_path: Path
+) -> None:
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: len(texts(browser, ".card[data-drawn]")) > 2)
+    last = texts(browser, ".card .legend")
+    hover(browser, 0, 0.5, "pointermove")
+    (step,) = {text for text in texts(browser, ".card[data-drawn] .cross") if text}
+    number = int(step.removeprefix("step "))
+    assert 10 < number < 30
+    place = texts(browser, ".card h3").index("Reward ")
+    assert texts(browser, ".card .legend")[place] == f"{0.4775 + 0.01 * number:.3g}"
+    hover(browser, 0, 0.5, "pointerleave")
+    assert texts(browser, ".card .legend") == last
+    hover(browser, 0, 0.5, "pointerdown click")
+    until(lambda: set(texts(browser, "#table tbody td:first-child")) == {str(number)})
+    assert errors_of(browser) == []
+
+
+def test_a_plot_is_saved_as_picture_and_as_table(browser: Any, run: Path, tmp_path: Path) -> None:
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: texts(browser, ".card[data-drawn]"))
+    browser.execute_script("document.querySelectorAll('.card .head button').forEach((b, i) =>"
+                           "{ if (i < 2) b.click(); })")  # fmt: skip
+    table = tmp_path / "KL to the reference.csv"
+    picture = tmp_path / "KL to the reference.png"
+    until(lambda: table.exists() and picture.exists())
+    lines = table.read_text().splitlines()
+    assert lines[:2] == ["step,KL to the reference", "1,0.05"] and lines[40] == "40,0.14"
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 3000
+
+
+PLOTS = (
+    "kl_divergence", "entropy", "explained_variance", "value_loss", "ppo_ratio", "policy_loss",
+    "response/repetition", "response_length/clip_ratio", "perf/tokens_per_s", "judge/drift",
+    "rollout/logprob_diff", "judge/monitor_gap",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_paper_shows_every_plot_in_its_column(tmp_path: Path, scheme: str) -> None:
+    """Chromium prints as soon as the page is loaded."""
+    run = tmp_path / "run"
+    changing = [{"step": step, **dict.fromkeys(PLOTS, step / 50)} for step in range(1, 41)]
+    replace_lines(run / "metrics.jsonl", changing)
+    paper = tmp_path / "page.pdf"
+    assert CHROMIUM
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--print-to-pdf={paper}",
+        f"--user-data-dir={tmp_path / 'profile'}", write_report(run, tmp_path).as_uri(),
+    ]  # fmt: skip
+    dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    subprocess.run([*command, *dark], check=True, capture_output=True, timeout=60)
+    streams = re.findall(rb"stream\r?\n(x.*?)endstream", paper.read_bytes(), re.DOTALL)
+    marks = b"".join(map(zlib.decompress, streams))
+    # The line of each plot is one path; there are no dots from 30 steps on, and no legends.
+    assert len(re.findall(rb"\.1216 \.5137 \.7686 RG", marks)) == len(PLOTS)
 
 
 def test_on_a_phone_a_chosen_response_comes_into_view(

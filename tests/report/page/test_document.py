@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.report.catalogue import METRICS, list_plots
+from ppo_cli.report.catalogue import METRICS, list_cards
+from ppo_cli.report.health import Limits
 from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
@@ -19,6 +20,7 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import (
     FORK_LINE,
     LOCK,
+    METRICS_FILE,
     read_lines,
     read_metrics,
     replace_lines,
@@ -40,12 +42,13 @@ def data_of(text: str) -> dict[str, Any]:
 
 
 def test_one_sentence_says_how_it_went(run: Path) -> None:
-    sentence = RunData(run, "run").read()["sentence"]
-    assert sentence == (
-        "The reward rose, validation did not: reward 0.50 to 0.86, validation reward_mean 0.50 to "
-        "0.50 in 40 steps. "
+    verdict = RunData(run, "run").read()["verdict"]
+    assert "".join(text for text, _ in verdict) == (
+        "The reward rose, validation did not: reward 0.50 to 0.86, validation reward 0.50 to 0.50 "
+        "in 40 steps. "
         "Check: kl 0.14 is above 0.1: the model moves far from where it started. Judge $0.70."
     )
+    assert [key for _, key in verdict if key] == ["reward_mean", "val/reward_mean", "kl_divergence"]
 
 
 def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
@@ -53,9 +56,9 @@ def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
     file = tmp_path / "run" / "config.yaml"
     file.write_text("# Written by ppo-cli 9\nreward: {rule: exact}\n")  # no judge any more
     run_data = RunData(tmp_path / "run", "run").read()
-    assert "KL" not in run_data["sentence"]
+    assert not any(text.startswith("kl") for text, _ in run_data["verdict"])
     assert [span["kind"] for span in run_data["findings"]] == ["failed"]
-    (kl,) = (tile for tile in run_data["tiles"] if tile["key"] == "kl_divergence")
+    (kl,) = (card for card in run_data["cards"] if card["title"] == "KL to the reference")
     assert kl["findings"] == []
 
 
@@ -152,22 +155,70 @@ def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
     assert data["notes"][0].startswith(f"{len(data['rows'][0])} of {len(rows)} responses")
 
 
-def test_plots_follow_the_catalogue() -> None:
+def test_cards_follow_the_catalogue() -> None:
     keys = ["new/key", "judge_a/calls", "judge_b/calls", "reward/x", "reward/y", "reward/x/std"]
-    plots = {plot["title"]: plot for plot in list_plots([*keys, "reward_mean"])}
-    assert next(iter(plots)) == METRICS[0].plot
-    assert plots["Judge calls"]["keys"] == ["judge_a/calls", "judge_b/calls"]
-    assert plots["Parts of the reward, raw"]["keys"] == ["reward/x", "reward/y"]
-    assert [title for title, plot in plots.items() if plot["other"]] == ["new/key", "reward/x/std"]
+    series = {key: [1.0, 2.0, 3.0] for key in [*keys, "reward_mean"]}
+    series |= {"actor/lr": [0.1] * 3, "critic/lr": [0.2] * 3, "val/accuracy": [0.5, 0.5]}
+    cards = {card["title"]: card for card in list_cards(series, Limits(), [])}
+    assert next(iter(cards)) == METRICS[0].plot
+    assert cards["Judge calls"]["lines"] == [
+        ("judge_a/calls", "calls, a"), ("judge_b/calls", "calls, b")
+    ]  # fmt: skip
+    assert [key for key, _ in cards["Parts of the reward, raw"]["lines"]] == [
+        "reward/x", "reward/y"
+    ]  # fmt: skip
+    assert [title for title, card in cards.items() if card["other"]] == ["new/key", "reward/x/std"]
+    assert [title for title, card in cards.items() if card["constant"]] == ["Learning rate"]
+    assert cards["Validation accuracy"]["axis"] == (0.0, 1.0)
 
 
-def test_a_tile_says_what_the_findings_say_and_comes_first(run: Path) -> None:
+def test_a_card_says_what_the_findings_say_and_comes_first(run: Path) -> None:
     data = RunData(run, "run").read()
-    first = data["tiles"][0]
-    assert (first["key"], first["band"], first["value"]) == ("kl_divergence", [0.001, 0.1], 0.14)
+    first = data["cards"][0]
+    assert (first["lines"][0][0], first["band"]) == ("kl_divergence", (0.001, 0.1))
     (finding,) = first["findings"]
     assert finding in data["findings"] and finding["text"].startswith("kl 0.14 is above 0.1")
-    assert not any(tile["findings"] for tile in data["tiles"][1:])
+    assert not any(card["findings"] for card in data["cards"][1:])
+
+
+def write_validation(run: Path, step: int, right: int) -> None:
+    """A validation of 20 prompts, the first `right` of which are answered right."""
+    lines = read_lines(run / "metrics.jsonl")
+    values = {"val/reward_mean": right / 20, "val/accuracy": right / 20}
+    lines[step - 1] |= values
+    replace_lines(run / "metrics.jsonl", lines)
+    rows = [{"step": step, "uid": f"val:{n}", "score": float(n < right)} for n in range(20)]
+    replace_lines(rollout_file(run, step, "val"), rows)
+
+
+def test_the_step_to_keep_and_the_gain_come_from_the_validations(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=6)
+    without = [
+        {k: v for k, v in line.items() if k[:3] != "val"} for line in read_lines(run / METRICS_FILE)
+    ]
+    replace_lines(run / METRICS_FILE, without)
+    answers = {question: text for question, text, _ in RunData(run, "run").read()["answers"]}
+    assert answers == {
+        "step to keep": "not known without validation: --test_freq 10 validates every 10 steps",
+        "is the gain real?": "not known without a second validation",
+    }
+    for step, right in ((1, 4), (3, 16), (6, 15)):
+        write_validation(run, step, right)
+    (run / "checkpoints" / "step_000004" / "state").mkdir(parents=True)
+    keep, gain = (text for _, text, _ in RunData(run, "run").read()["answers"])
+    assert re.fullmatch(
+        r"step 3: validation accuracy 0.8 \(95 % interval 0.6\d* to 0.9\d*\), the best of 3; not "
+        "saved, the nearest checkpoint is checkpoints/step_000004", keep
+    )  # fmt: skip
+    assert re.fullmatch(
+        r"yes: validation accuracy \+0.55 from step 1 to 6 \(95 % interval \+0.3\d? to \+0.7\d?, "
+        r"on the same 20 prompts\)", gain
+    )  # fmt: skip
+    write_validation(run, 6, 5)
+    (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "step_000003")
+    keep, gain = (text for _, text, _ in RunData(run, "run").read()["answers"])
+    assert keep.endswith("the best of 3; saved in checkpoints/step_000003")
+    assert gain.startswith("it may be chance: validation accuracy +0.05 from step 1 to 6")
 
 
 def test_the_first_lines_state_what_the_run_is(run: Path, tmp_path: Path) -> None:
@@ -181,7 +232,13 @@ def test_the_first_lines_state_what_the_run_is(run: Path, tmp_path: Path) -> Non
     facts = dict(RunData(fork, "fork").read()["facts"])
     assert facts["forked from"] == f"{tmp_path / 'other'} at step 6"
     assert facts["reward"] == "rule math"
-    assert facts["state"] == "stopped"
+    assert facts["state"] == "failed, no checkpoint"
+    saved = fork / "checkpoints" / "step_000002"
+    saved.mkdir(parents=True)
+    assert dict(RunData(fork, "fork").read()["facts"])["state"] == "stopped"
+    (fork / LOCK).touch()  # a killed process leaves it
+    killed = dict(RunData(fork, "fork").read()["facts"])
+    assert killed["state"] == "failed, newest checkpoint: step 2"
     with (fork / LOCK).open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
         assert dict(RunData(fork, "fork").read()["facts"])["state"] == "running"

@@ -1,0 +1,158 @@
+"""Compares the validations of a run: the best step, and whether the change is more than chance.
+
+The verdict of the summary and the first lines of the page follow from these comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
+
+from ppo_cli.config.derived import val_rows
+from ppo_cli.config.schema.run import Config
+from ppo_cli.estimates import LEVEL, Estimate, estimate_mean
+from ppo_cli.run_folder import read_lines, rollout_file
+
+Line = Mapping[str, Any]  # of metrics.jsonl
+MIN_PROMPTS = 6  # five prompts change in the same direction by chance in 1 of 16 cases
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The change of the mean score between two validations, and what its interval is from."""
+
+    change: Estimate
+    basis: str
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval is on one side of 0; else 0: the change may be chance."""
+        low, high = self.change.low, self.change.high
+        return 0 if low is None or high is None else int(low > 0) - int(high < 0)
+
+
+def list_validations(history: Sequence[Line]) -> list[Line]:
+    """Return the lines with a validation, oldest first."""
+    return [line for line in history if line.get("val/reward_mean") is not None]
+
+
+def find_best(validations: Sequence[Line]) -> Line:
+    """Return the first line with the highest mean score, which the run marks as its best."""
+    return max(validations, key=lambda line: float(line["val/reward_mean"]))
+
+
+def estimate_score(run_dir: Path, line: Line) -> Estimate:
+    """Return the mean score of a validation with its interval over the prompts.
+
+    Without the responses on the disk there is no interval.
+    """
+    scores = list(_read_prompt_scores(run_dir, int(line["step"])).values())
+    value = float(line["val/reward_mean"])
+    if not scores:
+        return Estimate(value)
+    interval = estimate_mean(scores, share=set(scores) <= {0.0, 1.0})
+    return Estimate(value, interval.low, interval.high)
+
+
+def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) -> Comparison:
+    """Return the change between two validations of a run.
+
+    The interval pairs the responses to the same prompt. If they are not on the disk, it follows
+    from the spread of the scores in the two lines.
+    """
+    before, after = (_read_prompt_scores(run_dir, int(line["step"])) for line in (first, last))
+    both = [uid for uid in before if uid in after]
+    if both:
+        gaps = estimate_mean([after[uid] - before[uid] for uid in both])
+        # Equal changes of all prompts have an interval without width, few prompts have none.
+        low, high = (gaps.value if end is None else end for end in (gaps.low, gaps.high))
+        enough = len(both) >= MIN_PROMPTS
+        change = Estimate(gaps.value, low, high) if enough else Estimate(gaps.value)
+        return Comparison(change, f"on the same {len(both):,} prompts")
+    difference = float(last["val/reward_mean"]) - float(first["val/reward_mean"])
+    count = (val_rows(config) or 0) * config.rollout.val_kwargs.n
+    if not count:
+        return Comparison(Estimate(difference), "")
+    spread = math.hypot(*(float(line.get("val/score/std") or 0.0) for line in (first, last)))
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * spread / math.sqrt(count)
+    return Comparison(
+        Estimate(difference, difference - half, difference + half),
+        f"from the spread of {count:,} scores",
+    )
+
+
+def _read_prompt_scores(run_dir: Path, step: int) -> dict[str, float]:
+    """Return the mean score of each prompt of a validation; empty without its responses."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for line in read_lines(rollout_file(run_dir, step, "val")):
+        if isinstance(line.get("score"), int | float):
+            scores[str(line.get("uid"))].append(float(line["score"]))
+    return {uid: fmean(values) for uid, values in scores.items()}
+
+
+def describe_choice(
+    validations: Sequence[Line], run_dir: Path, config: Config, saved: Sequence[int]
+) -> str:
+    """Return in words which step to keep: the best validation, and where it is saved."""
+    if len(validations) < 2:
+        return _advise_validation(validations, config)
+    best = find_best(validations)
+    step, score = int(best["step"]), estimate_score(run_dir, best)
+    text = (
+        f"step {step}: {name_measure(best)} {score.value:.3g}{_format_interval(score)}, "
+        f"the best of {len(validations)}; "
+    )
+    if step in saved:
+        return f"{text}saved in checkpoints/step_{step:06d}"
+    if not saved:
+        return f"{text}no checkpoint is saved"
+    near = min(saved, key=lambda other: (abs(other - step), other))
+    return f"{text}not saved, the nearest checkpoint is checkpoints/step_{near:06d}"
+
+
+def describe_gain(
+    validations: Sequence[Line], run_dir: Path, config: Config, *, doubtful: bool
+) -> str:
+    """Return in words whether the change over the validations of a run is more than chance.
+
+    With `doubtful`, the reward that measures it seems to be exploited.
+    """
+    if len(validations) < 2:
+        return "not known without a second validation"
+    first, last = validations[0], validations[-1]
+    comparison = compare_validations(config, run_dir, first, last)
+    verdicts = {1: "yes", -1: "no, it fell", 0: "it may be chance"}
+    verdict = verdicts[comparison.sign]
+    if doubtful and comparison.sign > 0:
+        verdict = "doubtful, the same reward measures it"
+    interval = _format_interval(comparison.change, signed=True, basis=f", {comparison.basis}")
+    return (
+        f"{verdict}: {name_measure(last)} {comparison.change.value:+.2g} from step {first['step']} "
+        f"to {last['step']}{interval}"
+    )
+
+
+def name_measure(line: Line) -> str:
+    """Return what a validation measures: an accuracy if each score was 0 or 1."""
+    accurate = line.get("val/accuracy") is not None
+    return "validation accuracy" if accurate else "validation reward"
+
+
+def _format_interval(estimate: Estimate, *, signed: bool = False, basis: str = "") -> str:
+    """Return ` (95 % interval 0.9 to 1)`, or nothing without an interval."""
+    if estimate.low is None or estimate.high is None:
+        return ""
+    form = "+.2g" if signed else ".3g"
+    return f" (95 % interval {estimate.low:{form}} to {estimate.high:{form}}{basis})"
+
+
+def _advise_validation(validations: Sequence[Line], config: Config) -> str:
+    """Return why no step is best, and the flags that validate a run more often, or at all."""
+    missing = "a second validation" if validations else "validation"
+    files = "" if config.data.val_files else "--val_files FILE "
+    return f"not known without {missing}: {files}--test_freq 10 validates every 10 steps"
