@@ -63,7 +63,8 @@ def test_a_step_is_one_line_with_exact_numbers(tmp_path: Path) -> None:
 
 def test_drift_of_a_judge_is_a_metric_once_there_are_steps_enough(tmp_path: Path) -> None:
     screen = Heard()
-    tracker = make(tmp_path, screen)
+    judged = Config.model_validate({"reward": {"api": JUDGED}})
+    tracker = Tracker(tmp_path, screen, ("console",), total_steps=99, config=judged)
     for step in range(1, 21):
         gap = 0.0 if step <= 10 else 0.3
         tracker.step(step, {"judge/monitor_mean": 0.5, "judge/monitor_gap": gap})
