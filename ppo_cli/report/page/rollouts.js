@@ -532,15 +532,6 @@ function showStep(run, step) {
   return load();
 }
 
-/** Show the responses of a step of a run, as a click in a plot asks for. */
-function showStep(run, step) {
-  const { elements } = $("filter");
-  if (elements.run) [elements.run.value, now.run] = [run, run];
-  [elements.from_step.value, elements.to_step.value] = [step, step];
-  load();
-  $("rollouts").scrollIntoView();
-}
-
 /** Look for new steps every few seconds; a run that ended costs one small answer each time. */
 async function followRun() {
   try {
