@@ -20,7 +20,7 @@ from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
-from ppo_cli.report.exploits import describe_failures, name_paid_word
+from ppo_cli.report.exploits import describe_failures, name_paid_words
 
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
@@ -31,7 +31,7 @@ REPEAT_UNSCORED_AFTER = 5  # the same for responses without a score, which cost 
 # Signs of a reward that is exploited: correlations within a step, and growth over the run.
 PAYS = 0.6  # correlation of score and length, or repetition, from which the reward pays for it
 TELLING_SPREAD = 0.25  # share of the largest spread of scores from which a correlation counts
-WORD_PAYS = 0.95  # correlation of score and the presence of one word
+WORD_PAYS = 0.95  # correlation of score and the presence of one of a few words
 LONGER = 1.25  # factor of the mean length over the run
 MORE_REPETITION = 0.1  # rise of the share of repeated word sequences
 EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
@@ -448,18 +448,18 @@ def _check_repetition_pays(steps: History, limits: Limits) -> str:
 
 
 def _check_word_pays(steps: History, limits: Limits) -> str:
-    """Warn if one word explains the scores of several steps, whatever the prompt."""
+    """Warn if a few words explain the scores of several steps, whatever the prompt."""
     lines = [line for line in steps if line.get("score/word_correlation") is not None][-3:]
     values = [float(line["score/word_correlation"]) for line in lines]
-    if not limits.can_be_gamed or len(values) < 3 or min(values) < WORD_PAYS:
+    gamed = limits.can_be_gamed and len(values) == 3 and min(values) >= WORD_PAYS
+    if not gamed or limits.folder is None:
         return ""
-    if limits.folder is None:
+    words = name_paid_words(limits.folder, [int(line["step"]) for line in lines])
+    if not words:  # different words in each step are chance
         return ""
-    word = name_paid_word(limits.folder, [int(line["step"]) for line in lines])
-    if not word:  # a different word in each step is chance
-        return ""
+    quoted = " or ".join(f"'{word}'" for word in words)
     return (
-        f"The score depends on whether a response contains '{word}' (correlation "
+        f"The score depends on whether a response contains {quoted} (correlation "
         f"{fmean(values):.2f}), whatever the prompt: the model may learn only the word. "
         + _exploit_advice(limits, "score what a good answer says")
     )
