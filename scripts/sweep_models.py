@@ -23,38 +23,37 @@ from families.configs import FAMILIES
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 INTRODUCTION = """# Models
 
-PPO is right only if one function samples, annotates and trains: the log-probs of the sampler, the
-old log-probs and those of the update must be the same numbers. For each family below, a small
-random model (64 wide, every layer type, sliding windows and chunks shorter than the rows, soft
-caps, scalings, biases and norms off their start values) was trained by `ppo train` on the CPU in
-float32, by defaults: GAE with a critic. Each number was compared with transformers in eager
-attention, each row alone, without a cache:
+PPO is correct only if sampler, annotation and update compute the same log-probs. For each family
+below, `ppo train` trained a small random model on the CPU in float32 with default settings (GAE
+with a critic). The models are 64 wide and have every layer type, sliding windows and chunks shorter
+than the rows, soft caps, scalings, and biases and norms that differ from their initial values. Each
+number was compared with transformers in eager attention, one row at a time, without a cache:
 
 - log-probs of the sampler and of the annotation, values, and the gradients of the first two
-  updates of actor and critic (those as a share of the largest number in their tensor)
-- ratio 1, nothing clipped and no KL at the first update; with a learning rate of 0 none in three
-  steps
-- four steps equal two steps and two after a resume, bit for bit
-- the exported folder loads in transformers with every bit
-- an adapter of LoRA: step 2 samples what the export of step 1 computes
-- where rows are packed by default, `model.packing=false` gives the same
+  updates of actor and critic (relative to the largest number in their tensor)
+- at the first update: ratio 1, no clipping, no KL; with a learning rate of 0, none in three steps
+- four steps equal two steps, a resume and two more steps, bit for bit
+- transformers loads the exported folder bit for bit
+- a LoRA adapter: step 2 samples from the same numbers as the export of step 1
+- if rows are packed by default, `model.packing=false` gives the same numbers
 
-A family passes if all that was checked (see that column) holds with gaps of at most {limit:.0e}.
+A family passes if all its checks (see that column) hold with gaps of at most {limit:.0e}.
 **{passing} of {all}** pass, {refused} more are refused by `ppo plan` and `ppo train` before the
 first step.
 
-`ppo train` repeats the part that matters at the start of each run, with the run's own
-`config.json`; a family that is not in the table is trained if that agrees, and refused otherwise.
+`ppo train` repeats the most important comparison at the start of each run with the `config.json` of
+the run. It trains a family that is not in the table if the comparison agrees, and refuses it
+otherwise.
 
-One limit is known. Where Llama 4 scales attention, transformers counts positions by columns of its
+One limit is known. If Llama 4 scales attention, transformers counts positions by columns of its
 cache. The hf sampler is exact for rows of up to half of `floor_scale` (4096 tokens) and refuses
 longer ones, which need vLLM ([vllm.md](vllm.md)).
 
-- **attention**: the kernel that was chosen (`model.attn_implementation` unset)
-- **rows**: packed end to end, or padded; `shared` means that a prompt is computed once for all its
-  responses
+- **attention**: the default kernel (`model.attn_implementation` unset)
+- **rows**: packed without padding, or padded; `shared` means that a prompt is computed once for all
+  its responses
 - **gap**: the largest difference from transformers
-- **checks**: all of the above, or those of the first two steps alone (`--quick`)
+- **checks**: all of the above, or only those of the first two steps (`--quick`)
 
 This page is written by `python scripts/sweep_models.py`.
 """
