@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_address_space(args)
         code = typer.main.get_command(app).main(
-            args=args or ["--help"], prog_name="ppo", standalone_mode=False
+            args=args or ["--help"], prog_name="ppo", standalone_mode=False, obj=debug
         )
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough

@@ -55,6 +55,7 @@ class Arguments:
     extras: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
     run: Path | None = None  # a run folder whose settings are the defaults
+    debug: bool = False
 
     @property
     def on_verl(self) -> bool:
@@ -132,6 +133,7 @@ def add_command(
                 overrides=tuple(values["overrides"] or ()),
                 extras={name: values[name] for name in extra_names},
                 unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
+                debug=bool(ctx.find_root().obj),
             )
         )
 
@@ -322,7 +324,7 @@ def _make_shared_parameters() -> list[inspect.Parameter]:
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         make_flag("preset", str, None, f"Bundled settings: {presets}.", "NAME"),
         make_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
-        make_switch("debug", "Show tracebacks."),
+        make_switch("debug", "Show tracebacks, and how this machine computes."),
     ]
 
 

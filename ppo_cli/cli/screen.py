@@ -9,30 +9,25 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, Group
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.report.metrics import format_duration, mixture_part_means
+from ppo_cli.report.metrics import format_dollars, format_duration, mixture_part_means
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import redirect_to_devnull
@@ -48,10 +43,14 @@ COLUMNS = {
     "response_length_mean": "length",
 }
 HIDDEN_COLUMNS = {"policy_loss"}  # always near 0, as advantages have mean 0
+# Fields that a narrow terminal leaves out of a step's line, the first one first.
+DROPPED_FIELDS = ("left", "clip", "value", "entropy", "length", "kl")
+VALIDATION_WIDTH = len("  val 0.000")
 ROUNDED_TO_ZERO = 1e-6  # smaller metrics of a step are rounding errors
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 CURVE_WIDTH = 40
+MIN_POINTS = 3  # of a curve; with fewer there is nothing to see
 # Sums of normalised numbers that should be 0 are below this.
 ROUNDING = 1e-12
 # Control codes of terminals but tab and newline.
@@ -119,34 +118,29 @@ def format_step(
 ) -> str:
     """Return the metrics of a step as one line, without those that were not measured.
 
-    With a `width` in characters the line is broken between fields.
+    With a `width` in characters the least important fields are left out until the line fits.
     """
-    # Numbers near 0 would flicker between signs.
-    fields = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    fields = {"step": f"step {step:>{len(str(total_steps))}}/{total_steps}"}
     # Metrics in a fixed order, then validation and times.
     for key, word in COLUMNS.items():
         if key in metrics and key not in HIDDEN_COLUMNS:
             parts = _format_parts(metrics) if key == "reward_mean" else ""
+            # Numbers near 0 would flicker between signs.
             shown = format_number(0.0 if abs(metrics[key]) < ROUNDED_TO_ZERO else metrics[key])
-            fields.append(f"{word} {shown}{parts}")
+            fields[word] = f"{word} {shown}{parts}"
     if (value := get_validation_value(metrics)) is not None:
-        fields.append(f"val {format_number(value)}{_format_parts(metrics, 'val/')}")
+        fields["val"] = f"val {format_number(value)}{_format_parts(metrics, 'val/')}"
     if "time/step_s" in metrics:
-        fields.append(f"{metrics['time/step_s']:.1f} s")
+        fields["time"] = f"{metrics['time/step_s']:.1f} s"
     if metrics.get("time/left_s"):
-        fields.append(f"{format_duration(metrics['time/left_s'])} left")
-    return _wrap_fields(fields, width) if width else "  ".join(fields)
-
-
-def _wrap_fields(fields: Sequence[str], width: int) -> str:
-    """Join fields to lines of at most `width` characters; later lines are indented."""
-    lines = [fields[0]]
-    for word in fields[1:]:
-        if len(lines[-1]) + 2 + len(word) <= width:
-            lines[-1] += f"  {word}"
-        else:
-            lines.append(f"    {word}")
-    return "\n".join(lines)
+        fields["left"] = f"{format_duration(metrics['time/left_s'])} left"
+    # Steps without a validation keep its place free, so that all lines have the same fields.
+    if width and "val" not in fields:
+        width -= VALIDATION_WIDTH
+    for name in DROPPED_FIELDS:
+        if width and len("  ".join(fields.values())) > width:
+            fields.pop(name, None)
+    return "  ".join(fields.values())
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -163,12 +157,14 @@ def get_validation_value(metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def draw_sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+def draw_sparkline(
+    values: Sequence[float], *, width: int = CURVE_WIDTH, ascii_only: bool = False
+) -> str:
     """Return a curve as one line of block characters; long curves are averaged to the width."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
-    count = min(CURVE_WIDTH, len(finite))
+    count = min(width, len(finite))
     # Cut the values into groups of almost equal size, one for each character.
     cuts = [round(i * len(finite) / count) for i in range(count + 1)]
     means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
@@ -205,7 +201,7 @@ def _format_change(before: float | None, after: float, arrow: str, declined: boo
 
 
 def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
-    """Return the summary of a run as printable lines."""
+    """Return the summary of a run as printable lines, without the commands to run next."""
     arrow = "->" if ascii_only else "→"
     # A resumed run shows the time of all sessions and of this one.
     # That of a fork begins after the steps of another run.
@@ -216,10 +212,12 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {format_duration(seconds)})")
     # What was measured, then the rows that only some runs have.
     for name, before, after in summary.measures:
-        rows.append((name, _format_change(before, after, arrow, name in summary.declined)))
+        change = _format_change(before, after, arrow, name in summary.declined)
+        averaged = name.startswith("reward") and before is not None and summary.averaged > 1
+        rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
     if summary.judge:
         rows.append(("judge", summary.judge))
-    if len(summary.rewards) > 1:
+    if len(summary.rewards) >= MIN_POINTS:
         rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:
         rows.append(("model", str(summary.model_dir)))
@@ -228,27 +226,37 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     # Sentences below the table.
     for warning in summary.warnings:
         lines += ["", f"warning: {warning}"]
-    if summary.next_steps:
-        lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
     return [make_printable(line) for line in lines]
+
+
+def format_next_steps(summary: Summary) -> list[str]:
+    """Return printable lines with the commands to run next."""
+    if not summary.next_steps:
+        return []
+    return [make_printable(line) for line in titled_table("What next:", summary.next_steps)]
 
 
 class OutputClosed(Interrupted):
     """Raised when the program that reads our output has closed the pipe."""
 
 
-def make_screen(file: TextIO | None = None, *, quiet: bool = False) -> Screen:
+def make_screen(file: TextIO | None = None, *, quiet: bool = False, debug: bool = False) -> Screen:
     """Return the screen for a file (default stdout): a live view on a terminal, else plain lines.
 
-    `quiet` gives a screen that prints only warnings and the summary.
+    `quiet` gives a screen that prints only warnings and the summary, `debug` one that also gets
+    the details of how this machine computes.
     """
     file = file or sys.stdout
-    if quiet:
-        return QuietScreen(file)
+    screen: Screen
     # A dumb terminal cannot move the cursor.
-    if file.isatty() and os.environ.get("TERM") != "dumb":
-        return TerminalScreen(Console(file=file, highlight=False))
-    return PlainScreen(file)
+    if quiet:
+        screen = QuietScreen(file)
+    elif file.isatty() and os.environ.get("TERM") != "dumb":
+        screen = TerminalScreen(Console(file=file, highlight=False))
+    else:
+        screen = PlainScreen(file)
+    screen.debug = debug
+    return screen
 
 
 class PlainScreen(Screen):
@@ -272,7 +280,9 @@ class PlainScreen(Screen):
     def summary(self, summary: Summary) -> None:
         """Print the summary of the run."""
         lines = format_summary(summary, ascii_only=not can_show(BLOCKS + "→", self._file.encoding))
-        self._print("\n".join(["", "Done", *(f"  {line}".rstrip() for line in lines)]))
+        if next_steps := format_next_steps(summary):
+            lines += ["", *next_steps]
+        self._print("\n".join(["", summary.title, *(f"  {line}".rstrip() for line in lines)]))
 
     def _print(self, text: str) -> None:
         """Print text; raise OutputClosed if nobody reads it any more."""
@@ -290,22 +300,6 @@ class PlainScreen(Screen):
             ) from None
 
 
-class _TimeLeftColumn(TimeRemainingColumn):
-    """Progress column with the time left: of a phase by its speed, of the run as estimated."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Return the time left as H:MM:SS."""
-        ends = task.fields.get("ends")
-        if ends is None or math.isnan(ends):
-            return super().render(task)
-        seconds_left = max(0, round(ends - time.monotonic()))
-        minutes, seconds = divmod(seconds_left, 60)
-        shown = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        return Text(shown, style="progress.remaining")
-
-
 class QuietScreen(PlainScreen):
     """A plain screen that prints only warnings and the summary."""
 
@@ -316,60 +310,92 @@ class QuietScreen(PlainScreen):
         """Print nothing."""
 
 
-# Metrics that the live view draws.
-CURVES = ("reward_mean", "kl_divergence", "clip_fraction", "entropy", "response_length_mean")
+# Metric -> its name in the live view, in the order of the rows.
+CURVES = {
+    "reward_mean": "reward", "val/accuracy": "val", "response_length_mean": "length",
+    "kl_divergence": "kl", "entropy": "entropy", "clip_fraction": "clip", "value_loss": "value",
+    "explained_variance": "explained", "grad_norm": "gradient",
+    "response_length/clip_ratio": "cut off", "time/step_s": "seconds",
+}  # fmt: skip
+# Phase -> what the view says; other phases have names that can be shown.
+PHASES = {
+    "first responses": "sampling references", "rollout": "sampling",
+    "baseline rollout": "sampling baselines", "annotate": "computing log-probs",
+    "reward_wait": "waiting for scores", "baseline reward": "waiting for scores",
+    "advantages": "computing advantages", "update critic": "updating the critic",
+    "update actor": "updating the model", "publish": "passing on the weights",
+    "validate": "validating", "validate reward": "waiting for scores", "save": "saving",
+}  # fmt: skip
 MIN_VIEW_HEIGHT = 20  # rows of a terminal below which only the bars are shown
-MAX_TEXT_CHARS = 400  # characters of a text in the view
+WIDE = 64  # columns of a view below which its rows are abbreviated
+# Columns that stay free: a terminal echoes `^C` there. In a full row the echo would begin another
+# row, and rich would erase one too few.
+FREE_COLUMNS = 5
+MAX_TEXT_CHARS = 2000  # characters of a text in the view
 KEPT_LINES = 20  # lines that are printed again after the width has changed
+Budgets = Mapping[str, tuple[float | None, int | None]]
 
 
-def format_judges(metrics: Mapping[str, float]) -> str:
-    """Return a line about a step's judges: calls, cache, errors, cost; empty without judges."""
+def format_judges(
+    metrics: Mapping[str, float], totals: Mapping[str, float], budgets: Budgets
+) -> list[str]:
+    """Return rows about the judges: calls of the last step, dollars spent, budgets left.
 
-    # Several judges have prefixes such as `judge_style/`; their numbers are added up.
-    def values_of(name: str) -> list[float]:
-        return [v for k, v in metrics.items() if re.fullmatch(rf"judge(_[^/]+)?/{name}", k)]
+    `budgets` has dollars and tokens by the prefix of a judge's metrics, `totals` what was used.
+    """
 
-    if not values_of("calls"):
-        return ""
-    calls, cached = math.fsum(values_of("calls")), math.fsum(values_of("cached"))
-    fields = [f"judge  {calls:.0f} calls"]
-    if seconds := metrics.get("time/step_s"):
-        fields[0] += f" ({calls / seconds:.1f}/s)"
-    if calls + cached:
-        fields.append(f"from the cache {cached / (calls + cached):.0%}")
-    fields.append(f"errors {max([0.0, *values_of('error_rate')]):.1%}")
-    if cost := math.fsum(values_of("cost_usd_total")):
-        fields.append(f"${cost:.4g} so far")
-    return "  ".join(fields)
+    def add_up(name: str) -> float:
+        return math.fsum(metrics.get(f"{judge}/{name}", 0.0) for judge in budgets)
+
+    calls, cached, seconds = add_up("calls"), add_up("cached"), metrics.get("time/step_s")
+    if not calls + cached:
+        return []
+    speed = f" ({calls / seconds:.1f}/s)" if seconds else ""
+    errors = max(metrics.get(f"{judge}/error_rate", 0.0) for judge in budgets)
+    spent = [f"{format_dollars(math.fsum(totals[f'{judge}/usd'] for judge in budgets))} spent"]
+    for judge, (usd, tokens) in budgets.items():
+        whose = f" ({judge})" if len(budgets) > 1 else ""
+        if usd is not None:
+            left = max(0.0, usd - totals[f"{judge}/usd"])
+            spent.append(f"{format_dollars(left)} of {format_dollars(usd)} left{whose}")
+        if tokens is not None:
+            left = max(0.0, tokens - totals[f"{judge}/tokens"])
+            spent.append(f"{left:,.0f} of {tokens:,} tokens left{whose}")
+    share = cached / (calls + cached)
+    return [
+        f"judge     last step: {calls:.0f} calls{speed}, {share:.0%} from the cache, "
+        f"{errors:.1%} errors",
+        f"cost      {', '.join(spent)}",
+    ]
+
+
+def format_end(seconds: float) -> str:
+    """Return the clock time at which so many seconds will have passed, with another day's name."""
+    end = time.localtime(time.time() + seconds)
+    return time.strftime("%H:%M" if end[:3] == time.localtime()[:3] else "%a %H:%M", end)
 
 
 class TerminalScreen(Screen):
     """A terminal screen: lines of steps scroll, and below them is a live view.
 
-    The view has a bar for each phase and for the run, curves of the steps so far, the judges'
-    calls, one response with its score, and the last warning.
+    Its rows, from above: curves of the steps so far, responses, the judges, failures, the last
+    warning, the run, the phase. The view never shrinks, so that its last rows stay in place.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description:<16}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            _TimeLeftColumn(),
-            console=console,
-            speed_estimate_period=3600.0,  # the parts of a phase may take minutes
-            expand=True,
-        )
         # State of the view; `_printed` are the last lines above it.
-        self._width = console.width
-        self._phases: dict[str, TaskID] = {}
-        self._total_task: TaskID | None = None
+        self._width, self._height = console.width, 0
+        self._steps: tuple[int, int] | None = None  # finished steps, and all
+        self._ends: float | None = None  # of the run, on the monotonic clock
+        self._phase: tuple[str, int | None, float] | None = None  # label, items, start
+        self._done = 0  # items of the phase
+        self._words = PHASES
+        self._budgets: Budgets = {}
         self._curves: dict[str, list[float]] = {}
-        self._judge = ""
-        self._sample: list[str] = []
+        self._totals: dict[str, float] = defaultdict(float)
+        self._judge: list[str] = []
+        self._responses: Sequence[Mapping[str, Any]] = ()
         self._warning = ""
         self._printed: deque[tuple[str, str]] = deque(maxlen=KEPT_LINES)
         self._live = self._make_live()
@@ -381,53 +407,68 @@ class TerminalScreen(Screen):
             vertical_overflow="crop",
         )  # fmt: skip
 
+    def begin(
+        self, config: Config, total_steps: int, history: Sequence[Mapping[str, float]]
+    ) -> None:
+        """Show the view of a run, of which the steps in `history` are finished."""
+        judges = judges_of(config.reward)
+        waits = "waiting for the judge" if judges else "waiting for scores"
+        self._words = {n: w.replace("waiting for scores", waits) for n, w in PHASES.items()}
+        self._budgets = {
+            "judge" if judge.part in (None, "judge") else f"judge_{judge.part}":
+            (judge.settings.budget_usd, judge.settings.budget_tokens)
+            for judge in judges
+        }  # fmt: skip
+        self._curves = {word: [] for word in CURVES.values()}
+        self._totals, self._ends = defaultdict(float), None
+        for metrics in history:
+            self._add_step(metrics)
+        self._steps = (int(history[-1]["step"]) if history else 0, total_steps)
+        self._live.start()
+
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
-        """Show a progress bar for a phase; it stays until the step ends."""
-        self._live.start()
-        # A phase that comes again in a step, such as micro-batches, reuses its bar.
-        if name in self._phases:
-            task = self._phases[name]
-            self._progress.reset(task, total=total)
-        else:
-            task = self._phases[name] = self._progress.add_task(name, total=total)
-        done = 0
+        """Show a phase with its progress, until the next one begins."""
+        self._phase, self._done = (self._words.get(name, name), total, time.monotonic()), 0
 
         def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            self._progress.update(task, completed=done)
+            self._done += count
             self._redraw_if_resized()
 
         self._redraw_if_resized()
+        self._live.start()
         self._live.refresh()
         yield advance
-        # The phase is over: the bar is full even if the total was unknown.
-        self._progress.update(task, total=max(total or 1, done), completed=max(total or 1, done))
-        self._progress.stop_task(task)
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step, and update the view."""
+        self._steps = (step, total_steps)
+        if "time/left_s" in metrics:
+            self._ends = time.monotonic() + metrics["time/left_s"]
+        self._add_step(metrics)
         self._print(format_step(step, total_steps, metrics, self._console.width))
-        # The bars of this step go; the bar of the run moves on.
-        for task in self._phases.values():
-            self._progress.remove_task(task)
-        self._phases.clear()
-        if self._total_task is None:
-            self._total_task = self._progress.add_task("steps", total=total_steps, completed=step)
-        ends = time.monotonic() + metrics.get("time/left_s", math.nan)
-        self._progress.update(self._total_task, completed=step, ends=ends)
-        # Extend the curves.
-        for name in CURVES:
-            if name in metrics:
-                self._curves.setdefault(COLUMNS[name], []).append(metrics[name])
-        if (value := get_validation_value(metrics)) is not None:
-            self._curves.setdefault("val", []).append(value)
-        self._judge = format_judges(metrics)
 
-    def sample(self, line: Mapping[str, Any]) -> None:
-        """Show one response in the view."""
-        self._sample = format_sample(line)
+    def _add_step(self, metrics: Mapping[str, float]) -> None:
+        """Extend the curves and totals by a step."""
+        points = {word: metrics[name] for name, word in CURVES.items() if name in metrics}
+        if (value := get_validation_value(metrics)) is not None:
+            points["val"] = value
+        # Parts of a mixture come last: there may be many.
+        for name, value in (points | mixture_part_means(metrics)).items():
+            value = 0.0 if abs(value) < ROUNDED_TO_ZERO else value
+            self._curves.setdefault(name, []).append(value)
+        for split in ("", "val/"):
+            self._totals["failed"] += metrics.get(f"{split}score/failed", 0.0)
+            for judge in self._budgets:
+                used = [metrics.get(f"{split}{judge}/tokens_{way}", 0.0) for way in ("in", "out")]
+                self._totals[f"{judge}/tokens"] += math.fsum(used)
+                usd = metrics.get(f"{split}{judge}/cost_usd_total", 0.0)
+                self._totals[f"{judge}/usd"] = max(self._totals[f"{judge}/usd"], usd)
+        self._judge = format_judges(metrics, self._totals, self._budgets)
+
+    def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Show responses in the view, as many as it has room for."""
+        self._responses = lines
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -439,53 +480,106 @@ class TerminalScreen(Screen):
         self._print(f"warning: {text}", style="yellow")
 
     def summary(self, summary: Summary) -> None:
-        """Stop the view and print the summary of the run in a frame."""
+        """Stop the view, and print the summary of the run in a frame, with commands below it."""
         self._live.stop()
         plain = not can_show(BLOCKS + "→╭", self._console.encoding)
         body = Text("\n".join(format_summary(summary, ascii_only=plain)))
         frame = box.ASCII if plain else box.ROUNDED
-        self._console.print(Panel(body, title="Done", title_align="left", box=frame, expand=False))
+        panel = Panel(body, title=summary.title, title_align="left", box=frame, expand=False)
+        self._console.print(panel)
+        # Outside of the frame, where long commands can be copied.
+        self._console.print(Text("\n".join(format_next_steps(summary))), soft_wrap=True)
 
     def close(self) -> None:
         """Remove the view. Safe to call twice."""
         self._live.stop()
 
-    def _render_view(self) -> Group:
+    def _render_view(self) -> Constrain:
         """Return the view as rich renderables; rich calls this for each refresh."""
-        bars = self._progress.get_renderable()
-        if self._console.height < MIN_VIEW_HEIGHT or not self._curves:
-            return Group(bars)
+        width, bars = self._console.width - FREE_COLUMNS, self._make_bars()
+        rows: list[Text] = []
+        if self._steps is not None and self._console.height >= MIN_VIEW_HEIGHT:
+            # A quarter of the terminal is for the lines above the view.
+            room = self._console.height * 3 // 4 - bars.row_count
+            failures = f"failures  {self._totals['failed']:.0f} responses without a score"
+            status = [self._make_row(row) for row in (*self._judge, failures)]
+            if self._warning:
+                text = self._make_row(f"warning   {self._warning}", "yellow")
+                status += text.wrap(self._console, width, no_wrap=False)[: 1 + room // 12]
+            curves = self._make_curves(width)[: (room - len(status)) // 2]
+            rows = [
+                *curves,
+                *self._make_responses(width, room - len(status) - len(curves)),
+                *status,
+            ]
+        self._height = max(self._height, len(rows))
+        rows = [Text("")] * (self._height - len(rows)) + rows
+        return Constrain(Group(*rows, bars), width)
+
+    def _make_bars(self) -> Table:
+        """Return the row of the run and that of the phase."""
+        now, wide = time.monotonic(), self._console.width >= WIDE
+        bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        for ratio in (None, 1, None):
+            bars.add_column(no_wrap=True, ratio=ratio)
+        if self._steps is not None:
+            done, total = self._steps
+            end = "time left: known after this step" if wide else ""
+            if self._ends is not None:
+                left = max(0.0, self._ends - now)
+                end = f"done about {format_end(left)}"
+                end += f" ({format_duration(left)} left)" if wide else ""
+            label = f"step {min(done + 1, total)} of {total}"
+            label += f" ({done} done)" if wide else ""
+            bars.add_row(label, ProgressBar(total, done), end)
+        if self._phase is not None:
+            label, items, began = self._phase
+            took = format_duration(now - began)
+            # A phase without items shows its time alone.
+            several = items is not None and items > 1
+            bar = ProgressBar(items, self._done) if several else ""
+            bars.add_row(label, bar, f"{self._done} of {items}, {took}" if several else took)
+        return bars
+
+    def _make_curves(self, width: int) -> list[Text]:
+        """Return a row for each metric: newest value, and from 3 points on its curve and range."""
         plain = not can_show(BLOCKS, self._console.encoding)
-        rows = [
-            f"{name:<8}{draw_sparkline(values, ascii_only=plain)} {format_number(values[-1])}"
-            for name, values in self._curves.items()
-            if len(values) > 1
-        ]
-        # Above the bars: curves, judges, a response, the last warning.
-        lines = [self._make_row(row) for row in rows]
-        if self._judge:
-            lines.append(self._make_row(self._judge))
-        if self._sample:
-            lines += [self._make_row(text, "dim") for text in self._sample]
-        if self._warning:
-            lines.append(self._make_row(f"warning: {self._warning}", "yellow"))
-        return Group(*lines, bars)
+        rows = []
+        for name, values in self._curves.items():
+            if not values:
+                continue
+            row = f"{name[:9]:<10}{format_number(values[-1]):<9}"
+            if len(values) >= MIN_POINTS:
+                span = f"  {format_number(min(values))} to {format_number(max(values))}"
+                span = span if width >= WIDE else ""
+                size = min(2 * CURVE_WIDTH, width - len(row) - len(span))
+                row += draw_sparkline(values, width=size, ascii_only=plain) + span
+            rows.append(self._make_row(row))
+        return rows
+
+    def _make_responses(self, width: int, room: int) -> list[Text]:
+        """Return as many responses as fit into `room` rows, each with its prompt and its score."""
+        count = min(len(self._responses), max(1, room // 4)) if room >= 3 else 0
+        rows: list[Text] = []
+        for line in self._responses[:count]:
+            score = "failed" if line["score"] is None else f"score {format_number(line['score'])}"
+            reply = self._make_row(f"response  {line['response']}", "dim")
+            rows.append(self._make_row(f"prompt    {line['prompt']}", "dim"))
+            rows += reply.wrap(self._console, width, no_wrap=False)[: max(1, room // count - 3)]
+            rows.append(self._make_row(f"{score}  {line['failure'] or line['reason'] or ''}"))
+        return rows
 
     def _make_row(self, text: str, style: str = "") -> Text:
-        """Return one row of the view; long text is cut, so that it does not wrap."""
-        line = re.sub(r"\s*[\n\t]\s*", " ", make_printable(text))
-        return Text(
-            replace_unencodable(line, self._console.encoding),
-            style,
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+        """Return one row of the view; long text is cut at its end, so that it does not wrap."""
+        line = re.sub(r"\s*[\n\t]\s*", " ", make_printable(text[:MAX_TEXT_CHARS]))
+        line = replace_unencodable(line, self._console.encoding)
+        return Text(line, style, no_wrap=True, overflow="ellipsis")
 
     def _redraw_if_resized(self) -> None:
         """Clear and draw everything again if the width has changed, as terminals wrap old lines."""
         if self._console.width == self._width:
             return
-        self._width = self._console.width
+        self._width, self._height = self._console.width, 0
         self._live.stop()
         self._console.clear()
         for text, style in list(self._printed):
@@ -498,15 +592,3 @@ class TerminalScreen(Screen):
         self._redraw_if_resized()
         self._printed.append((make_printable(text), style))
         self._console.print(Text(make_printable(text), style=style), soft_wrap=True)
-
-
-def format_sample(line: Mapping[str, Any]) -> list[str]:
-    """Return three lines: the end of a prompt, the response, its score with the reason."""
-    score = "failed" if line["score"] is None else f"score {format_number(line['score'])}"
-    why = line["failure"] or line["reason"] or ""
-    prompt = " ".join(str(line["prompt"])[-MAX_TEXT_CHARS:].split())
-    return [
-        f"prompt    {prompt[-60:]}",
-        f"response  {line['response'][:MAX_TEXT_CHARS]}",
-        f"{score:<9} {why[:MAX_TEXT_CHARS]}",
-    ]

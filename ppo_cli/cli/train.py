@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -26,9 +25,9 @@ from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
-from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork, read_yaml
+from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
-from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.mixture import describe_reward, judges_of, rules_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
     check_folder,
@@ -98,15 +97,16 @@ def plan(arguments: Arguments) -> None:
         raise ConfigError(problems)
     # Print the plan even if the run would be refused.
     with assume_gpu_memory(arguments.extras["device_memory"]):
-        _show_plan(resolved, read, arguments.extras, problems)
+        _show_plan(resolved, read, arguments, problems)
     if problems:
         raise ConfigError(problems)
 
 
 def _show_plan(
-    resolved: Resolved, read: PromptReader, extras: Mapping[str, Any], problems: Sequence[str]
+    resolved: Resolved, read: PromptReader, arguments: Arguments, problems: Sequence[str]
 ) -> None:
     """Print the plan as JSON or text, with a simulation if `--simulate` asks for one."""
+    extras = arguments.extras
     if extras["json"]:
         from ppo_cli.cli.screen import print_json
 
@@ -116,7 +116,7 @@ def _show_plan(
             facts["simulation"] = _simulate(resolved.config).as_dict()
         print_json(facts | {"problems": problems})
         return
-    print_plan(resolved, read, every=bool(extras["all"]), problems=problems)
+    print_plan(resolved, read, arguments, problems)
     if extras["simulate"]:
         lines = _simulate(resolved.config).lines()
         print("\n".join(["\nSimulation", *(f"  {line}" for line in lines)]))
@@ -350,12 +350,14 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
 
 
 def print_plan(
-    resolved: Resolved, read: PromptReader, *, every: bool = False, problems: Sequence[str] = ()
+    resolved: Resolved, read: PromptReader, arguments: Arguments, problems: Sequence[str]
 ) -> None:
     """Print the plan as text; problems are printed later, so they are left out of it."""
     plan_of_run, judge = _make_full_plan(resolved, read)
     left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
-    print("\n".join(plan_of_run.as_lines(judge, every=every, left_out=left_out)), flush=True)
+    every = bool(arguments.extras.get("all"))
+    lines = plan_of_run.as_lines(judge, every=every, debug=arguments.debug, left_out=left_out)
+    print("\n".join(lines), flush=True)
 
 
 def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
@@ -383,18 +385,14 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     if not (run / METRICS_FILE).is_file() or not (run / "config.yaml").is_file():
         return unknown
     try:
-        entries = read_yaml(run / "config.yaml", "config.yaml")
-    except ConfigError:  # the file is not from this program
+        then = run_settings(run)
+    except UserError:  # the file is not from this version
+        return unknown
+    seconds = [m["time/step_s"] for m in read_metrics(run) if m.get("time/step_s") is not None]
+    if not seconds or then.model.path != config.model.path:
         return unknown
     # Scale the median by the number of responses in a step.
-    then = {entry.name: str(entry.raw) for entry in entries}
-    seconds = [m["time/step_s"] for m in read_metrics(run) if m.get("time/step_s") is not None]
-    if not seconds or then.get("model.path") != config.model.path:
-        return unknown
-    sizes = [then.get(name, "") for name in ("data.train_batch_size", "rollout.n")]
-    if not all(size.isdigit() for size in sizes):
-        return unknown
-    before = math.prod(map(int, sizes))
+    before = then.data.train_batch_size * then.rollout.n
     now = config.data.train_batch_size * config.rollout.n
     step = statistics.median(seconds) * now / before
     total = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
@@ -486,7 +484,7 @@ def train(arguments: Arguments) -> None:
         problems += find_checkpoint_refusal(resolved.config)
         problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
         if not refused_settings(resolved):
-            print_plan(resolved, read, problems=problems)
+            print_plan(resolved, read, arguments, problems)
     # A dry run checks what `ppo plan` checks; a run also needs its GPUs and keys here.
     elif not resolved.config.trainer.node_rank:
         problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
@@ -494,23 +492,24 @@ def train(arguments: Arguments) -> None:
     if problems:
         raise ConfigError(problems)
     if not arguments.extras["dry_run"]:
-        _run_training(resolved, quiet=bool(arguments.extras["quiet"]))
+        _run_training(resolved, arguments)
 
 
-def _run_training(resolved: Resolved, *, quiet: bool) -> None:
+def _run_training(resolved: Resolved, arguments: Arguments) -> None:
     """Run a training with a screen; nodes other than the first join its cluster and exit.
 
     Raises Interrupted if the output was closed, and Crash for bugs.
     """
-    from ppo_cli.cli.screen import OutputClosed, make_screen
+    from ppo_cli.cli.screen import OutputClosed, align_columns, make_screen
 
-    screen = make_screen(quiet=quiet)
+    screen = make_screen(quiet=bool(arguments.extras["quiet"]), debug=arguments.debug)
     if resolved.config.trainer.node_rank:
         from ppo_cli.cluster.nodes import join_cluster
 
         raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
-    for note in (*resolved.notes, *remarks(resolved)):
+    start = align_columns(_describe_start(resolved))
+    for note in (*start, *resolved.notes, *remarks(resolved)):
         screen.note(note)
     if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
         from ppo_cli.cli.reward import audit_at_start
@@ -531,20 +530,42 @@ def _run_training(resolved: Resolved, *, quiet: bool) -> None:
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
 
 
+def _describe_start(resolved: Resolved) -> list[tuple[str, str]]:
+    """Return what a run will do: names and facts, for the head of its output."""
+    config = resolved.config
+    plan_of_run, judge = _make_full_plan(resolved, make_prompt_reader(config))
+    sums, folder = plan_of_run.arithmetic, config.trainer.output_dir
+    rows = {"data": sums["train_rows"], "validation": sums["validation_rows"]}
+    files = {"data": config.data.train_files, "validation": config.data.val_files}
+    counted = {name: "" if count is None else f" ({count:,} rows)" for name, count in rows.items()}
+    # What a judge will cost, and whether its budget is enough.
+    bill = [line for line in judge.sentences if "judge: " in line or "--rm_budget" in line]
+    facts = [
+        ("model", config.model.path),
+        *((name, f"{', '.join(files[name])}{counted[name]}") for name in files if files[name]),
+        ("reward", describe_reward(config.reward)),
+        *(("", line) for line in bill),
+        ("steps", f"{sums['total_steps'] or 'unknown'}, each with {sums['prompts_per_step']} "
+         f"prompts x {sums['responses_per_prompt']} responses"),
+        ("memory", plan_of_run.memory.sentences[0].removeprefix("this machine needs ")),
+        ("run folder", folder),
+        ("to look at it", ppo(f"view {shlex.quote(folder)}")),
+    ]  # fmt: skip
+    return facts
+
+
 def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
     """Start the training loop; on a Ray cluster for several nodes or with RAY_ADDRESS."""
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
     # A local engine ignores the cluster.
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
     if not several or engine_name(resolved.config) == "local":
-        train_now = _import_loop()
-        train_now(resolved, screen)
+        _import_loop()(resolved, screen)
         return
     from ppo_cli.cluster.nodes import open_cluster
 
     with open_cluster(resolved.config, os.environ, screen.note) as nodes:
-        train_now = _import_loop()
-        train_now(resolved, screen, nodes)
+        _import_loop()(resolved, screen, nodes)
 
 
 def _import_loop() -> Callable[..., None]:

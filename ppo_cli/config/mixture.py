@@ -651,3 +651,14 @@ def rules_of(reward: Reward) -> tuple[Reward, ...]:
         parts = read_mixture(reward).parts
         return tuple(rule_settings(reward, part) for part in parts if part.kind == "rule")
     return () if reward.api.enable or reward.model.path is not None else (reward,)
+
+
+def describe_reward(reward: Reward) -> str:
+    """Return what scores the responses, such as `judge qwen-plus, rule gsm8k`."""
+    sources = [f"judge {judge.settings.model}" for judge in judges_of(reward)]
+    sources += [f"reward model {model.settings.path}" for model in models_of(reward)]
+    sources += [
+        f"function {rule.function}" if rule.function else f"rule {rule.rule or 'of each row'}"
+        for rule in rules_of(reward)
+    ]
+    return ", ".join(sources)

@@ -390,10 +390,14 @@ def _count_noun(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """A part of a plan: sentences for people, and facts for programs."""
+    """A part of a plan: sentences for people, and facts for programs.
+
+    `details` are sentences about how this machine computes, which only --debug shows.
+    """
 
     sentences: tuple[str, ...]
     facts: dict[str, Any]
+    details: tuple[str, ...] = ()
 
 
 def plan_devices(config: Config, gpus: int | None = None) -> PlanPart:

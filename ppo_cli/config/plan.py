@@ -216,12 +216,17 @@ class Plan:
         }
 
     def as_lines(
-        self, judge: PlanPart, *, every: bool = False, left_out: Collection[str] = ()
+        self,
+        judge: PlanPart,
+        *,
+        every: bool = False,
+        debug: bool = False,
+        left_out: Collection[str] = (),
     ) -> list[str]:
         """Return the plan as text, with the forecast of the judges.
 
-        Without `every`, settings at their default are only counted. `left_out` are sentences that
-        the caller prints elsewhere.
+        Without `every`, settings at their default are only counted; without `debug` there are no
+        details. `left_out` are sentences that the caller prints elsewhere.
         """
         rows = [
             (key, _format_value(value), origin)
@@ -239,6 +244,7 @@ class Plan:
             "Arithmetic": self.sentences,
             "Devices": self.placement.sentences,
             "Memory": self.memory.sentences,
+            "Details": self.memory.details if debug else (),
             "Reward": self.reward.sentences,
             "Judge": judge.sentences,
             "Notes": self.notes,

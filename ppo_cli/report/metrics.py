@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema.keys import table
@@ -21,7 +21,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.exploits import exploit_metrics
-from ppo_cli.report.health import find_troubles, make_limits
+from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations
 from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
@@ -216,6 +216,8 @@ def summarise(
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
     rose, fell = _find_changes(config, run_dir, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
+    troubles = find_troubles(history, replace(make_limits(config), folder=run_dir))
+    verdict = _judge_change(rose, fell, len(validations) > 1)
     return Summary(
         steps=steps,
         measures=[
@@ -227,15 +229,14 @@ def summarise(
         model_dir=model_dir if model_dir.exists() else None,
         run_dir=run_dir,
         wall_seconds=seconds,
+        averaged=few,
         next_steps=_list_next_steps(config, run_dir, history, resume_command),
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
         judge=describe_judge_totals(run_dir, history),
         declined=fell,
-        verdict=_judge_change(rose, fell, len(validations) > 1),
-        warnings=tuple(
-            find_troubles(history, replace(make_limits(config), folder=run_dir)).values()
-        ),
+        verdict="Doubtful" if troubles.keys() & set(EXPLOITS) else verdict,
+        warnings=tuple(troubles.values()),
     )
 
 
@@ -443,25 +444,26 @@ def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[st
 
 def _list_next_steps(
     config: Config, run_dir: Path, history: Lines, resume_command: str
-) -> tuple[str, ...]:
-    """Return commands that a user may want next, each with its purpose."""
+) -> tuple[tuple[str, str], ...]:
+    """Return what a user may want next: pairs of a purpose and its command."""
     folder = shlex.quote(str(run_dir))
     steps = [
-        f"{ppo(f'view {folder}')}    the page: curves and all responses",
-        f"{ppo(f'show {folder} --worst 5')}    the responses with the lowest scores",
+        ("the page: curves and all responses", ppo(f"view {folder}")),
+        ("the responses with the lowest scores", ppo(f"show {folder} --worst 5")),
     ]
     # After the example run: own model and reward. After others: train longer.
     if config.model.path == "embedded":
         train_own_model = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
-        steps.append(f"{train_own_model}    your model, your data")
-        steps.append(f"{ppo('train --reward_function FILE.py')}    your own reward")
+        steps.append(("your model, your data", train_own_model))
+        if not any(rule.function for rule in rules_of(config.reward)):
+            steps.append(("your own reward", ppo("train --reward_function FILE.py")))
     else:
         total = 2 * int(history[-1]["step"]) if history else 0
         jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
         longer = replace_flag(resume_command, "--max_steps", str(total))
-        steps.append(f"{longer}    {'; '.join(['go on from here', *jumps])}")
+        steps.append(("; ".join(["go on from here", *jumps]), longer))
     best = run_dir / "checkpoints" / "best"
     # Worth a line only if a later checkpoint is not the best one.
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():
-        steps.append(f"{best / 'actor'}    the best validated model, not the last")
+        steps.append(("the best validated model, not the last", str(best / "actor")))
     return tuple(steps)

@@ -34,6 +34,7 @@ from ppo_cli.run_folder import (
 # Reports that so many more items of a phase are done.
 Advance = Callable[[int], None]
 RECENT_STEPS = 10  # whose mean time forecasts the rest of the run
+SHOWN_RESPONSES = 8  # of a step, on the largest screen
 BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases that time/step_s does not include
 
 
@@ -46,6 +47,7 @@ class Summary:
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
     troubles of the last step. `first_step` of a fork comes after those of the run before it.
+    `next_steps` are (purpose, command) pairs, and rewards are means over `averaged` steps.
     """
 
     steps: int
@@ -54,7 +56,8 @@ class Summary:
     model_dir: Path | None
     run_dir: Path
     wall_seconds: float
-    next_steps: tuple[str, ...] = ()
+    averaged: int = 1
+    next_steps: tuple[tuple[str, str], ...] = ()
     session: tuple[int, float] | None = None
     first_step: int = 1
     judge: str = ""
@@ -62,9 +65,21 @@ class Summary:
     verdict: str = ""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """`Done`, with the verdict."""
+        return f"Done: {self.verdict[0].lower()}{self.verdict[1:]}" if self.verdict else "Done"
+
 
 class Screen:
     """Interface through which a run shows its progress; this base class shows nothing."""
+
+    debug = False  # whether details of how this machine computes are shown
+
+    def begin(
+        self, config: Config, total_steps: int, history: Sequence[Mapping[str, float]]
+    ) -> None:
+        """Show a run of which the steps in `history` are finished; again after a resume."""
 
     def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
         """Show a phase; the context's value is a function to call with the number of items done."""
@@ -73,8 +88,8 @@ class Screen:
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Show one line for a finished step."""
 
-    def sample(self, line: Mapping[str, Any]) -> None:
-        """Show one response of the step, as a line of a rollout file."""
+    def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Show a few responses of the step, as lines of a rollout file."""
 
     def note(self, text: str) -> None:
         """Show a note."""
@@ -117,6 +132,13 @@ class Tracker:
         self._clock = _RunClock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
         self._validations: dict[int, dict[str, float]] = {}
+        self._compared = False  # whether the line of a step has had a validation in it
+        self._begin_screen()
+
+    def _begin_screen(self) -> None:
+        if self._console:
+            finished = [_numeric_values(line) for line in self._history]
+            self.screen.begin(self._config, self._total_steps, finished)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -133,6 +155,7 @@ class Tracker:
         with self._report_disk_errors():
             self._drop_lines_after(step)
             drop_rollouts_past(self._run_dir, step)
+        self._begin_screen()
         self._clock.resumed = bool(self._history)
         if self._sinks_open:  # after a new `open`, loggers skip steps that they already have
             for sink in self._sinks:
@@ -158,8 +181,10 @@ class Tracker:
             replace_lines(rollout_file(self._run_dir, step, split), lines)
         for sink in self._sinks if split == "train" else ():
             sink.rollouts(lines)
-        if lines:  # from a different place in the batch at each step
-            self.screen.sample(lines[step * 7 % len(lines)])
+        if lines:  # from different places in the batch at each step
+            stride = max(1, len(lines) // SHOWN_RESPONSES)
+            places = range(step * 7, step * 7 + len(lines), stride)
+            self.screen.responses([lines[i % len(lines)] for i in places])
 
     def show_profile(self, step: int) -> None:
         """Show the profiler's tables of a step, if it was profiled."""
@@ -181,9 +206,7 @@ class Tracker:
         line = {"step": step, **merged}
         if drift := measure_judge_drift([*earlier, line], self._limits.watched, people):
             merged["judge/drift"] = drift.amount
-        line = self._write_line(step, merged)
-        if self._console:
-            self.screen.step(step, self._total_steps, _numeric_values(line))
+        self._write_line(step, merged)
         # Health checks; checkpoints are called step_NNNNNN.
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
         for warning in self._watch.check(self._history, saved, people):
@@ -192,10 +215,8 @@ class Tracker:
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add validation metrics to the line of their step; step 0 gets its own line."""
         if step == 0:
-            line = self._write_line(step, self._seconds | dict(metrics))
+            self._write_line(step, self._seconds | dict(metrics))
             self._seconds = defaultdict(float)
-            if self._console:
-                self.screen.step(step, self._total_steps, _numeric_values(line))
         else:
             self._validations[step] = {**self._validations.get(step, {}), **metrics}
 
@@ -206,8 +227,8 @@ class Tracker:
             sink.close()
         self.screen.close()
 
-    def _write_line(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Append a step to metrics.jsonl, pass it to the loggers, and return the line."""
+    def _write_line(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a step to metrics.jsonl, and pass it to the loggers and the screen."""
         line: dict[str, Any] = {"step": step}
         line |= plain(dict(sorted(metrics.items())))
         resumed = bool(self._history)
@@ -222,7 +243,16 @@ class Tracker:
                 sink.open(step, resumed=resumed)
             sink.write(step, _numeric_values(line))
         self._sinks_open = True
-        return line
+        if not self._console:
+            return
+        self.screen.step(step, self._total_steps, _numeric_values(line))
+        # The two numbers differ a lot, so say why when the first of them appears.
+        if "val/reward_mean" in line and not self._compared:
+            self._compared = True
+            if self._config.rollout.val_kwargs.temperature == 0:
+                self.screen.note(
+                    "val is of greedy responses to other prompts, reward of sampled ones"
+                )
 
     def _drop_lines_after(self, last_step: int) -> None:
         """Remove the lines of later steps from metrics.jsonl and from the history."""

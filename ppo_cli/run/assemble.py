@@ -229,6 +229,8 @@ class EngineFactory:
     stop_requested: Callable[[], str | None]
     # The Ray cluster of several nodes; None: start one if it is needed.
     address: str | None = None
+    # How this machine computes: for config.yaml, and for the screen with --debug.
+    details: list[str] = field(default_factory=list, init=False)
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # the engine without async rollouts
     # Rewards ask for hosts in other threads, perhaps while an engine is rebuilt.
@@ -275,12 +277,12 @@ class EngineFactory:
     def _build_engine(self) -> Engine:
         """Build the engine that the settings ask for: in this process, or under Ray.
 
-        Fills in settings that depend on this machine, and reports them to `tell`.
+        Fills in settings that depend on this machine, and describes them in `details`.
         """
         # Settings that depend on the memory of this machine are filled in first.
-        self.config = fill_memory_settings(self.config, self.tell)
-        for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
-            self.tell(f"CPU: {line}")
+        self.details = []
+        self.config = fill_memory_settings(self.config, self.details.append)
+        self.details += [f"CPU: {line}" for line in cpu_plan(self.config, jemalloc=has_jemalloc())]
         if engine_name(self.config) == "local":
             return LocalEngine(
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
@@ -467,7 +469,9 @@ def _open_job(
         tell=screen.health, resume_command=_resume_command(start.resolved, begun=False),
     )  # fmt: skip
     # Everything has started: from here on the run folder belongs to this run.
-    _claim_folder(start, screen)
+    for line in engines.details if screen.debug else ():
+        screen.note(line)
+    _claim_folder(start, screen, engines.details)
     # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
         reward.attach(folder.path)
@@ -495,7 +499,7 @@ def _open_job(
     )
 
 
-def _claim_folder(start: Start, screen: Screen) -> None:
+def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     """Set an earlier run aside, unless this one continues it, and write config.yaml."""
     folder, resume_from = start.folder, start.resume_from
     fork = read_fork(folder.path)
@@ -508,8 +512,9 @@ def _claim_folder(start: Start, screen: Screen) -> None:
         # The run goes on from a checkpoint of another one, or is a new one.
         match = resume_from and STEP_NAME.match(resume_from.name)
         fork = (resume_from.parents[1], int(match[1])) if resume_from and match else None
-    origin = FORK_LINE.format(*fork) if fork else ""
-    folder.write_config(f"{WRITTEN_BY}{describe_machine()}\n{origin}{config_yaml(start.resolved)}")
+    head = f"{WRITTEN_BY}{describe_machine()}\n" + (FORK_LINE.format(*fork) if fork else "")
+    head += "".join(f"# {line}\n" for line in details)
+    folder.write_config(head + config_yaml(start.resolved))
 
 
 def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:

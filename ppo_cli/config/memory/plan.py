@@ -169,7 +169,7 @@ def memory_plan(config: Config) -> PlanPart:
     It has lines for people and facts for programs. Without a readable config.json of a model the
     memory is unknown.
     """
-    layout = list(_describe_layout(config))
+    layout = tuple(_describe_layout(config))
     shapes, capacity, host = read_shapes(config), device_memory(config), host_of_gpus()
     checkpointing = config.model.enable_gradient_checkpointing
     as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
@@ -180,7 +180,7 @@ def memory_plan(config: Config) -> PlanPart:
             for path in shapes
         ]
         lines += [UNKNOWN_STEP] if checkpointing is None else as_set
-        return PlanPart((*lines, *layout), {"unknown": list(shapes)})
+        return PlanPart(tuple(lines), {"unknown": list(shapes)}, layout)
     chosen = estimate_memory(config, shapes, capacity, host)
     judge = count_judge_server(config)
     places = [*chosen.places, *filter(None, (judge, chosen.host))]
@@ -201,7 +201,7 @@ def memory_plan(config: Config) -> PlanPart:
         "gradient_checkpointing": chosen.config.model.enable_gradient_checkpointing,
         "changes": changes,
     }
-    return PlanPart((*lines, *layout), facts)
+    return PlanPart(tuple(lines), facts, layout)
 
 
 def _describe_layout(config: Config) -> Iterator[str]:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.layers import describe_fork
-from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
-from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import METRICS, find_position, list_cards
@@ -205,7 +204,7 @@ def list_facts(
     facts += [
         ("model", config.model.path),
         ("data", ", ".join(config.data.train_files)),
-        ("reward", _describe_reward(config.reward)),
+        ("reward", describe_reward(config.reward)),
     ]
     if fork := describe_fork_of(folder):
         facts.append(("forked from", fork.removeprefix("fork of ")))
@@ -226,17 +225,6 @@ def describe_judging(folder: Path, config: Config | None) -> dict[str, Any]:
             for judge in (judges_of(config.reward) if config else ())
         ],
     }
-
-
-def _describe_reward(reward: Reward) -> str:
-    """Return what scores the responses, such as `judge qwen-plus, rule gsm8k`."""
-    sources = [f"judge {judge.settings.model}" for judge in judges_of(reward)]
-    sources += [f"reward model {model.settings.path}" for model in models_of(reward)]
-    sources += [
-        f"function {rule.function}" if rule.function else f"rule {rule.rule or 'of each row'}"
-        for rule in rules_of(reward)
-    ]
-    return ", ".join(sources)
 
 
 def answer_questions(
