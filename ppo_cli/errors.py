@@ -286,3 +286,8 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the nearest candidate, or an empty string."""
     near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def plural(number: float, noun: str, nouns: str = "") -> str:
+    """Return a count with its noun: `1 pair`, `2,000 pairs`, or `2 replies` with `nouns`."""
+    return f"{number:,.0f} {noun if number == 1 else nouns or f'{noun}s'}"

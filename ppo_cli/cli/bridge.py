@@ -27,6 +27,7 @@ from ppo_cli.errors import (
     MissingPart,
     UserError,
     collect_problems,
+    plural,
     ppo,
     refuse_out_address,
 )
@@ -88,7 +89,8 @@ def read(
 
         print_json({"steps": steps, "responses": responses}, indent=None)
     else:
-        print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
+        read = f"{plural(steps, 'step')}, {plural(responses, 'response')}"
+        print(f"{folder}: {read}. See them: ppo show {folder}")
 
 
 def print_verl_plan(arguments: Arguments) -> None:

@@ -25,7 +25,7 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import is_hub_name
-from ppo_cli.errors import EXIT_USER, ppo
+from ppo_cli.errors import EXIT_USER, plural, ppo
 from ppo_cli.run_folder import plain
 
 EXAMPLES = 5  # rows that a finding lists
@@ -247,27 +247,30 @@ def list_remarks(report: Report) -> list[str]:
     lines = list(report.notes)
     if report.missing_ground_truth.count:
         lines.append(
-            format_finding("rows have no ground truth; rules need one", report.missing_ground_truth)
+            format_finding(
+                "row", "without ground truth; rules need one", report.missing_ground_truth
+            )
         )
     if report.duplicates.count:
-        lines.append(format_finding("prompts are repeated", report.duplicates))
+        lines.append(format_finding("repeated prompt", "", report.duplicates))
     # Not an error here: the limit of the training run may be another one.
     if report.overlong.count:
-        what = f"prompts exceed {report.max_prompt_length} tokens; training stops at them unless "
+        what = f"longer than {report.max_prompt_length} tokens; training stops at them unless "
         what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
-        lines.append(format_finding(what + "data.truncation=left|right", report.overlong))
+        lines.append(format_finding("prompt", what + "data.truncation=left|right", report.overlong))
     if report.control_words.count:
-        what = "prompts contain text that this tokenizer turns into control tokens"
-        lines.append(format_finding(what, report.control_words))
+        what = "with text that this tokenizer turns into control tokens"
+        lines.append(format_finding("prompt", what, report.control_words))
     if report.unused_columns:
         lines.append(f"Columns that are not read: {', '.join(report.unused_columns)}.")
     return lines
 
 
-def format_finding(what: str, finding: Finding) -> str:
-    """Return `3 WHAT: first, second, third`."""
+def format_finding(noun: str, what: str, finding: Finding) -> str:
+    """Return `3 NOUNS WHAT: first, second, third`."""
     ellipsis = ", …" if finding.count > len(finding.examples) else ""
-    return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{ellipsis}"
+    subject = f"{plural(finding.count, noun)} {what}".rstrip()
+    return f"{subject}: {'; '.join(finding.examples)}{ellipsis}"
 
 
 def format_bad_rows(report: Report) -> list[str]:
@@ -282,8 +285,8 @@ def format_bad_rows(report: Report) -> list[str]:
 def format_verdict(report: Report) -> str:
     """Return the last line of the report: all rows are usable, or how many are bad."""
     if report.bad:
-        return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."
-    return f"All {report.rows:,} rows can be used."
+        return f"Bad: {report.bad:,} of {plural(report.rows, 'row')}; correct or remove them."
+    return f"{plural(report.rows, 'row')}, and all can be used."
 
 
 def print_lines(title: str, lines: Iterable[str]) -> None:
@@ -296,7 +299,7 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
 def print_prepared(files: Sequence[PreparedFile]) -> None:
     """Print the files that were written, and the commands that use them."""
     for file in files:
-        print_text(f"{file.path}: {file.rows:,} rows")
+        print_text(f"{file.path}: {plural(file.rows, 'row')}")
     for note in filter(None, (file.note for file in files)):
         print_text(note)
     # The next command, with the flags for the splits that exist.

@@ -28,7 +28,15 @@ from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
-from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo, replace_path
+from ppo_cli.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    RewardError,
+    plural,
+    ppo,
+    replace_path,
+)
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
 
@@ -420,7 +428,7 @@ def format_export(record: dict[str, Any]) -> str:
         f"Model in {record['out']}",
         f"  from        {record['source']}{step}",
         f"  parameters  {format_count(record['parameters']).strip()}, {record['dtype']}",
-        f"  size        {format_count(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
+        f"  size        {format_count(record['bytes'], 'G')}B in {plural(files, 'file')}",
     ]
     # Lines that only some exports have.
     if record["card"]:

@@ -14,7 +14,7 @@ import typer
 from ppo_cli.cli.flags import Arguments, add_command, make_file_argument, make_flag, make_switch
 from ppo_cli.cli.screen import align_columns, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
-from ppo_cli.errors import ConfigError, Interrupted, RewardError
+from ppo_cli.errors import ConfigError, Interrupted, RewardError, plural
 
 app = typer.Typer(
     add_completion=False,
@@ -133,7 +133,7 @@ def rubric(arguments: Arguments) -> None:
 def format_draft_summary(result: dict[str, Any]) -> str:
     """Return the result of drafting as text: failures, cost, and the flag that uses the drafts."""
     cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
-    usage = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
+    usage = f"{plural(result['calls'], 'call')}, {plural(result['tokens'], 'token')}{cost}"
     lines = [f"{failure['row']}: left out, {failure['why']}" for failure in result["failed"]]
     lines.append(
         f"{usage}; {result['written']:,} written to {result['out']}. Edit them before use:"

@@ -32,7 +32,7 @@ from ppo_cli.cli.screen import (
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, UserError, ppo
+from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, UserError, plural, ppo
 from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Screen
 
@@ -82,9 +82,9 @@ def format_scores(summary: Facts) -> list[str]:
 
 def format_rankings(facts: Facts) -> list[str]:
     """Return the result of `compare_rankings` as a table, with rows for steps if several."""
-    of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
+    of_prompts = f"among responses to one prompt ({plural(facts['groups'], 'prompt')})"
     pairs = [
-        (f"rank correlation, {facts['rows']:,} rows", format_number(facts["agreement"])),
+        (f"rank correlation, {plural(facts['rows'], 'row')}", format_number(facts["agreement"])),
         (of_prompts, format_number(facts["within"])),
         ("pairs in reversed order", _format_percent(facts["turned"])),
     ]
@@ -271,7 +271,7 @@ def format_audit(result: Facts) -> list[str]:
         lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
         lines += _format_worst_case(check["worst"], failed=check["passed"] is False)
     spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
-    return [*lines, "", f"{result['asked']:,} verdicts; {spent}."]
+    return [*lines, "", f"{plural(result['asked'], 'verdict')}; {spent}."]
 
 
 def _format_worst_case(case: Facts | None, *, failed: bool) -> list[str]:
@@ -509,7 +509,7 @@ def models(arguments: Arguments) -> None:
 def _format_listing(listing: Facts) -> list[str]:
     """Return the models of one provider as a table, with notes below."""
     rows = listing["models"]
-    count = "no list" if rows is None else f"{len(rows):,} models"
+    count = "no list" if rows is None else plural(len(rows), "model")
     cells = [MODEL_COLUMNS, *map(_format_model, rows)] if rows else []
     lines = titled_table(f"{listing['provider']}: {count}", cells, left_aligned=1)
     return lines + [f"  {note}" for note in listing["notes"]]

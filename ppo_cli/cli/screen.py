@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, plural
 from ppo_cli.redact import redact
 from ppo_cli.report.metrics import format_dollars, format_duration, mixture_part_means
 from ppo_cli.report.tracker import Advance, Screen, Summary
@@ -363,7 +363,7 @@ def format_judges(
             spent.append(f"{left:,.0f} of {tokens:,} tokens left{whose}")
     share = cached / (calls + cached)
     return [
-        f"judge     last step: {calls:.0f} calls{speed}, {share:.0%} from the cache, "
+        f"judge     last step: {plural(calls, 'call')}{speed}, {share:.0%} from the cache, "
         f"{errors:.1%} errors",
         f"cost      {', '.join(spent)}",
     ]
@@ -501,7 +501,7 @@ class TerminalScreen(Screen):
         if self._steps is not None and self._console.height >= MIN_VIEW_HEIGHT:
             # A quarter of the terminal is for the lines above the view.
             room = self._console.height * 3 // 4 - bars.row_count
-            failures = f"failures  {self._totals['failed']:.0f} responses without a score"
+            failures = f"failures  {plural(self._totals['failed'], 'response')} without a score"
             status = [self._make_row(row) for row in (*self._judge, failures)]
             if self._warning:
                 text = self._make_row(f"warning   {self._warning}", "yellow")

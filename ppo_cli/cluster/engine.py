@@ -28,7 +28,7 @@ from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
-from ppo_cli.errors import ConfigError, UserError, WorkerLost
+from ppo_cli.errors import ConfigError, UserError, WorkerLost, plural
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -191,8 +191,8 @@ class ClusterEngine:
             tell=tell, stop_requested=stop_requested,
         )  # fmt: skip
         try:
-            ranks = _count_noun(len(placement.train), "learner rank")
-            tell(f"Starting {ranks} and {_count_noun(len(placement.rollout), 'sampler')}")
+            ranks = plural(len(placement.train), "learner rank")
+            tell(f"Starting {ranks} and {plural(len(placement.rollout), 'sampler')}")
             self._start(config, tokenizer, total_steps, placement)
         except BaseException:
             self.close()
@@ -436,7 +436,3 @@ class ClusterEngine:
         except Exception as error:
             errors.append(error)
             return True
-
-
-def _count_noun(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

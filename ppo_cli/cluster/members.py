@@ -33,7 +33,7 @@ from ppo_cli.cluster.worker_process import (
 )
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Transfer
-from ppo_cli.errors import Interrupted, UserError, WorkerLost
+from ppo_cli.errors import Interrupted, UserError, WorkerLost, plural
 
 # Ray's message about a worker that ended by itself.
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)
@@ -315,7 +315,7 @@ def reserve_nodes(
 
 def describe_wait(count: int, gpus: int) -> str:
     """Describe which nodes are requested and which the cluster has."""
-    request = f"{count} node{'s' * (count > 1)}" + f" with {gpus} GPUs" * bool(gpus)
+    request = plural(count, "node") + f" with {plural(gpus, 'GPU')}" * bool(gpus)
     rooms = [_resources(node) for node in ray.nodes() if node["Alive"]]
     fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus)
     has = f"the cluster has {fit}"

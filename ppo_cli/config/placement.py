@@ -24,7 +24,7 @@ from ppo_cli.config.machine.gpus import Gpu, list_gpus
 from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.run import Config, Sleep, Transfer
-from ppo_cli.errors import did_you_mean
+from ppo_cli.errors import did_you_mean, plural
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
@@ -350,12 +350,12 @@ def describe_placement(placement: Placement) -> list[str]:
 
     # Who trains and who samples.
     rollout = tuple(device for sampler in placement.rollout for device in sampler)
-    samplers = _count_noun(len(placement.rollout), "sampler")
+    samplers = plural(len(placement.rollout), "sampler")
     if size:
-        samplers += f" of {_count_noun(len(rollout) // len(placement.rollout), 'GPU')}"
+        samplers += f" of {plural(len(rollout) // len(placement.rollout), 'GPU')}"
     asleep = tuple(device for i in placement.sleepers for device in placement.rollout[i])
     sentences = [
-        f"{_count_noun(len(placement.train), 'learner rank')} on {on(placement.train)}, "
+        f"{plural(len(placement.train), 'learner rank')} on {on(placement.train)}, "
         f"{samplers} on {on(rollout)}"
         + (f" (asleep on {on(asleep)} while training)" if asleep else "")
     ]
@@ -382,10 +382,6 @@ def describe_placement(placement: Placement) -> list[str]:
     elif placement.nodes > 1:
         sentences.append(f"the slots are spread over {placement.nodes} nodes")
     return sentences
-
-
-def _count_noun(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -438,7 +434,7 @@ def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
     # Equal GPUs are named once, different ones each.
     shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
     if len(set(shown)) < 2:
-        return [f"{_count_noun(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
+        return [f"{plural(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
     every = "; ".join(f"GPU {number} is {name}" for number, name in enumerate(shown))
     return [f"{every} (memory is counted by the smallest)"]
 

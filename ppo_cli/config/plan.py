@@ -37,7 +37,7 @@ from ppo_cli.config.schema.algorithm import Trained
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.errors import ConfigError, UserError, plural
 from ppo_cli.redact import mask_secrets, redact, redact_url
 
 # Providers that need no more than a key.
@@ -182,7 +182,7 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     for judge in judges_of(reward):
         if judge.part is not None:
             count = calls[judge.part] = _multiply(responses, judge.settings.votes)
-            number = "unknown calls" if count is None else f"{count:,} calls"
+            number = "unknown calls" if count is None else plural(count, "call")
             fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
             name = judge.name.removeprefix("the ")
             sentences.append(f"{name}: {number} for responses in the run{fewer}")

@@ -29,7 +29,7 @@ from ppo_cli.data_sets.files import (
 )
 from ppo_cli.data_sets.rows import is_transcript, read_plain, read_records, split_transcript
 from ppo_cli.data_sets.sources import read_source, split_sources
-from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out_address
+from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
 from ppo_cli.records import Message
 
 # Names of the sets on the hub, and the instructions that their prompts end with.
@@ -342,6 +342,6 @@ def prepare(
     files = [PreparedFile(split, path, len(splits[split])) for split, path in targets.items()]
     if built.left_out:
         count = len({problem.place for problem in built.left_out})
-        note = f"{count} rows left out, such as {built.left_out[0]}."
+        note = f"{plural(count, 'row')} left out, such as {built.left_out[0]}."
         files[-1] = replace(files[-1], note=note)
     return files

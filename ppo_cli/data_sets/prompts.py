@@ -23,7 +23,7 @@ import numpy as np
 
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, RowSet, load_sets, prompt_of
-from ppo_cli.errors import DataError, first_line
+from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark
 
@@ -352,7 +352,7 @@ def render_prompts(
     notes = [note for rows in sets for note in rows.notes]
     if hit := [item for _, item in items if item.control_words]:
         notes.append(
-            f"{len(hit)} prompts contain text that the model reads as control tokens, first "
+            f"{plural(len(hit), 'prompt')} with text that the model reads as control tokens, first "
             f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
         )
     # Some templates drop the system message: compare without white space.

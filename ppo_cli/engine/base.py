@@ -23,7 +23,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.placement import sampler_name
 from ppo_cli.config.schema.run import Config, Transfer
-from ppo_cli.errors import ModelError, UserError, is_out_of_memory
+from ppo_cli.errors import ModelError, UserError, is_out_of_memory, plural
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize, count_tokens
 
@@ -206,7 +206,7 @@ def explain_transfer_out_of_memory() -> Iterator[None]:
 def describe_halving(rows: int, who: str = "Sampling") -> str:
     """Return the message about a halving of the sampler's capacity."""
     return (
-        f"{who} ran out of memory: at most {rows} response{'s' * (rows != 1)} are sampled at "
+        f"{who} ran out of memory: at most {plural(rows, 'response')} are sampled at "
         f"once now. Set rollout.max_num_seqs={rows} to start there next time."
     )
 

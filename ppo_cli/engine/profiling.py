@@ -6,6 +6,7 @@ recorded.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from ppo_cli.config.schema.run import Config
 # Time outside of the phases: rewards, advantages, the driver, or waiting for other ranks.
 REST = "outside"
 TOP = 3  # operators listed for each phase
+# Above the level of kineto's two `USDT` lines per profile (tried with torch 2.13).
+KINETO_SILENT = "6"
 
 
 class Profiler:
@@ -74,6 +77,7 @@ class Profiler:
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         self._step, self._seconds = step, {}
+        os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
         self._open = profile(activities=kinds, acc_events=True)
         self._open.__enter__()
         self._started = time.perf_counter()

@@ -18,7 +18,7 @@ from statistics import correlation, fmean, median, pvariance
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ppo
+from ppo_cli.errors import plural, ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
 from ppo_cli.report.exploits import describe_failures, name_paid_words
 
@@ -726,7 +726,7 @@ def _check_cut_prompts(steps: History, limits: Limits) -> str:
     if not cut_counts:
         return ""
     return (
-        f"{sum(cut_counts)} prompts were cut to fit the reward model, from the left. Raise "
+        f"Cut to fit the reward model, from the left: {plural(sum(cut_counts), 'prompt')}. Raise "
         "--reward_model_max_length if it can read more, or shorten them (--max_prompt_length)."
     )
 

@@ -18,7 +18,7 @@ from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
+from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
@@ -295,7 +295,7 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
         return
     look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
     raise RewardError(
-        f"No response of the {len(steps)} step{'s' * (len(steps) > 1)} got a score, so the model "
+        f"No response of the {plural(len(steps), 'step')} got a score, so the model "
         f"has learned nothing. `{look}` shows why. Correct the reward, then start from scratch: "
         f"{replace_flag(resume_command, '--resume', 'never')}"
     )
@@ -318,19 +318,20 @@ def describe_judge_totals(run_dir: Path, history: Lines) -> str:
     if not calls and not sums["cached"]:
         return ""
     # Clauses with a count of 0 are left out.
-    clauses = [f"{len(calls):,} calls"]
+    clauses = [plural(len(calls), "call")]
     if in_flight:
         clauses.append(f"{in_flight:,} in flight (at their worst case)")
     if causes:
         each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
-        clauses.append(f"{causes.total():,} failed ({each}), {sums['retries']:,.0f} retries")
+        retries = plural(sums["retries"], "retry", "retries")
+        clauses.append(f"{causes.total():,} failed ({each}), {retries}")
     if sums["cached"]:
-        clauses.append(f"{sums['cached']:,.0f} verdicts reused")
+        clauses.append(f"{plural(sums['cached'], 'verdict')} reused")
     unscored = sum(
         line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
     )
     if unscored:
-        clauses.append(f"{unscored:,.0f} responses without a score")
+        clauses.append(f"{plural(unscored, 'response')} without a score")
     return ", ".join([*clauses, format_dollars(sum(float(call["usd"]) for call in calls))])
 
 

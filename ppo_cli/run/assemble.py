@@ -43,7 +43,7 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engine.models import pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
-from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
+from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, plural, ppo
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
@@ -82,7 +82,7 @@ def describe_machine() -> str:
             versions.append(f"{package} {metadata.version(package)}")
     # GPUs as torch counts them, because it computes on them.
     gpus = torch.cuda.device_count()
-    devices = f"{os.cpu_count()} CPUs, {gpus} GPUs" if gpus else f"{os.cpu_count()} CPUs"
+    devices = f"{os.cpu_count()} CPUs, {plural(gpus, 'GPU')}" if gpus else f"{os.cpu_count()} CPUs"
     return f"{', '.join(versions)} on {platform.platform()}, {devices}"
 
 

@@ -34,6 +34,7 @@ from ppo_cli.errors import (
     UserError,
     command_line,
     first_line,
+    plural,
     refuse_out_address,
     replace_flag,
     replace_path,
@@ -265,7 +266,7 @@ def _describe_data(config: Config) -> list[str]:
         ("Validation", config.data.val_files, val_rows(config)),
     ):
         names = ", ".join(map(_public_name, files))
-        counted = f"{rows:,} rows" if rows is not None else f"rows {UNKNOWN}"
+        counted = plural(rows, "row") if rows is not None else f"rows {UNKNOWN}"
         lines.append(f"- {title}: {names}, {counted}" if files else f"- {title}: none")
     return lines
 

@@ -21,7 +21,7 @@ from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
-from ppo_cli.errors import DataError, UserError, did_you_mean
+from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
@@ -363,7 +363,7 @@ def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
 
 def _usage_line(bill: UsageRange, price: Price | None) -> str:
     """Format an estimate: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
-    line = f"{bill.calls:,} calls, {_token_range(bill.low.total, bill.high.total)} tokens"
+    line = f"{plural(bill.calls, 'call')}, {_token_range(bill.low.total, bill.high.total)} tokens"
     costs = bill.costs(price)
     return line if costs is None else f"{line}, {_dollar_range(*costs)}"
 
@@ -424,9 +424,9 @@ def describe_availability(model: str, names: list[str] | None) -> str:
         return NO_LIST
     # A listed name may be a dated version of the model.
     if any(name == model or name.startswith(f"{model}-") for name in names):
-        return f"the key may use {len(names):,} models, including this one"
+        return f"the key may use {plural(len(names), 'model')}, including {model}"
     near = did_you_mean(model, names)
-    return f"the key may use {len(names):,} models, but not {model}.{near}"
+    return f"the key may use {plural(len(names), 'model')}, but not {model}.{near}"
 
 
 def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from ppo_cli.data_sets.rows import (
     read_row,
 )
 from ppo_cli.data_sets.sources import read_source
-from ppo_cli.errors import DataError, UserError, did_you_mean
+from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run_folder import rollout_file, rollout_steps
 
@@ -244,7 +244,7 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
     wrong = [(row.place, _label_problem(value)) for row, value in labelled]
     raise_problems([RowProblem(place, column, problem) for place, problem in wrong if problem])
     without = len(cells) - len(labelled)
-    notes = (f"{without} rows have no label and are left out.",) if without else ()
+    notes = (f"{plural(without, 'row')} without a label left out.",) if without else ()
     if positive is None and not any(isinstance(value, str) for value in values):
         numbers = np.asarray([float(value) for value in values])
         levels = np.unique(numbers)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ppo_cli.config.mixture import MixPart, judges_of, mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.errors import Interrupted, RewardError, plural
 from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
@@ -136,7 +136,7 @@ def score_all(
     # Each reward model reports its own count of shortened prompts.
     cut = sum(int(value) for name, value in metrics.items() if name.endswith("/prompts_cut"))
     if cut:
-        watch.note(f"{cut} prompts were cut to fit the reward model, from the left.")
+        watch.note(f"Cut to fit the reward model, from the left: {plural(cut, 'prompt')}.")
     scores = [_score_if_done(future) for future in futures]
     if isinstance(rollouts, Sequence):
         scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))

@@ -33,7 +33,7 @@ from ppo_cli.config.placement import (
 )
 from ppo_cli.config.schema.keys import Clash, Scene, value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ppo
+from ppo_cli.errors import plural, ppo
 
 
 def missing_packages(config: Config, gpus: int) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _check_threads(config: Config) -> Iterator[Clash]:
         yield Clash(
             ("trainer.threads",),
             f"trainer.threads {threads} is more than {MAX_THREADS_PER_CORE} for each of the "
-            f"{cores} core{'s' * (cores > 1)} that this process may use; use "
+            f"{plural(cores, 'core')} that this process may use; use "
             f"trainer.threads={cores}, or leave it out.",
         )
 

@@ -31,6 +31,7 @@ from ppo_cli.errors import (
     Interrupted,
     ModelError,
     UserError,
+    plural,
     refuse_out_address,
     replace_path,
 )
@@ -41,7 +42,6 @@ from ppo_cli.extras.fitting.preferences import (
     encode_pairs,
     exclude_held_out,
     load_pairs,
-    plural,
     raise_if_unrenderable,
     split_by_prompt,
     unlimited_format,

@@ -34,7 +34,7 @@ from ppo_cli.data_sets.rows import (
     split_transcript,
 )
 from ppo_cli.data_sets.sources import read_source
-from ppo_cli.errors import DataError, RewardError, did_you_mean
+from ppo_cli.errors import DataError, RewardError, did_you_mean, plural
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
 from ppo_cli.rewards.models.base import Encoded, Format
@@ -158,7 +158,8 @@ def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowPr
         )
         if high > low
     ]
-    note = f"{raw.source}: {len(pairs)} pairs out of scored responses to {len(groups)} prompts"
+    made, of = plural(len(pairs), "pair"), plural(len(groups), "prompt")
+    note = f"{raw.source}: {made} out of scored responses to {of}"
     unscored = sum(score is None for *_, score in rows)
     lost = f", {unscored} without a score left out" if unscored else ""
     return pairs, problems, f"{note}{lost}."
@@ -267,11 +268,6 @@ def read_margin(value: Any) -> float:
     if not math.isfinite(plain) or plain < 0:
         raise RowError(MARGIN, f"is {plain}; a margin is a number from 0 up")
     return float(plain)
-
-
-def plural(number: int, what: str) -> str:
-    """Return a count with its noun: `1 pair`, `2 pairs`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 MAX_HELD_OUT = 2000  # more pairs would hardly make the accuracy more precise

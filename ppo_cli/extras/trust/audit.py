@@ -14,6 +14,7 @@ from typing import Any
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
+from ppo_cli.errors import plural
 from ppo_cli.extras.trust import attacks as tr
 from ppo_cli.extras.trust import criteria
 from ppo_cli.extras.trust.attacks import (
@@ -159,7 +160,7 @@ def audit(
     twice = [rollouts[item.prompt.uid, text] for item, text in repeated]
     verdicts = 2 * len(twice) * (len(random_sources(settings)) if mixed else 1)
     calls = len(rollouts) * verdicts_per_response(settings) + verdicts
-    forecast = f"Asking for at most {calls:,} verdicts, on {len(items)} prompts."
+    forecast = f"Asking for at most {plural(calls, 'verdict')}, on {plural(len(items), 'prompt')}."
     screen.note(forecast + criteria_calls_note(settings))
     # Score all responses, then get new verdicts on a few.
     with screen.phase("audit", len(rollouts)) as advance:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, plural
 from ppo_cli.extras.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
@@ -315,8 +315,8 @@ def forecast_calls(settings: RewardSettings, rows: int, repeated: int, repeat: i
     if reward_kind(settings) == "mixture":
         times = f" x {each} verdicts of {len(part_columns(settings, ()))} parts"
     twice = f", and {repeated} of them {repeat} times more" if repeated else ""
-    forecast = f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
-    return forecast + criteria_calls_note(settings)
+    asked = f"Asking for at most {plural(calls, 'verdict')}"
+    return f"{asked}: {plural(rows, 'row')}{times}{twice}." + criteria_calls_note(settings)
 
 
 def _scored_columns(labelled: LabelledRows, column: PartColumn) -> ScoredColumns:
@@ -387,7 +387,8 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
         won, of = pairs[rows].sum(axis=0)
         return float(won / of)
 
-    few = f"{len(pairs)} prompts with better and worse answers; at least {MIN_ROWS} are needed"
+    usable = plural(len(pairs), "prompt")
+    few = f"{usable} with better and worse answers; at least {MIN_ROWS} are needed"
     why = few if len(pairs) < MIN_ROWS else ""
     estimate = estimate_or_reason(max(MIN_ROWS, len(pairs)), share, why, share=True)
     return {"pairs of one prompt in order": estimate}

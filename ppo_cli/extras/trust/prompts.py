@@ -24,7 +24,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row
 from ppo_cli.data_sets.sources import read_source
-from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line
+from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
@@ -326,10 +326,10 @@ def _forecast_drafts(api: ApiReward, questions: Sequence[Question], finished: in
     worst = sum((worst_case(question) for question in questions), Usage())
     price = find_price(api)
     cost = "price unknown" if price is None else f"${price.cost(worst):.4f}"
-    before = f"{finished:,} rows already have criteria. " if finished else ""
+    before = f"{plural(finished, 'row')} already with criteria. " if finished else ""
     return (
-        f"{before}Asking for {len(questions):,} drafts: at most {worst.total:,} tokens, {cost}, "
-        "if no call is repeated."
+        f"{before}Asking for {plural(len(questions), 'draft')}: at most {worst.total:,} tokens, "
+        f"{cost}, if no call is repeated."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import METRICS, find_position, list_cards
 from ppo_cli.report.drift import Opinion, read_opinions
 from ppo_cli.report.health import CALM_STEPS, EXPLOITS, Limits, find_troubles, make_limits
@@ -275,11 +275,7 @@ def summarise_in_sentence(
     if not history:
         return [("No step is finished yet.", "")]
     steps = int(history[-1]["step"])
-    length = (
-        f"{steps} of {total} steps"
-        if total and steps < total
-        else f"{steps} step{'s' * (steps != 1)}"
-    )
+    length = f"{steps} of {total} steps" if total and steps < total else plural(steps, "step")
     # First and last values of the main measures.
     summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
     head = "Doubtful" if is_doubtful(findings) else summary.verdict

@@ -30,7 +30,7 @@ from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
-from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
+from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (
     Checkpoint,
@@ -126,7 +126,7 @@ def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) 
     """Return names and weights of a head's rows; several rows need weights in the settings."""
     if len(outputs) != rows and (outputs or rows > 1):
         raise ModelError(
-            f"{path} has {rows} output{'s' if rows > 1 else ''}, and reward.model.outputs holds "
+            f"{path} has {plural(rows, 'output')}, and reward.model.outputs holds "
             f"{len(outputs)} weights; say how they count with reward.model.outputs="
             f"[{','.join(['1', *['0'] * (rows - 1)])}] or other weights."
         )
