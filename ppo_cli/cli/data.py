@@ -237,7 +237,7 @@ def make_length_rows(report: Report) -> Table:
         return []
     tokens = report.tokens
     return [
-        (name, f"{tokens[name]:,} tokens, {count:,} characters")
+        (name, f"{plural(tokens[name], 'token')}, {plural(count, 'character')}")
         for name, count in report.characters.items()
     ]
 
@@ -255,7 +255,7 @@ def list_remarks(report: Report) -> list[str]:
         lines.append(format_finding("repeated prompt", "", report.duplicates))
     # Not an error here: the limit of the training run may be another one.
     if report.overlong.count:
-        what = f"longer than {report.max_prompt_length} tokens; training stops at them unless "
+        what = f"of more than {report.max_prompt_length} tokens; training stops at them unless "
         what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
         lines.append(format_finding("prompt", what + "data.truncation=left|right", report.overlong))
     if report.control_words.count:
@@ -285,8 +285,9 @@ def format_bad_rows(report: Report) -> list[str]:
 def format_verdict(report: Report) -> str:
     """Return the last line of the report: all rows are usable, or how many are bad."""
     if report.bad:
-        return f"Bad: {report.bad:,} of {plural(report.rows, 'row')}; correct or remove them."
-    return f"{plural(report.rows, 'row')}, and all can be used."
+        rows = plural(report.rows, "row")
+        return f"{report.bad:,} of {rows} cannot be used; correct or remove them."
+    return f"All {report.rows:,} rows can be used." if report.rows > 1 else "The row can be used."
 
 
 def print_lines(title: str, lines: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ COLUMNS = {
 }
 HIDDEN_COLUMNS = {"policy_loss"}  # always near 0, as advantages have mean 0
 # Fields that a narrow terminal leaves out of a step's line, the first one first.
-DROPPED_FIELDS = ("left", "clip", "value", "entropy", "length", "kl")
+DROPPED_FIELDS = ("clip", "value", "entropy", "length", "kl", "time")
 VALIDATION_WIDTH = len("  val 0.000")
 ROUNDED_TO_ZERO = 1e-6  # smaller metrics of a step are rounding errors
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -118,7 +118,8 @@ def format_step(
 ) -> str:
     """Return the metrics of a step as one line, without those that were not measured.
 
-    With a `width` in characters the least important fields are left out until the line fits.
+    With a `width` in characters the time left is not shown, and the least important fields are left
+    out until the line fits.
     """
     fields = {"step": f"step {step:>{len(str(total_steps))}}/{total_steps}"}
     # Metrics in a fixed order, then validation and times.
@@ -132,7 +133,7 @@ def format_step(
         fields["val"] = f"val {format_number(value)}{_format_parts(metrics, 'val/')}"
     if "time/step_s" in metrics:
         fields["time"] = f"{metrics['time/step_s']:.1f} s"
-    if metrics.get("time/left_s"):
+    if metrics.get("time/left_s") and not width:
         fields["left"] = f"{format_duration(metrics['time/left_s'])} left"
     # Steps without a validation keep its place free, so that all lines have the same fields.
     if width and "val" not in fields:
@@ -519,9 +520,7 @@ class TerminalScreen(Screen):
     def _make_bars(self) -> Table:
         """Return the row of the run and that of the phase."""
         now, wide = time.monotonic(), self._console.width >= WIDE
-        bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        for ratio in (None, 1, None):
-            bars.add_column(no_wrap=True, ratio=ratio)
+        rows: list[tuple[str, ProgressBar | str, str]] = []
         if self._steps is not None:
             done, total = self._steps
             end = "time left: known after this step" if wide else ""
@@ -531,14 +530,19 @@ class TerminalScreen(Screen):
                 end += f" ({format_duration(left)} left)" if wide else ""
             label = f"step {min(done + 1, total)} of {total}"
             label += f" ({done} done)" if wide else ""
-            bars.add_row(label, ProgressBar(total, done), end)
+            rows.append((label, ProgressBar(total, done), end))
         if self._phase is not None:
             label, items, began = self._phase
             took = format_duration(now - began)
             # A phase without items shows its time alone.
             several = items is not None and items > 1
             bar = ProgressBar(items, self._done) if several else ""
-            bars.add_row(label, bar, f"{self._done} of {items}, {took}" if several else took)
+            rows.append((label, bar, f"{self._done} of {items}, {took}" if several else took))
+        bars = Table.grid(padding=(0, 2, 0, 0), expand=wide)
+        for ratio in (None, 1, None) if wide else (None,):
+            bars.add_column(no_wrap=True, ratio=ratio)
+        for label, bar, figures in rows:
+            bars.add_row(*([label, bar, figures] if wide else [f"{label}  {figures}"]))
         return bars
 
     def _make_curves(self, width: int) -> list[Text]:

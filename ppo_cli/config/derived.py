@@ -16,6 +16,7 @@ from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.placement import engine_name, gpus_per_node, learner_ranks
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
+from ppo_cli.errors import plural
 
 DataSplit = Literal["train", "val"]
 
@@ -195,8 +196,9 @@ def fit_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
 def describe_lowered_batches(rows: int, batch: int, mini: int) -> str:
     """Return the note that both batch sizes are lowered to the number of training rows."""
     batch_fits, mini_fits = fit_batches(rows, batch, mini)
+    verb = "is" if rows == 1 else "are"
     return (
-        f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "
+        f"There {verb} {plural(rows, 'training row')}: --batch_size is lowered to {batch_fits} and "
         f"--mini_batch_size to {mini_fits}."
     )
 

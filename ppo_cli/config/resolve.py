@@ -43,7 +43,7 @@ from ppo_cli.config.schema.keys import (
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import NO
 from ppo_cli.config.verl.translator import translate
-from ppo_cli.errors import ConfigError
+from ppo_cli.errors import ConfigError, plural
 from ppo_cli.redact import hide_settings, redact
 
 # Sizes that are lowered to the number of training rows when nobody chose them.
@@ -105,7 +105,7 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
         draft.notes.append(describe_lowered_batches(rows, batch, mini))
         batch, mini = fit_batches(rows, batch, mini)
         sizes = {BATCHES[0]: batch, BATCHES[1]: mini}
-        why = f"{rows} training rows"
+        why = plural(rows, "training row")
     else:  # too few rows for a chosen batch are refused once the rows have been read
         if mini <= batch or BATCHES[1] in chosen:
             return config

@@ -402,7 +402,7 @@ def apply_length_limit(
         first, longest = long[0], max(len(item.token_ids) for item in long)
         raise DataError(
             f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is "
-            f"{limit} ({len(long)} such rows, the longest has {longest}). Raise "
+            f"{limit} ({plural(len(long), 'such row')}, the longest has {longest}). Raise "
             "--max_prompt_length, drop them with data.filter_overlong_prompts=true, or cut them "
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )

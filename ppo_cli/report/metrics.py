@@ -462,7 +462,7 @@ def _list_next_steps(
         total = 2 * int(history[-1]["step"]) if history else 0
         jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
         longer = replace_flag(resume_command, "--max_steps", str(total))
-        steps.append(("; ".join(["go on from here", *jumps]), longer))
+        steps += [("go on from here", longer), *(("", jump) for jump in jumps)]
     best = run_dir / "checkpoints" / "best"
     # Worth a line only if a later checkpoint is not the best one.
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():

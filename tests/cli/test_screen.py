@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyte
@@ -27,6 +28,7 @@ from ppo_cli.cli.screen import (
     OutputClosed,
     PlainScreen,
     draw_sparkline,
+    format_end,
     format_number,
     format_step,
     format_summary,
@@ -51,7 +53,9 @@ for step in (1, 2):
 screen.note("a [bold]note[/bold]")
 screen.health("look \\x1b[2J here")
 reward = [("reward", 0.5, 1.0)]
-screen.summary(Summary(2, reward, (0.5, 1.0), Path("m"), Path("r"), 65.0, ("try this",)))
+next_steps = (("a purpose", "ppo try this"),)
+screen.summary(Summary(2, reward, (0.5, 0.75, 1.0), Path("m"), Path("r"), 65.0,
+                       verdict="Learned", next_steps=next_steps))
 screen.close()
 screen.close()
 """
@@ -65,7 +69,7 @@ def summary() -> Summary:
         model_dir=Path("outputs/checkpoints/latest/actor"),
         run_dir=Path("outputs"),
         wall_seconds=125.0,
-        next_steps=("ppo show outputs --worst 5",),
+        next_steps=(("the responses with the lowest scores", "ppo show outputs --worst 5"),),
     )
 
 
@@ -107,10 +111,11 @@ def run_piped(script: str, **env: str) -> str:
 
 def test_on_a_terminal_bars_lines_and_a_frame() -> None:
     seen = run_on_terminal()
-    assert "rollout" in seen and "update actor" in seen and "4/4" in seen
+    assert "sampling" in seen and "updating the model" in seen
     assert "step 1/2  reward 0.500" in seen and "step 2/2  reward 1.000" in seen
     assert "a [bold]note[/bold]" in seen
-    assert "╭" in seen and "▁█" in seen and "try this" in seen
+    assert "╭─ Done: learned" in seen and "▁▅█" in seen
+    assert "a purpose  ppo try this\r\n" in seen  # outside of the frame, to be copied
     assert "\x1b[2J" not in seen and r"look \x1b[2J here" in seen
     assert "\x1b[33m" in seen  # a warning is yellow
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l")  # the cursor is back
@@ -119,83 +124,202 @@ def test_on_a_terminal_bars_lines_and_a_frame() -> None:
 VIEW = """
 import sys
 from ppo_cli.cli.screen import make_screen
+from ppo_cli.config.schema.run import Config
 screen = make_screen()
-metrics = {"kl_divergence": 0.01, "entropy": 0.5, "judge/calls": 30.0, "judge/cached": 10.0,
-           "judge/error_rate": 0.05, "judge/cost_usd_total": 0.125, "time/step_s": 10.0,
-           "time/left_s": 65.0}
+api = {"enable": True, "type": "openai", "model": "m", "budget_usd": 1.0, "budget_tokens": 90000}
+config = Config.model_validate({"reward": {"api": api}})
+metrics = {"kl_divergence": 0.01, "entropy": 0.5, "response_length_mean": 3.5, "value_loss": 0.1,
+           "clip_fraction": 0.0, "explained_variance": 0.5, "grad_norm": 1.0,
+           "response_length/clip_ratio": 0.25, "time/step_s": 10.0, "time/left_s": 65.0,
+           "judge/calls": 30.0, "judge/cached": 10.0, "judge/error_rate": 0.05,
+           "judge/cost_usd_total": 0.125, "judge/tokens_in": 900.0, "judge/tokens_out": 100.0,
+           "score/failed": 2.0}
+long = "two \\x1b[2J" + "wide 好 " * 100
+line = {"prompt": "1 + 1 = ?\\nbe brief " + "x" * 300, "response": long, "score": 0.25,
+        "failure": None, "reason": "half\\nright"}
+def wait():
+    print("ready", file=sys.__stderr__, flush=True)
+    sys.stdin.readline()
+screen.begin(config, 40, [])
 for step in range(1, 31):
     with screen.phase("rollout", 8) as advance:
-        line = {"prompt": "user: 1 + 1 = ?\\n", "response": "two \\x1b[2J" + "wide 好 " * 100,
-                "score": 0.25, "failure": None, "reason": "half\\nright"}
-        screen.sample(line)
         advance(4)
-        if step in (20, 30):
-            print("ready", file=sys.__stderr__, flush=True)
-            sys.stdin.readline()
+        if step in (1, 20, 30):
+            wait()
         advance(4)
-    screen.step(step, 40, {"reward_mean": step / 40} | metrics)
+    screen.responses([line] * 8)
+    with screen.phase("reward_wait", 8):
+        if step == 2:
+            wait()
+    screen.step(step, 40, {"reward_mean": step / 40, "val/reward_mean": 0.5} | metrics)
     if step == 10:
-        screen.health("the KL is above its range")
+        screen.health("the KL is above its range, " + "and this is a long story " * 9)
 screen.close()
 """
 
 
-@pytest.mark.parametrize(("columns", "rows", "later"), [(80, 40, 50), (80, 24, 132), (60, 12, 40)])
-def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
-    columns: int, rows: int, later: int
-) -> None:
-    program_end, terminal_end = pty.openpty()
+class Terminal:
+    """A program on a terminal of some size: what a person sees there."""
 
-    def feed() -> None:
+    def __init__(self, script: str, columns: int, rows: int) -> None:
+        self._master, self._slave = pty.openpty()
+        self._rows = rows
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self._screen)
+        self.resize(columns)
+        variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=self._slave, stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=variables | {"TERM": "xterm-256color"}, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._feed, daemon=True)
+        self._reader.start()
+
+    def _feed(self) -> None:
         with contextlib.suppress(OSError):  # Linux: the other end is closed
-            while chunk := os.read(program_end, 65536):
-                stream.feed(chunk)
+            while chunk := os.read(self._master, 65536):
+                self._stream.feed(chunk)
 
-    size = lambda width: struct.pack("HHHH", rows, width, 0, 0)  # noqa: E731
-    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, size(columns))
-    terminal = pyte.Screen(columns, rows)
-    stream = pyte.ByteStream(terminal)
-    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
-    reader = threading.Thread(target=feed, daemon=True)
-    reader.start()
-    with subprocess.Popen(
-        [sys.executable, "-c", VIEW], stdout=terminal_end,
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=variables | {"TERM": "xterm-256color"}, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None and process.stderr is not None
-        for width, done in ((columns, 19), (later, 29)):
-            terminal.resize(rows, width)
-            fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, size(width))
-            process.stderr.readline()
-            time.sleep(1.0)  # four times the time between two drawings
-            shown = [row.rstrip() for row in terminal.display if row.strip()]
-            view = ["steps", "rollout"]
-            if rows >= 20:
-                texts = ["reward", "kl", "entropy", "judge", "prompt", "response", "score"]
-                view = [*texts, "warning:", *view]
-            above, below = shown[: -len(view)], shown[-len(view) :]
-            assert [row.split()[0] for row in below] == view, shown
-            repeated_rows = [
-                row for row in above if "━" in row or row.startswith(("judge", "prompt"))
-            ]
-            assert "4/8" in below[-1] and not repeated_rows, shown
-            steps = [int(row[5:7]) for row in above if row.startswith("step ")]
-            assert steps == list(range(steps[0], done + 1)), shown
-            if rows >= 20:
-                assert below[3].startswith("judge  30 calls (3.0/s)  from the cache 25%")
-                assert width < 60 or "errors 5.0%  $0.125 so far" in below[3]
-                assert below[6] == "score 0.250 half right"
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert process.wait(60) == 0
-    os.close(terminal_end)
-    reader.join(10)
-    os.close(program_end)
-    remaining_rows = [row.split()[0] for row in terminal.display if row.strip()]
-    assert (
-        "judge" not in remaining_rows and "steps" not in remaining_rows and "step" in remaining_rows
-    )
+    def resize(self, columns: int) -> None:
+        self._screen.resize(self._rows, columns)
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", self._rows, columns, 0, 0))
+
+    def press(self, key: bytes) -> None:
+        """Type a key, which the terminal echoes where the cursor is."""
+        os.write(self._master, key)
+
+    def wait(self) -> list[str]:
+        """Wait until the program is ready for the next line, and return the rows."""
+        assert self.process.stderr is not None
+        self.process.stderr.readline()
+        return self.look()
+
+    def look(self) -> list[str]:
+        time.sleep(1.0)  # four times the time between two drawings
+        return [row.rstrip() for row in self._screen.display if row.strip()]
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> list[str]:
+        """Wait for the end of the program, and return the rows that are left."""
+        assert self.process.wait(60) == 0
+        os.close(self._slave)
+        self._reader.join(10)
+        os.close(self._master)
+        return [row.rstrip() for row in self._screen.display if row.strip()]
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def start(*size: int, script: str = VIEW) -> Terminal:
+        opened.append(Terminal(script, *size))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.process.kill()
+        one.process.__exit__(None, None, None)
+
+
+def split_view(rows: list[str]) -> tuple[list[str], list[str]]:
+    """Return the rows above the view and those of the view, which begins with the reward."""
+    begins = max(i for i, row in enumerate(rows) if row.startswith(("reward ", "step ")))
+    begins = next((i for i, row in enumerate(rows) if row.startswith("reward ")), begins)
+    return rows[:begins], rows[begins:]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "later", "curves", "responses"),
+    [(80, 24, 132, 5, 1), (100, 30, 60, 7, 2), (120, 40, 80, 11, 2), (40, 20, 80, 4, 1)],
+)
+def test_the_view_is_whole_at_any_size_and_after_a_change_of_the_width(
+    terminal: Callable[..., Terminal], columns: int, rows: int, later: int, curves: int,
+    responses: int,
+) -> None:  # fmt: skip
+    view = terminal(columns, rows)
+    # The first step: which one it is of how many, and what is being done.
+    first = view.wait()
+    assert (first[-2].startswith("step 1 of 40") and "known after" in first[-2]) or columns < 64
+    assert first[-1].startswith("sampling") and "4 of 8, " in first[-1]
+    view.go_on()
+    # The second: all rows are in their places, and one point is no curve.
+    names = ["reward", "val", "length", "kl", "entropy", "clip", "value", "explained", "gradient",
+             "cut", "seconds"]  # fmt: skip
+    texts = ["prompt", "response", "score"] * responses
+    order = [*names[:curves], *texts, "judge", "cost", "failures", "warning", "step", "sampling"]
+    above, shown = split_view(view.wait())
+    assert "█" not in "".join(shown), shown
+    assert shown[-2].startswith("step 2 of 40") and shown[-1].startswith("waiting for the judge")
+    view.go_on()
+    for width, done in ((columns, 19), (later, 29)):
+        view.resize(width)
+        above, shown = split_view(view.wait())
+        # Rows that begin otherwise go on with a response or the warning.
+        words = [row.split()[0] for row in shown if row.split()[0] in {*names, *order}]
+        assert words == order or width != columns, shown
+        assert max(map(len, shown)) <= width - 5, shown
+        # Lines above the view are whole, in order, and none of them is a leftover of the view.
+        steps = [row for row in above if row.startswith("step ")]
+        numbers = [int(row[5:7]) for row in steps]
+        assert numbers == list(range(numbers[0], done + 1)), above
+        assert all(len(row) <= width and "reward" in row for row in steps), above
+        assert len([row for row in above if not row.startswith("step ")]) <= 5, above
+        assert not any("━" in row or row.startswith(("judge", "prompt")) for row in above), above
+        assert f"step {done + 1} of 40" in shown[-2] and "done about " in shown[-2]
+        assert "4 of 8" in shown[-1]
+        view.go_on()
+    left = view.end()
+    assert not any(row.startswith(("judge", "warning", "sampling")) for row in left), left
+
+
+def test_the_view_says_what_the_judge_cost_and_what_failed(
+    terminal: Callable[..., Terminal],
+) -> None:
+    view = terminal(100, 30)
+    for _ in range(2):
+        view.wait()
+        view.go_on()
+    rows = view.wait()
+    assert "judge     last step: 30 calls (3.0/s), 25% from the cache, 5.0% errors" in rows, rows
+    # 19 steps of 1,000 tokens and two failures each.
+    assert "cost      $0.12 spent, $0.88 of $1.00 left, 71,000 of 90,000 tokens left" in rows
+    assert "failures  38 responses without a score" in rows
+    assert any(row.startswith("reward    0.475") and "0.025 to 0.475" in row for row in rows)
+    # The beginning of a prompt is shown, as its end is cut.
+    assert any(row.startswith("prompt    1 + 1 = ? be brief xxx") for row in rows), rows
+    assert "score 0.250  half right" in rows
+    done = next(row for row in rows if row.startswith("step 20 of 40 (19 done)"))
+    assert re.search(r"done about (\w{3} )?\d\d:\d\d \(1 min \d s left\)$", done), done
+    view.go_on()
+    view.wait()
+    view.go_on()
+    view.end()
+
+
+def test_a_key_that_the_terminal_echoes_leaves_no_second_row(
+    terminal: Callable[..., Terminal],
+) -> None:
+    view = terminal(80, 24)
+    view.wait()
+    view.press(b"\x03")
+    view.press(b"\x03")
+    rows = view.look()
+    assert [row.split()[0] for row in rows] == ["failures", "step", "sampling"], rows
+    for _ in range(4):
+        view.go_on()
+    view.end()
+
+
+def test_clock_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.mktime((2026, 11, 26, 17, 40, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "localtime", lambda at=now, real=time.localtime: real(at))
+    assert format_end(130) == "17:42" and format_end(8 * 3600) == "Fri 01:40"
 
 
 def test_quiet_prints_warnings_and_the_summary() -> None:
@@ -225,12 +349,12 @@ def test_a_dumb_terminal_and_a_pipe_get_plain_lines() -> None:
         "a [bold]note[/bold]",
         r"warning: look \x1b[2J here",
     ]
-    assert "curve       ▁█" in text and "1 min 5 s" in text
+    assert "curve       ▁▅█" in text and "1 min 5 s" in text
 
 
 def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
     text = run_piped(SCRIPT.replace("note(", "note('é' + "), PYTHONIOENCODING="ascii")
-    assert "?a [bold]" in text and "0.500 -> 1.000" in text and "curve       _#" in text
+    assert "?a [bold]" in text and "0.500 -> 1.000" in text and "curve       _=#" in text
 
 
 def test_a_screen_that_nobody_reads_ends_the_run() -> None:
@@ -270,12 +394,16 @@ def test_step_line() -> None:
     )
 
 
-def test_a_step_line_breaks_between_fields() -> None:
+def test_a_step_line_fits_into_a_terminal() -> None:
     metrics = dict.fromkeys(COLUMNS, -0.123) | {"time/step_s": 39.0, "time/left_s": 4000.0}
-    line = format_step(7, 120, metrics)
-    broken = format_step(7, 120, metrics, 80)
-    assert "\n" not in line and max(map(len, broken.split("\n"))) <= 80
-    assert broken.replace("\n    ", "  ") == line and "\n" in broken
+    fields = "step   7/120  reward -0.123  kl -0.123  entropy -0.123  length -0.123"
+    # Steps with and without a validation have the same fields.
+    assert format_step(7, 120, metrics, 80) == (
+        "step   7/120  reward -0.123  kl -0.123  length -0.123  39.0 s"
+    )
+    assert format_step(7, 120, metrics, 100) == f"{fields}  39.0 s"
+    line = format_step(7, 120, metrics | {"val/reward_mean": 0.5}, 100)
+    assert line == f"{fields}  val 0.500  39.0 s"
 
 
 def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
@@ -284,14 +412,14 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
             Summary(
                 12,
                 [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
-                (0.453, 0.0), None, Path("r"), 400.0,
+                (0.453, 0.0), None, Path("r"), 400.0, averaged=4,
                 session=(2, 8.0), judge="3 calls, $0.0021", declined=frozenset({"reward"}),
                 warnings=("The policy has collapsed.",),
             )
         )
     )  # fmt: skip
     for fragment in (
-        "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined)",
+        "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined) (means of 4 steps)",
         "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
         "judge                3 calls, $0.0021", "warning: The policy has collapsed.",
     ):  # fmt: skip

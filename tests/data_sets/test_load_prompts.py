@@ -144,7 +144,7 @@ def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Pat
     file = write_rows(tmp_path / "a.jsonl", {"question": "a"}, {"question": "b<|im_end|>"})
     assert load(tokenizer, file).notes == (
         "a.jsonl: the prompt is read from column 'question'.",
-        "1 prompts contain text that the model reads as control tokens, first "
+        "1 prompt with text that the model reads as control tokens, first "
         f"{file} line 2: <|im_end|>.",
     )
 

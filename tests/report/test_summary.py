@@ -116,12 +116,21 @@ def test_a_run_without_any_score_is_not_done() -> None:
 def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PPO_COMMAND", r"/a\ b/ppo")
     steps = summary_of({"step": 3, "reward_mean": 0.1}).next_steps
-    assert steps[0].startswith(r"/a\ b/ppo view 'my run' ")
-    assert steps[1].startswith(r"/a\ b/ppo show 'my run' --worst 5 ")
-    assert steps[2].startswith("ppo train --lr 1 --max_steps 6 ")
+    assert [command for _, command in steps] == [
+        r"/a\ b/ppo view 'my run'",
+        r"/a\ b/ppo show 'my run' --worst 5",
+        "ppo train --lr 1 --max_steps 6",
+    ]
     embedded = Config.model_validate({"model": {"path": "embedded"}})
     next_steps = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
-    assert len(next_steps) == 4 and all(line.startswith(r"/a\ b/ppo ") for line in next_steps)
+    assert len(next_steps) == 4
+    assert all(command.startswith(r"/a\ b/ppo ") for _, command in next_steps)
+    # A reward of one's own is not advised to those who have one.
+    own = Config.model_validate(
+        {"model": {"path": "embedded"}, "reward": {"function": "f.py:compute_score"}}
+    )
+    next_steps = summarise([], HERE, own, session=(0, 1.0), resume_command="").next_steps
+    assert not any("--reward_function" in command for _, command in next_steps)
 
 
 def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
@@ -134,8 +143,9 @@ def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
     ):
         line = last | {"actor/lr": last["actor/lr"] if fragment else config.actor.optim.lr}
         steps = summarise([line], HERE, config, session=(3, 1.0), resume_command="ppo train")
-        assert ("learning rate" in steps.next_steps[-1]) is bool(fragment)
-        assert fragment in steps.next_steps[-1] and "--max_steps 6 " in steps.next_steps[-1]
+        longer = steps.next_steps.index(("go on from here", "ppo train --max_steps 6"))
+        notes = [note for _, note in steps.next_steps[longer + 1 :]]
+        assert len(notes) == bool(fragment) and all(fragment in note for note in notes)
 
 
 def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path: Path) -> None:
@@ -156,8 +166,10 @@ def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
         (store / "best").unlink(missing_ok=True)
         (store / "best").symlink_to(best)
         end = summarise(history, tmp_path, Config(), session=(4, 1.0), resume_command="ppo")
-        assert end.model_dir == store / "latest" / "actor" and end.judge == "1 calls, $0.25"
-        assert any(str(store / "best" / "actor") in line for line in end.next_steps) is named
+        assert end.model_dir == store / "latest" / "actor" and end.judge == "1 call, $0.25"
+        assert (
+            any(str(store / "best" / "actor") == command for _, command in end.next_steps) is named
+        )
 
 
 def test_how_this_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_named_positive_makes_all_others_bad(tmp_path: Path) -> None:
 def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
     labels = labelled(tmp_path, [1, None, 0])
     assert len(labels.rows) == 2
-    assert labels.notes == ("1 rows have no label and are left out.",)
+    assert labels.notes == ("1 row without a label left out.",)
 
 
 def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:

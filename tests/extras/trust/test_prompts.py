@@ -52,7 +52,7 @@ def drafts(bench: Bench) -> Drafts:
 
 def test_each_row_gets_criteria_that_can_be_read_and_edited(drafts: Drafts) -> None:
     out, err = drafts.make("--rm_price_input", "1", "--rm_price_output", "2")
-    assert "1 rows already have criteria. Asking for 3 drafts: at most" in err and "$0.0" in err
+    assert "1 row already with criteria. Asking for 3 drafts: at most" in err and "$0.0" in err
     assert "4 written to" in out and "--rm_rubric extra_info.rubric" in out
     written, server = drafts.written(), drafts.server
     assert [row["prompt"] for row in written] == [f"{n} + 1 = ?" for n in range(10, 14)]
