@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -113,6 +113,11 @@ def format_number(value: float | None) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
+def _format_metric(value: float) -> str:
+    """Return a number; those near 0 are 0, as they would flicker between signs."""
+    return format_number(0.0 if abs(value) < ROUNDED_TO_ZERO else value)
+
+
 def format_step(
     step: int, total_steps: int, metrics: Mapping[str, float], width: int | None = None
 ) -> str:
@@ -126,9 +131,7 @@ def format_step(
     for key, word in COLUMNS.items():
         if key in metrics and key not in HIDDEN_COLUMNS:
             parts = _format_parts(metrics) if key == "reward_mean" else ""
-            # Numbers near 0 would flicker between signs.
-            shown = format_number(0.0 if abs(metrics[key]) < ROUNDED_TO_ZERO else metrics[key])
-            fields[word] = f"{word} {shown}{parts}"
+            fields[word] = f"{word} {_format_metric(metrics[key])}{parts}"
     if (value := get_validation_value(metrics)) is not None:
         fields["val"] = f"val {format_number(value)}{_format_parts(metrics, 'val/')}"
     if "time/step_s" in metrics:
@@ -313,11 +316,12 @@ class QuietScreen(PlainScreen):
 
 # Metric -> its name in the live view, in the order of the rows.
 CURVES = {
-    "reward_mean": "reward", "val/accuracy": "val", "response_length_mean": "length",
+    "reward_mean": "reward", "val/reward_mean": "val", "response_length_mean": "length",
     "kl_divergence": "kl", "entropy": "entropy", "clip_fraction": "clip", "value_loss": "value",
     "explained_variance": "explained", "grad_norm": "gradient",
     "response_length/clip_ratio": "cut off", "time/step_s": "seconds",
 }  # fmt: skip
+FAILURES = ("score/failed", "val/score/failed")  # numbers of responses without a score
 # Phase -> what the view says; other phases have names that can be shown.
 PHASES = {
     "first responses": "sampling references", "rollout": "sampling",
@@ -334,39 +338,40 @@ WIDE = 64  # columns of a view below which its rows are abbreviated
 FREE_COLUMNS = 5
 MAX_TEXT_CHARS = 2000  # characters of a text in the view
 KEPT_LINES = 20  # lines that are printed again after the width has changed
+# Dollars and tokens that each judge may use, by the prefix of its metrics.
 Budgets = Mapping[str, tuple[float | None, int | None]]
 
 
-def format_judges(
-    metrics: Mapping[str, float], totals: Mapping[str, float], budgets: Budgets
-) -> list[str]:
-    """Return rows about the judges: calls of the last step, dollars spent, budgets left.
-
-    `budgets` has dollars and tokens by the prefix of a judge's metrics, `totals` what was used.
-    """
+def format_judges(lines: Sequence[Mapping[str, float]], budgets: Budgets) -> list[str]:
+    """Return rows about a run's judges: calls of the last step, dollars spent, budgets left."""
+    last = lines[-1]
 
     def add_up(name: str) -> float:
-        return math.fsum(metrics.get(f"{judge}/{name}", 0.0) for judge in budgets)
+        return math.fsum(last.get(f"{judge}/{name}", 0.0) for judge in budgets)
 
-    calls, cached, seconds = add_up("calls"), add_up("cached"), metrics.get("time/step_s")
+    calls, cached, seconds = add_up("calls"), add_up("cached"), last.get("time/step_s")
     if not calls + cached:
         return []
     speed = f" ({calls / seconds:.1f}/s)" if seconds else ""
-    errors = max(metrics.get(f"{judge}/error_rate", 0.0) for judge in budgets)
-    spent = [f"{format_dollars(math.fsum(totals[f'{judge}/usd'] for judge in budgets))} spent"]
-    for judge, (usd, tokens) in budgets.items():
+    errors = max(last.get(f"{judge}/error_rate", 0.0) for judge in budgets)
+    spent, left = 0.0, []
+    for judge, (max_usd, max_tokens) in budgets.items():
+        names = [f"{split}{judge}" for split in ("", "val/")]
+        usd = max(line.get(f"{name}/cost_usd_total", 0.0) for line in lines for name in names)
+        kinds = [f"{name}/tokens_{way}" for name in names for way in ("in", "out")]
+        tokens = math.fsum(line.get(kind, 0.0) for line in lines for kind in kinds)
+        spent += usd
         whose = f" ({judge})" if len(budgets) > 1 else ""
-        if usd is not None:
-            left = max(0.0, usd - totals[f"{judge}/usd"])
-            spent.append(f"{format_dollars(left)} of {format_dollars(usd)} left{whose}")
-        if tokens is not None:
-            left = max(0.0, tokens - totals[f"{judge}/tokens"])
-            spent.append(f"{left:,.0f} of {tokens:,} tokens left{whose}")
-    share = cached / (calls + cached)
+        if max_usd is not None:
+            rest = format_dollars(max(0.0, max_usd - usd))
+            left.append(f", {rest} of {format_dollars(max_usd)} left{whose}")
+        if max_tokens is not None:
+            rest = f"{max(0.0, max_tokens - tokens):,.0f}"
+            left.append(f", {rest} of {max_tokens:,} tokens left{whose}")
     return [
-        f"judge     last step: {plural(calls, 'call')}{speed}, {share:.0%} from the cache, "
-        f"{errors:.1%} errors",
-        f"cost      {', '.join(spent)}",
+        f"judge     last step: {plural(calls, 'call')}{speed}, "
+        f"{cached / (calls + cached):.0%} from the cache, {errors:.1%} errors",
+        f"cost      {format_dollars(spent)} spent{''.join(left)}",
     ]
 
 
@@ -391,11 +396,10 @@ class TerminalScreen(Screen):
         self._ends: float | None = None  # of the run, on the monotonic clock
         self._phase: tuple[str, int | None, float] | None = None  # label, items, start
         self._done = 0  # items of the phase
-        self._words = PHASES
         self._budgets: Budgets = {}
+        self._lines: list[Mapping[str, float]] = []  # metrics of the finished steps
         self._curves: dict[str, list[float]] = {}
-        self._totals: dict[str, float] = defaultdict(float)
-        self._judge: list[str] = []
+        self._status: list[str] = []
         self._responses: Sequence[Mapping[str, Any]] = ()
         self._warning = ""
         self._printed: deque[tuple[str, str]] = deque(maxlen=KEPT_LINES)
@@ -412,25 +416,21 @@ class TerminalScreen(Screen):
         self, config: Config, total_steps: int, history: Sequence[Mapping[str, float]]
     ) -> None:
         """Show the view of a run, of which the steps in `history` are finished."""
-        judges = judges_of(config.reward)
-        waits = "waiting for the judge" if judges else "waiting for scores"
-        self._words = {n: w.replace("waiting for scores", waits) for n, w in PHASES.items()}
         self._budgets = {
             "judge" if judge.part in (None, "judge") else f"judge_{judge.part}":
             (judge.settings.budget_usd, judge.settings.budget_tokens)
-            for judge in judges
+            for judge in judges_of(config.reward)
         }  # fmt: skip
-        self._curves = {word: [] for word in CURVES.values()}
-        self._totals, self._ends = defaultdict(float), None
-        for metrics in history:
-            self._add_step(metrics)
+        self._lines, self._ends = list(history), None
         self._steps = (int(history[-1]["step"]) if history else 0, total_steps)
+        self._read_lines()
         self._live.start()
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
         """Show a phase with its progress, until the next one begins."""
-        self._phase, self._done = (self._words.get(name, name), total, time.monotonic()), 0
+        label = PHASES.get(name, name).replace("scores", "the judge" if self._budgets else "scores")
+        self._phase, self._done = (label, total, time.monotonic()), 0
 
         def advance(count: int) -> None:
             self._done += count
@@ -446,26 +446,20 @@ class TerminalScreen(Screen):
         self._steps = (step, total_steps)
         if "time/left_s" in metrics:
             self._ends = time.monotonic() + metrics["time/left_s"]
-        self._add_step(metrics)
+        self._lines.append(metrics)
+        self._read_lines()
         self._print(format_step(step, total_steps, metrics, self._console.width))
 
-    def _add_step(self, metrics: Mapping[str, float]) -> None:
-        """Extend the curves and totals by a step."""
-        points = {word: metrics[name] for name, word in CURVES.items() if name in metrics}
-        if (value := get_validation_value(metrics)) is not None:
-            points["val"] = value
+    def _read_lines(self) -> None:
+        """Update curves and status from the metrics of the finished steps."""
         # Parts of a mixture come last: there may be many.
-        for name, value in (points | mixture_part_means(metrics)).items():
-            value = 0.0 if abs(value) < ROUNDED_TO_ZERO else value
-            self._curves.setdefault(name, []).append(value)
-        for split in ("", "val/"):
-            self._totals["failed"] += metrics.get(f"{split}score/failed", 0.0)
-            for judge in self._budgets:
-                used = [metrics.get(f"{split}{judge}/tokens_{way}", 0.0) for way in ("in", "out")]
-                self._totals[f"{judge}/tokens"] += math.fsum(used)
-                usd = metrics.get(f"{split}{judge}/cost_usd_total", 0.0)
-                self._totals[f"{judge}/usd"] = max(self._totals[f"{judge}/usd"], usd)
-        self._judge = format_judges(metrics, self._totals, self._budgets)
+        parts = mixture_part_means(self._lines[-1]) if self._lines else {}
+        names = CURVES | {f"reward/{part}": part for part in parts}
+        series = {w: [line[n] for line in self._lines if n in line] for n, w in names.items()}
+        self._curves = {word: values for word, values in series.items() if values}
+        failed = math.fsum(line.get(name, 0.0) for line in self._lines for name in FAILURES)
+        self._status = format_judges(self._lines, self._budgets) if self._lines else []
+        self._status.append(f"failures  {plural(failed, 'response')} without a score")
 
     def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Show responses in the view, as many as it has room for."""
@@ -502,8 +496,7 @@ class TerminalScreen(Screen):
         if self._steps is not None and self._console.height >= MIN_VIEW_HEIGHT:
             # A quarter of the terminal is for the lines above the view.
             room = self._console.height * 3 // 4 - bars.row_count
-            failures = f"failures  {plural(self._totals['failed'], 'response')} without a score"
-            status = [self._make_row(row) for row in (*self._judge, failures)]
+            status = [self._make_row(row) for row in self._status]
             if self._warning:
                 text = self._make_row(f"warning   {self._warning}", "yellow")
                 status += text.wrap(self._console, width, no_wrap=False)[: 1 + room // 12]
@@ -550,11 +543,9 @@ class TerminalScreen(Screen):
         plain = not can_show(BLOCKS, self._console.encoding)
         rows = []
         for name, values in self._curves.items():
-            if not values:
-                continue
-            row = f"{name[:9]:<10}{format_number(values[-1]):<9}"
+            row = f"{name[:9]:<10}{_format_metric(values[-1]):<9}"
             if len(values) >= MIN_POINTS:
-                span = f"  {format_number(min(values))} to {format_number(max(values))}"
+                span = f"  {_format_metric(min(values))} to {_format_metric(max(values))}"
                 span = span if width >= WIDE else ""
                 size = min(2 * CURVE_WIDTH, width - len(row) - len(span))
                 row += draw_sparkline(values, width=size, ascii_only=plain) + span

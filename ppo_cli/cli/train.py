@@ -530,28 +530,23 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
 
 
-def _describe_start(resolved: Resolved) -> list[tuple[str, str]]:
+def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
     """Return what a run will do: names and facts, for the head of its output."""
-    config = resolved.config
+    config, folder = resolved.config, resolved.config.trainer.output_dir
     plan_of_run, judge = _make_full_plan(resolved, make_prompt_reader(config))
-    sums, folder = plan_of_run.arithmetic, config.trainer.output_dir
-    rows = {"data": sums["train_rows"], "validation": sums["validation_rows"]}
-    files = {"data": config.data.train_files, "validation": config.data.val_files}
-    counted = {name: "" if count is None else f" ({count:,} rows)" for name, count in rows.items()}
+    counts = [line for line in plan_of_run.sentences if line.startswith(("a step:", "the run:"))]
     # What a judge will cost, and whether its budget is enough.
     bill = [line for line in judge.sentences if "judge: " in line or "--rm_budget" in line]
-    facts = [
+    return [
         ("model", config.model.path),
-        *((name, f"{', '.join(files[name])}{counted[name]}") for name in files if files[name]),
+        ("data", ", ".join(dict.fromkeys([*config.data.train_files, *config.data.val_files]))),
         ("reward", describe_reward(config.reward)),
         *(("", line) for line in bill),
-        ("steps", f"{sums['total_steps'] or 'unknown'}, each with {sums['prompts_per_step']} "
-         f"prompts x {sums['responses_per_prompt']} responses"),
+        *(line.split(": ", 1) for line in counts),
         ("memory", plan_of_run.memory.sentences[0].removeprefix("this machine needs ")),
         ("run folder", folder),
         ("to look at it", ppo(f"view {shlex.quote(folder)}")),
-    ]  # fmt: skip
-    return facts
+    ]
 
 
 def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:

@@ -147,6 +147,27 @@ def test_saved_actor_loads_and_generates(uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_start_has_facts_for_users_and_details_with_debug(tmp_path: Path) -> None:
+    short = (*SMALL, "--max_steps", "1", "data.val_max_samples=4")
+    shown = train(tmp_path / "run", *short).stdout.splitlines()
+    start = shown[: shown.index("Importing torch and transformers")]
+    assert [line[:15].strip() for line in start[:8]] == [
+        "model", "data", "reward", "a step", "the run", "memory", "run folder", "to look at it",
+    ]  # fmt: skip
+    assert start[4].endswith("36 training rows, 1 step, 4 actor optimizer steps")
+    assert start[6].endswith(str(tmp_path / "run")) and " view " in start[7]
+    # The first lines with both numbers say how they differ.
+    validated = shown.index(next(line for line in shown if line.startswith("step 0/1  val ")))
+    assert shown[validated + 1].startswith("val is of greedy responses")
+    # How this machine computes: in the run folder, and on the screen if asked for.
+    head = (tmp_path / "run" / "config.yaml").read_text().partition("model:")[0]
+    detail = "CPU: matrix products: float32"
+    assert f"# {detail}" in head and not any(detail in line for line in shown)
+    debugged = train(tmp_path / "other", *short, "--debug").stdout
+    assert f"\n{detail}" in debugged
+
+
+@pytest.mark.slow
 def test_the_embedded_run_learns(tmp_path: Path) -> None:
     """The default command, cut to 12 of its 40 steps, must already be plainly better."""
     done = train(tmp_path / "run", "--preset", "embedded", "--max_steps", "12")

@@ -30,7 +30,9 @@ def phases(trace: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None:
-    shown = train(tmp_path, *SHORT).stdout
+    done = train(tmp_path, *SHORT, fresh=True)
+    shown = done.stdout
+    assert "USDT" not in shown + done.stderr
     trace, table = sorted((tmp_path / "profile").iterdir())
     assert trace.name == "step_000002.rank_0.json.gz" and phases(trace) == set(PHASES)
     text = table.read_text().rstrip()
