@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -105,19 +105,25 @@ def plan(arguments: Arguments) -> None:
 def _show_plan(
     resolved: Resolved, read: PromptReader, arguments: Arguments, problems: Sequence[str]
 ) -> None:
-    """Print the plan as JSON or text, with a simulation if `--simulate` asks for one."""
-    extras = arguments.extras
-    if extras["json"]:
+    """Print the plan as JSON or text, with a simulation if `--simulate` asks for one.
+
+    Problems are printed later, so they are left out of the text.
+    """
+    plan_of_run, judge = _make_full_plan(resolved, read)
+    extras = arguments.extras  # `ppo train --dry_run` has none of a plan's
+    if extras.get("json"):
         from ppo_cli.cli.screen import print_json
 
-        plan_of_run, judge = _make_full_plan(resolved, read)
         facts = plan_of_run.as_dict() | judge.facts
         if extras["simulate"]:
             facts["simulation"] = _simulate(resolved.config).as_dict()
         print_json(facts | {"problems": problems})
         return
-    print_plan(resolved, read, arguments, problems)
-    if extras["simulate"]:
+    left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
+    every = bool(extras.get("all"))
+    lines = plan_of_run.as_lines(judge, every=every, debug=arguments.debug, left_out=left_out)
+    print("\n".join(lines), flush=True)
+    if extras.get("simulate"):  # it takes minutes
         lines = _simulate(resolved.config).lines()
         print("\n".join(["\nSimulation", *(f"  {line}" for line in lines)]))
 
@@ -349,17 +355,6 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(check_loggers, config.trainer.logger)
 
 
-def print_plan(
-    resolved: Resolved, read: PromptReader, arguments: Arguments, problems: Sequence[str]
-) -> None:
-    """Print the plan as text; problems are printed later, so they are left out of it."""
-    plan_of_run, judge = _make_full_plan(resolved, read)
-    left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
-    every = bool(arguments.extras.get("all"))
-    lines = plan_of_run.as_lines(judge, every=every, debug=arguments.debug, left_out=left_out)
-    print("\n".join(lines), flush=True)
-
-
 def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
     """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
     plan_of_run = make_plan(resolved)
@@ -454,14 +449,11 @@ add_command(
             "Also simulate a step without data, to measure the GPU memory it needs (minutes).",
         ),
         make_flag(
-            "device_memory",
-            str,
-            None,
-            "Memory of each GPU, if the plan is for other ones: 80GB.",
+            "device_memory", str, None, "Memory of each GPU, if the plan is for other ones: 80GB.",
             "SIZE",
         ),
     ],
-)
+)  # fmt: skip
 
 
 TRAIN_EPILOG = (
@@ -484,7 +476,7 @@ def train(arguments: Arguments) -> None:
         problems += find_checkpoint_refusal(resolved.config)
         problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
         if not refused_settings(resolved):
-            print_plan(resolved, read, arguments, problems)
+            _show_plan(resolved, read, arguments, problems)
     # A dry run checks what `ppo plan` checks; a run also needs its GPUs and keys here.
     elif not resolved.config.trainer.node_rank:
         problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
@@ -552,22 +544,17 @@ def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
 def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
     """Start the training loop; on a Ray cluster for several nodes or with RAY_ADDRESS."""
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
-    # A local engine ignores the cluster.
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
-    if not several or engine_name(resolved.config) == "local":
-        _import_loop()(resolved, screen)
-        return
-    from ppo_cli.cluster.nodes import open_cluster
+    cluster: AbstractContextManager[Any] = nullcontext()
+    # A local engine ignores the cluster.
+    if several and engine_name(resolved.config) != "local":
+        from ppo_cli.cluster.nodes import open_cluster
 
-    with open_cluster(resolved.config, os.environ, screen.note) as nodes:
-        _import_loop()(resolved, screen, nodes)
-
-
-def _import_loop() -> Callable[..., None]:
-    """Import torch and the training loop, and return its `train` function."""
-    with pause_garbage_collection():
-        from ppo_cli.run.assemble import train as train_now
-    return train_now
+        cluster = open_cluster(resolved.config, os.environ, screen.note)
+    with cluster as nodes:
+        with pause_garbage_collection():
+            from ppo_cli.run.assemble import train as train_now
+        train_now(resolved, screen, nodes)
 
 
 train_app = typer.Typer(add_completion=False)
