@@ -218,6 +218,7 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     for name, before, after in summary.measures:
         change = _format_change(before, after, arrow, name in summary.declined)
         averaged = name.startswith("reward") and before is not None and summary.averaged > 1
+        name = name.replace("reward_mean", "reward")  # as on the page
         rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
     if summary.judge:
         rows.append(("judge", summary.judge))
