@@ -9,10 +9,8 @@ const VIEWS = [ // name, sort, order, whether next to the start
   ["best now and at the start", "score", "down", true], ["worst now and at the start", "score", "up", true],
   ["most changed", "changed", "down", false], ["most disputed", "disputed", "down", false],
 ];
-const KEYS = {
-  step: (row) => row.step + (row.split === "val" ? 0.5 : 0), score: (row) => row.score, tokens: (row) => row.tokens,
-  disputed: (row) => row.disputed, changed: (row) => row.history.changed,
-};
+const SORTS = ["step", "score", "tokens", "disputed", "changed"];
+const keyOf = (row, sort) => (sort === "step" ? row.step + (row.split === "val" ? 0.5 : 0) : sort === "changed" ? row.history.changed : row[sort]);
 const FILTERS = {
   from_step: (row, value) => row.step >= value, to_step: (row, value) => row.step <= value,
   split: (row, value) => row.split === value, source: (row, value) => row.data_source === value,
@@ -73,7 +71,7 @@ function readIndex(run) {
 
 /** Order the rows; those of one prompt share its history and the change of its mean score. */
 function groupByPrompt(index, rows) {
-  index.rows = rows.sort((a, b) => KEYS.step(a) - KEYS.step(b) || a.line - b.line);
+  index.rows = rows.sort((a, b) => keyOf(a, "step") - keyOf(b, "step") || a.line - b.line);
   index.prompts = Map.groupBy(index.rows, promptOf);
   for (const same of index.prompts.values()) {
     const scored = same.filter((row) => row.score != null);
@@ -205,7 +203,7 @@ function writeState() {
 function readState() {
   now.run = Math.max(0, DATA.runs.findIndex((run) => run.name === address.get("run")));
   now.query = Object.fromEntries(Object.keys(FILTERS).map((name) => [name, address.get(name)]).filter(([, value]) => value));
-  if (Object.hasOwn(KEYS, address.get("sort"))) now.sort = address.get("sort");
+  if (SORTS.includes(address.get("sort"))) now.sort = address.get("sort");
   [now.order, now.against] = [address.get("order") || "down", address.get("against") === "true"];
 }
 
@@ -217,7 +215,7 @@ async function select() {
   const tests = Object.entries(query).map(([name, value]) => (row) => FILTERS[name](row, value));
   const chosen = indexes[run].rows.filter((row) => tests.every((test) => test(row)) && (!found || found.has(row.id)));
   const sign = now.order === "down" ? -1 : 1;
-  const key = KEYS[now.sort];
+  const key = (row) => keyOf(row, now.sort);
   const rise = (a, b) => (now.against ? firstOf(b).score - firstOf(a).score : 0); // equal ones: what changed most is first
   return chosen.sort((a, b) => (key(a) == null) - (key(b) == null) || sign * (key(a) - key(b)) || sign * rise(a, b) || 0);
 }
@@ -322,6 +320,13 @@ function drawAsked() {
 }
 
 const criterion = (name, known) => el("span", {}, el("b", {}, name), known ? ": " : "", known ? textOf(known.text) : "");
+/** A credit as the judge's verdict: the credit of a fault, which has a weight below 0, is for its absence. */
+function gradeOf(credit, { weight, levels = 1 }) {
+  const grade = weight < 0 ? 1 - credit : credit;
+  if (levels > 1) return `level ${digits(grade * levels)} of ${levels}`;
+  return grade === 0 || grade === 1 ? `${grade ? "" : "not "}${weight < 0 ? "present" : "met"}` : `credit ${digits(credit)}`;
+}
+
 const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${known.weight < 0 ? ", a fault" : ""}` : "–");
 
 async function choose(place) {
@@ -379,9 +384,10 @@ function criteriaTable(credits, part, reason) {
   const judge = DATA.runs[now.run].reward.judges.find((one) => one.part === part);
   return table("criteria", ["criterion", "weight", "grade", "reason"], Object.entries(credits).map(([name, credit]) => {
     const known = judge?.criteria.find((one) => one.name === name);
-    const line = new RegExp(`(?:^|\\s)${name.replace(/\W/g, ".")}: ((?:not )?(?:met|present)|level \\d+ of \\d+)\\. ?(.*)`);
+    const line = new RegExp(`(?:^|\\n)${name.replace(/\W/g, ".")}: ((?:not )?(?:met|present)|level \\d+ of \\d+)\\. ?(.*)`);
     const [, grade, why] = reason.match(line) || [];
-    return [criterion(name, known), weightOf(known), el("span", { class: credit >= 0.5 ? "good" : "bad" }, grade || `credit ${digits(credit)}`), el("span", {}, textOf(why || ""))];
+    return [criterion(name, known), weightOf(known), el("span", { class: credit >= 0.5 ? "good" : "bad" }, known ? gradeOf(credit, known) : grade || `credit ${digits(credit)}`),
+      el("span", {}, textOf(why || ""))];
   }));
 }
 
@@ -395,7 +401,7 @@ function drawPane(line) {
   // A mixture joins the reasons of its parts: `judge: …; rule: …`.
   const reason = String(line.reason || "");
   const others = mixed.flatMap(([name, told]) => [el("p", {}, el("b", {}, name), told.failure ? `: ${told.failure}` : ""),
-    ...facts({ ...told, failure: null }, name, reason.slice(Math.max(0, reason.indexOf(`${name}: `))))]);
+    ...facts({ ...told, failure: null }, name, reason.split(`${name}: `).slice(1).join(`${name}: `))]);
   const go = (text, by) => el("button", { type: "button", onclick: () => step(by) }, text);
   fill($("reading"),
     el("div", { class: "bar narrow" }, go("← previous", -1), go("next →", 1), el("button", { type: "button", onclick: () => $("rollouts").scrollIntoView() }, "to the table")),
@@ -437,7 +443,7 @@ async function drawSamePrompt(run, line) {
     alike.length > 1 && ["the same prompt in each run, at its latest step", sideBySide(alike, false)],
     first.step < latest.step && ["the same prompt at the first and the latest step", sideBySide([first, latest].map((end) => [`step ${end.step}`, end]), true)],
     rows.length > 1 && ["the same prompt through time (step: score)", el("div", { class: "through" }, ...buttons)],
-    before.id !== line.id && [`what changed since step ${before.step}`, diff(last.response || "", line.response || "") || "Too long to compare word by word."],
+    before.id !== line.id && [`what changed since step ${before.step}`, last.response === line.response ? "nothing" : diff(last.response || "", line.response || "") || "too long to compare word by word"],
   ];
   if (now.row === line) $("reading").append(...blocks.filter(Boolean).flatMap(([title, block]) => [el("h3", {}, title), block]));
 }
@@ -554,15 +560,11 @@ async function begin() {
   readState();
   const id = address.get("response");
   showRun(now.run);
-  try {
-    const reading = readIndex(now.run);
-    if (id) await read(id);
-    await reading;
-    for (const run of DATA.runs.keys()) await readIndex(run);
-  } catch (error) {
-    showError(error);
-  }
-  if (DATA.live) followRun();
+  const reading = readIndex(now.run);
+  if (id) await read(id);
+  await reading;
+  for (const run of DATA.runs.keys()) await readIndex(run);
 }
 
-begin();
+begin().catch(showError);
+if (DATA.live) followRun();

@@ -271,11 +271,8 @@ def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, 
 
 def thin_evenly(rows: Sequence[Row], count: int) -> list[Row]:
     """Return at most `count` evenly spaced rows, including the first and the last."""
-    if len(rows) <= count:
-        return list(rows)
-    return (
-        [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)] if count > 1 else []
-    )
+    count = min(count, len(rows))
+    return [rows[round(i * (len(rows) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def choose_sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:

@@ -498,7 +498,8 @@ def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
         changed = [path for path in paths if path.stat().st_mtime > started]
         problem = f"{changed[0]} is newer than the run: its text may differ." if changed else ""
     except RewardError as error:
-        summary, problem = "not known", first_line(error)
+        summary = f"{api.rubric or api.prompt_file or api.prompt_preset}, which cannot be read"
+        problem = f"{first_line(error)}. Paths start from the folder in which the run started."
     return {
         "model": api.model, "summary": summary, "criteria": criteria, "texts": texts,
         "problem": problem,

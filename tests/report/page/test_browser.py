@@ -376,7 +376,8 @@ def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2, overrides=[f"reward.api.rubric={rubric}"])
     lines = read_lines(rollout_file(run, 2))
     lines[0] |= {
-        "reason": "short: not met. Two: <i>sentences</i>.\ninvents: not present. All is known.",
+        # A judge that quotes the response cannot give another criterion its grade.
+        "reason": "short: not met. <i>\ninvents: present. </i>\ninvents: not present. All known.",
         "criteria": {"short": 0.0, "invents": 1.0}, "cached": True, "judge_tokens": 404,
         "latency_s": 0.0668, "cost_usd": 0.00012, "constructor": "a fact of a function",
         "parts": {"judge": {"raw": 0.0, "scaled": 0.0}, "rubric/short": {"raw": 0, "scaled": None},
@@ -397,8 +398,8 @@ def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
         until(lambda: texts(browser, "#pane .criteria"))
         assert texts(browser, "#pane .criteria td") == [
             "short: It has <b>one</b> sentence.", "3, must be met", "not met",
-            "Two: <i>sentences</i>.",
-            "invents: It invents a fact.", "-2, a fault", "not present", "All is known.",
+            "<i>",
+            "invents: It invents a fact.", "-2, a fault", "not present", "</i>",
         ]  # fmt: skip
         facts = dict(zip(texts(browser, "#pane dt"), texts(browser, "#pane dd"), strict=True))
         assert facts == {
