@@ -4,11 +4,6 @@
 
 const PAGE = 50;
 const SNIPPET_CHARS = 1000, HISTORY_CHARS = 20000, PANE_CHARS = 100000; // of a text that the server sends
-const VIEWS = [ // name, sort, order, whether next to the start
-  ["newest", "step", "down", false], ["best", "score", "down", false], ["worst", "score", "up", false],
-  ["best now and at the start", "score", "down", true], ["worst now and at the start", "score", "up", true],
-  ["most changed", "changed", "down", false], ["most disputed", "disputed", "down", false],
-];
 const SORTS = ["step", "score", "tokens", "disputed", "changed"];
 const keyOf = (row, sort) => (sort === "step" ? row.step + (row.split === "val" ? 0.5 : 0) : sort === "changed" ? row.history.changed : row[sort]);
 const FILTERS = {
@@ -280,33 +275,30 @@ function listColumns() {
 function drawTable() {
   const columns = listColumns();
   $("table").className = now.against ? "against" : "";
-  fill(document.querySelector("#table thead tr"), ...columns.map(([title, sort, kind]) => {
+  const heads = document.querySelector("#table thead tr");
+  const focused = [...heads.children].findIndex((head) => head.contains(document.activeElement));
+  fill(heads, ...columns.map(([title, sort, kind]) => {
     const mark = sort === now.sort ? (now.order === "down" ? " ↓" : " ↑") : "";
     const order = () => { now.order = now.sort === sort && now.order === "down" ? "up" : "down"; now.sort = sort; load(); };
     return el("th", { class: kind, "aria-sort": mark ? (now.order === "down" ? "descending" : "ascending") : null },
       sort ? el("button", { type: "button", onclick: order }, title + mark) : title);
   }));
+  heads.children[focused]?.firstChild.focus();
   const current = Math.max(0, now.rows.findIndex((row) => row.id === now.row?.id));
   fill(document.querySelector("#table tbody"), ...now.rows.map((row, place) => el("tr", {
     tabindex: place === current ? 0 : -1, "data-id": row.id, "aria-selected": String(now.row?.id === row.id), onclick: () => choose(place),
   }, ...columns.map(([, , kind, cell]) => el("td", { class: kind }, cell(row))))));
-  const turn = (offset, text, off) => el("button", { type: "button", disabled: off, onclick: () => { now.offset = offset; load({ keep: true }); } }, text);
   const last = now.offset + now.rows.length;
-  fill($("pages"), turn(now.offset - PAGE, "← earlier", now.offset === 0), turn(now.offset + PAGE, "later →", last >= now.chosen.length),
-    el("span", { class: "dim" }, now.chosen.length ? `${now.offset + 1} to ${last}` : ""));
+  [$("earlier").disabled, $("later").disabled] = [now.offset === 0, last >= now.chosen.length];
+  $("shown").textContent = now.chosen.length ? `${now.offset + 1} to ${last}` : "";
 }
 
 function drawViews() {
-  const newest = newestSeenBefore(indexes[now.run].rows);
-  fill($("views"), ...VIEWS.filter((view) => newest || !view[3]).map(([text, sort, order, against]) => el("button", {
-    type: "button", "aria-pressed": String(now.sort === sort && now.order === order && now.against === against),
-    onclick: () => {
-      if (against) Object.assign(now.query, { split: newest.split, from_step: newest.step, to_step: newest.step });
-      else if (now.against) for (const name of ["split", "from_step", "to_step"]) delete now.query[name];
-      Object.assign(now, { sort, order, against });
-      load();
-    },
-  }, text)));
+  for (const button of $("views").children) {
+    const { sort, order, against = "" } = button.dataset;
+    button.hidden = against && !newestSeenBefore(indexes[now.run].rows);
+    button.setAttribute("aria-pressed", String(now.sort === sort && now.order === order && String(now.against || "") === against));
+  }
 }
 
 /** What the judges of the run were asked, folded. */
@@ -506,6 +498,16 @@ $("label").addEventListener("submit", (event) => {
   label(now.row, value === "" ? null : Number(value), commentOf());
 });
 for (const button of document.querySelectorAll("#label [type=button]")) button.addEventListener("click", () => label(now.row, Number(button.value), commentOf()));
+
+for (const [id, by] of [["earlier", -PAGE], ["later", PAGE]]) $(id).addEventListener("click", () => { now.offset += by; load({ keep: true }); });
+$("views").addEventListener("click", ({ target: { dataset: { sort, order, against } } }) => {
+  const newest = newestSeenBefore(indexes[now.run].rows);
+  if (!sort) return; // between the buttons
+  if (against) Object.assign(now.query, { split: newest.split, from_step: newest.step, to_step: newest.step });
+  else if (now.against) for (const name of ["split", "from_step", "to_step"]) delete now.query[name];
+  Object.assign(now, { sort, order, against: Boolean(against) });
+  load();
+});
 
 let typing = 0;
 $("filter").addEventListener("input", (event) => {
