@@ -20,11 +20,12 @@ from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.records import Scored
+from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.exploits import exploit_metrics
-from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
+from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations
-from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
+from ppo_cli.run_folder import STEP_NAME, CheckpointStore, paid_calls, read_metrics
 from ppo_cli.spending import IN_FLIGHT
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
 MIN_TREND_STEPS = 6  # with fewer, a change cannot be distinguished from noise
+DOUBTFUL = "Doubtful"  # the verdict on a run whose reward seems to be exploited
 VALIDATION_MEASURES = ("validation accuracy", "validation reward_mean")
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 BUDGET_MARGIN = 1.2  # factor on a budget, as later responses may be longer
@@ -216,7 +218,7 @@ def summarise(
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
     rose, fell = _find_changes(config, run_dir, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
-    troubles = find_troubles(history, replace(make_limits(config), folder=run_dir))
+    troubles = find_troubles(history, read_limits(run_dir, config))
     verdict = _judge_change(rose, fell, len(validations) > 1)
     return Summary(
         steps=steps,
@@ -235,9 +237,16 @@ def summarise(
         first_step=first_step,
         judge=describe_judge_totals(run_dir, history),
         declined=fell,
-        verdict="Doubtful" if troubles.keys() & set(EXPLOITS) else verdict,
+        verdict=DOUBTFUL if troubles.keys() & set(EXPLOITS) else verdict,
         warnings=tuple(troubles.values()),
     )
+
+
+def read_limits(run_dir: Path, config: Config) -> Limits:
+    """Return the limits of the health checks, with a run's checkpoints and labels of people."""
+    saved = tuple(CheckpointStore(run_dir / "checkpoints", 1).steps())
+    people = read_opinions(run_dir, config)
+    return replace(make_limits(config), folder=run_dir, saved=saved, people=people)
 
 
 def _find_changes(

@@ -37,8 +37,12 @@ class Comparison:
 
 
 def list_validations(history: Sequence[Line]) -> list[Line]:
-    """Return the lines with a validation, oldest first."""
-    return [line for line in history if line.get("val/reward_mean") is not None]
+    """Return the lines with a validation, oldest first; with an accuracy only if all have one."""
+    lines = [line for line in history if line.get("val/reward_mean") is not None]
+    # Any score may happen to be 0 or 1 in all responses of one validation.
+    if all(line.get("val/accuracy") is not None for line in lines):
+        return lines
+    return [{key: line[key] for key in line if key != "val/accuracy"} for line in lines]
 
 
 def find_best(validations: Sequence[Line]) -> Line:

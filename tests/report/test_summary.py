@@ -293,7 +293,9 @@ def test_summary_and_page_judge_recorded_runs_alike(
     page = RunData(tmp_path, run).read()
     now = {span["kind"]: span["text"] for span in page["findings"] if span["now"]}
     assert sorted(now) == troubles and sorted(now.values()) == sorted(summary.warnings)
-    assert page["verdict"][0][0] == f"{verdict}: "
+    assert summary.verdict == verdict and page["verdict"][0][0] == f"{verdict}: "
+    # No other name for a validation whose scores all happen to be 1.
+    assert {name for name, *_ in summary.measures} <= {"reward", "validation reward_mean"}
     # An exploit is reported in the second step, the first in which reward and length rise.
     exploits = [span["from"] for span in page["findings"] if span["kind"] in EXPLOITS]
     assert exploits == ([2] if verdict == "Doubtful" else [])

@@ -6,7 +6,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,18 @@ from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mix
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import METRICS, find_position, list_cards
-from ppo_cli.report.drift import Opinion, read_opinions
-from ppo_cli.report.health import CALM_STEPS, EXPLOITS, Limits, find_troubles, make_limits
+from ppo_cli.report.drift import Opinion
+from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
 from ppo_cli.report.metrics import (
+    DOUBTFUL,
     ROUNDING,
     describe_judge_totals,
     format_dollars,
     format_duration,
+    read_limits,
     summarise,
 )
+from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import describe_choice, describe_gain, list_validations
 from ppo_cli.run_folder import (
     LABELS_FILE,
@@ -94,24 +96,26 @@ class RunData:
         config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         # Ranges of the run's settings; labels of people measure the judge's drift.
-        limits = make_limits(config) if config else Limits()
-        total = limits.total_steps
-        people = read_opinions(self.folder, config) if config else ()
-        limits = replace(limits, saved=tuple(saved), people=people, folder=self.folder)
+        known = config or Config()
+        limits = read_limits(self.folder, known)
+        total = limits.total_steps if config else None
+        summary = summarise(history, self.folder, known, session=(0, 0.0), resume_command="")
+        validations = list_validations(history)
         steps = [int(line["step"]) for line in history]
         # Curves and findings.
-        keys = _drop_repeated_keys({key for line in history for key in line} - {"step", RESUMED})
+        keys = _drop_repeated_keys(
+            {key for line in history for key in line} - {"step", RESUMED},
+            accurate=bool(validations) and "val/accuracy" in validations[0],
+        )
         series = {key: [_round_for_curve(line.get(key)) for line in history] for key in keys}
         findings = self._find_trouble_spans(history, limits)
         spent = _summarise_spending(self.folder, history)
         settings, written_by = read_settings(self.folder)
         return {
             "name": self.name,
-            "verdict": summarise_in_sentence(
-                self.folder, history, config, total, findings, spent["usd"]
-            ),
+            "verdict": describe_verdict(summary, total, validations, findings, spent["usd"]),
             "facts": list_facts(self.folder, history, config, total, spent["usd"]),
-            "answers": answer_questions(self.folder, history, config, saved, findings),
+            "answers": answer_questions(summary, known, saved, validations),
             "finals": list_finals(series),
             "note": note,
             "steps": steps,
@@ -164,12 +168,15 @@ class RunData:
         return spans
 
 
-def _drop_repeated_keys(keys: set[str]) -> list[str]:
-    """Return sorted metric keys without redundant ones, such as the only part of a reward."""
+def _drop_repeated_keys(keys: set[str], *, accurate: bool) -> list[str]:
+    """Return sorted metric keys without redundant ones, such as the only part of a reward.
+
+    If `accurate`, the mean score of each validation is its accuracy.
+    """
     for start in ("reward/", "val/reward/", "val/reward_mean/"):
         parts = {key for key in keys if re.fullmatch(f"{start}[^/]+", key)}
         keys = keys - parts if len(parts) == 1 else keys
-    return sorted(keys - ({"val/reward_mean"} if "val/accuracy" in keys else set()))
+    return sorted(keys - {"val/reward_mean" if accurate else "val/accuracy"})
 
 
 def list_facts(
@@ -228,25 +235,18 @@ def describe_judging(folder: Path, config: Config | None) -> dict[str, Any]:
 
 
 def answer_questions(
-    folder: Path,
-    history: Sequence[Mapping[str, Any]],
-    config: Config | None,
+    summary: Summary,
+    config: Config,
     saved: Sequence[int],
-    findings: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, str, str]]:
     """Return (question, answer, metric that shows it): which step to keep, is the gain real."""
-    validations = list_validations(history)
-    settings, doubtful = config or Config(), is_doubtful(findings)
+    folder, doubtful = summary.run_dir, summary.verdict == DOUBTFUL
     key = _card_key("validation", validations)
     return [
-        ("step to keep", describe_choice(validations, folder, settings, saved), key),
-        ("is the gain real?", describe_gain(validations, folder, settings, doubtful=doubtful), key),
+        ("step to keep", describe_choice(validations, folder, config, saved), key),
+        ("is the gain real?", describe_gain(validations, folder, config, doubtful=doubtful), key),
     ]
-
-
-def is_doubtful(findings: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a finding of the last step puts a rise of the reward in doubt."""
-    return any(span["now"] and span["kind"] in EXPLOITS for span in findings)
 
 
 def list_finals(series: Mapping[str, Sequence[float | None]]) -> list[tuple[str, str]]:
@@ -260,11 +260,10 @@ def list_finals(series: Mapping[str, Sequence[float | None]]) -> list[tuple[str,
     return finals
 
 
-def summarise_in_sentence(
-    folder: Path,
-    history: Sequence[Mapping[str, Any]],
-    config: Config | None,
+def describe_verdict(
+    summary: Summary,
     total: int | None,
+    validations: Sequence[Mapping[str, Any]],
     findings: Sequence[Mapping[str, Any]],
     usd: float,
 ) -> list[tuple[str, str]]:
@@ -272,18 +271,16 @@ def summarise_in_sentence(
 
     It is a list of texts, each with the metric that shows it, or "".
     """
-    if not history:
+    steps = summary.steps
+    if not steps and not validations:
         return [("No step is finished yet.", "")]
-    steps = int(history[-1]["step"])
     length = f"{steps} of {total} steps" if total and steps < total else plural(steps, "step")
     # First and last values of the main measures.
-    summary = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
-    head = "Doubtful" if is_doubtful(findings) else summary.verdict
     measures = [
         (
             f"{name.replace('reward_mean', 'reward')} "
             f"{'' if before is None else f'{_format_value(before)} to '}{_format_value(after)}",
-            _card_key(name, list_validations(history)),
+            _card_key(name, validations),
         )
         for name, before, after in summary.measures[:3]
     ]
@@ -291,7 +288,7 @@ def summarise_in_sentence(
     checks = [
         (span["text"].split(". ")[0].rstrip("."), span["key"]) for span in findings if span["now"]
     ]
-    pieces = [(f"{head}: ", ""), *_join(measures or [("no reward yet", "")], ", ")]
+    pieces = [(f"{summary.verdict}: ", ""), *_join(measures or [("no reward yet", "")], ", ")]
     pieces.append((f" in {length}. {'Check: ' if checks else 'Nothing to check.'}", ""))
     pieces += [*_join(checks, "; "), (".", "")] if checks else []
     return [*pieces, (f" Judge {format_dollars(usd)}.", "")] if usd else pieces
