@@ -15,16 +15,16 @@ import typer
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.screen import print_text, titled_table
 from ppo_cli.config.derived import describe_lowered_batches
-from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
-from ppo_cli.config.models.folder import vocabulary_size
+from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
+from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
-from ppo_cli.data_sets.files import RowProblem, check_readable, group_problems
+from ppo_cli.data_sets.files import RowProblem, group_problems
 from ppo_cli.data_sets.prepare import RECIPES, PreparedFile
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
-from ppo_cli.data_sets.sources import is_hub_name
+from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural, ppo
 from ppo_cli.run_folder import plain
 
@@ -338,9 +338,10 @@ def check(
 ) -> None:
     """Count rows, sources and lengths, list bad rows, show one prompt; exit 2 on bad rows."""
     named = prompt_files(files, "train")
-    for file in named:  # before the import, which takes seconds
-        if not is_hub_name(file):
-            check_readable(file)
+    # Before the import, which takes seconds.
+    for file in named:
+        check_present(file)
+    check_folder(model_folder(model or EMBEDDED), "--model")
     from ppo_cli.run.assemble import load_tokenizer
 
     report = examine_files(

@@ -25,13 +25,16 @@ from ppo_cli.cli.flags import (
 )
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
+from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
+from ppo_cli.data_sets.sources import check_present
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ConfigError,
     DataError,
     Interrupted,
+    MissingPart,
     RewardError,
     plural,
     ppo,
@@ -93,6 +96,8 @@ def evaluate(arguments: Arguments) -> None:
         problems.append("--greedy gives one response per prompt: leave out --greedy or --n.")
     if problems:
         raise ConfigError(problems)
+    for file in prompt_files(config.data.val_files, "val"):
+        check_present(file)
     from ppo_cli.cli.screen import make_screen, print_result
 
     # Importing torch creates many objects; collecting garbage meanwhile would only slow it down.
@@ -127,6 +132,11 @@ def evaluate(arguments: Arguments) -> None:
 
 def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
     """Evaluate the models on lm-eval's tasks and print a table, or JSON."""
+    if not has_package("lm_eval"):  # before the imports, which take seconds
+        raise MissingPart(
+            "--tasks needs the package lm-eval. Install it with "
+            f"`{shlex.quote(sys.executable)} -m pip install lm-eval`."
+        )
     from ppo_cli.cli.screen import align_columns, make_screen, print_result
     from ppo_cli.run.evaluate import evaluate_tasks
 
@@ -275,6 +285,8 @@ def generate(arguments: Arguments) -> None:
     config = resolve_model_settings(arguments, [source]).config
     from ppo_cli.scoring.rows import check_out, write_rows
 
+    for file in prompt_files([extras["data"]] if extras["data"] else [], "val"):
+        check_present(file)
     if extras["out"]:
         check_out(Path(extras["out"]), extras["data"])
     from ppo_cli.cli.screen import make_screen

@@ -135,6 +135,8 @@ def format_draft_summary(result: dict[str, Any]) -> str:
     cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
     usage = f"{plural(result['calls'], 'call')}, {plural(result['tokens'], 'token')}{cost}"
     lines = [f"{failure['row']}: left out, {failure['why']}" for failure in result["failed"]]
+    if not result["written"]:
+        return "\n".join([*lines, f"{usage}; none written"])
     lines.append(
         f"{usage}; {result['written']:,} written to {result['out']}. Edit them before use:"
     )

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,21 @@ from ppo_cli.cli.screen import (
 )
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import check_folder
+from ppo_cli.config.models.known_models import find_model_folder, is_url
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, UserError, plural, ppo
+from ppo_cli.data_sets.sources import check_present
+from ppo_cli.errors import (
+    ConfigError,
+    Interrupted,
+    PpoError,
+    RewardError,
+    UserError,
+    collect_problems,
+    plural,
+    ppo,
+)
 from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Screen
 
@@ -533,6 +547,9 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     ):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config
+    for model in models_of(config.reward):  # before the imports, which take seconds
+        if not is_url(path := str(model.settings.path)):
+            find_model_folder(path)
     if arguments.extras["batch"]:
         from ppo_cli.scoring.sources import use_batch_api
 
@@ -708,6 +725,16 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
         problems.append(
             "Name the model to start from with --model PATH: a folder, a hub name, or `embedded`."
         )
+    models = [typed["model"]] if typed["model"] else []
+    problems += collect_problems(
+        [
+            *(partial(check_folder, model_folder(model), "--model") for model in models),
+            *(
+                partial(check_present, file)
+                for file in (*(typed["data"] or ()), *(typed["val_data"] or ()))
+            ),
+        ]
+    )
     if typed["val_data"] and typed["val_share"] is not None:
         problems.append("--val_data and --val_share both choose the held-out pairs; keep one.")
     if typed["lr"] == 0:

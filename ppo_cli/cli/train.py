@@ -40,8 +40,8 @@ from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_p
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.data_sets.files import check_readable, count_rows
-from ppo_cli.data_sets.sources import is_hub_name
+from ppo_cli.data_sets.files import count_rows
+from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import (
     ConfigError,
@@ -339,8 +339,7 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     from ppo_cli.report.loggers import check_loggers
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
-        if not is_hub_name(name):
-            yield partial(check_readable, name)
+        yield partial(check_present, name)
     # Models on this disk, by the flag that names them.
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
     for flag, path in (models | {"ref.path": config.ref.path}).items():

@@ -155,7 +155,8 @@ def check_readable(source: str) -> None:
         hint = f"name a file in it: {', '.join(inside[:SHOWN_FILES])}" if inside else NO_DATA_FILE
         raise DataError(f"{path} is a folder; {hint}.")
     if not path.exists():
-        raise DataError(f"{path}: no such file.{nearest_file(path)}")
+        hub = "" if "/" in source or path.suffix else " Data sets of the hub are named OWNER/NAME."
+        raise DataError(f"{path}: no such file.{nearest_file(path)}{hub}")
     if not path.is_file():
         raise DataError(f"{path} is a pipe or a device. Write the rows to a file and name that.")
     if file_suffix(path) not in SUFFIXES:

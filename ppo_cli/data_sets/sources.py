@@ -9,11 +9,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_cli.config.models.known_models import announce_download, hub_cache
 from ppo_cli.data_sets.files import (
     SPLITS,
     SUFFIXES,
     Place,
     Records,
+    check_readable,
     file_suffix,
     nearest_file,
     read_file,
@@ -43,14 +45,26 @@ class HubName:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether a source is not a local file and can be the name of a hub set."""
+    """Whether a source is not a local file and can be the name of a hub set.
+
+    A word without a slash is a mistyped file, unless that set is in the cache.
+    """
     if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
         return False
     if saved_folder(source) is not None:
         return False
     # A missing file is a mistake, not a hub name.
     of_files = (*SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".feather", ".ipc")
-    return not file_suffix(Path(source)).endswith(of_files) and bool(HUB_NAME.fullmatch(source))
+    match = HUB_NAME.fullmatch(source)
+    if match is None or file_suffix(Path(source)).endswith(of_files):
+        return False
+    return "/" in match["name"] or (hub_cache() / f"datasets--{match['name']}").is_dir()
+
+
+def check_present(source: str) -> None:
+    """Raise DataError for a file that cannot be read; nothing is asked of the hub."""
+    if not is_hub_name(source):
+        check_readable(source)
 
 
 def parse_hub_name(source: str) -> HubName:
@@ -65,6 +79,7 @@ def parse_hub_name(source: str) -> HubName:
 def read_hub(source: str) -> Records:
     """Load one split of a hub set; every failure is reported in one sentence."""
     hub = parse_hub_name(source)
+    announce_download(hub.name)
     from datasets import load_dataset
     from pyarrow.lib import ArrowException
 

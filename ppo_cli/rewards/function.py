@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +33,7 @@ from ppo_cli.rewards.base import (
     read_returned,
     tell_nobody,
 )
-from ppo_cli.rewards.pool import Refused, Task, WorkerPool, error_location
+from ppo_cli.rewards.pool import Refused, Task, WorkerPool, error_line
 from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, score_immediately
 from ppo_cli.thoughts import NO_ANSWER
 
@@ -138,6 +139,7 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise RewardError(f"The reward function file {path} cannot be read: {error}") from error
+    _check_imports(tree, path)
     # The statements that bind the name. Without one, the file may still do so at run time.
     bindings = [node for node in tree.body if name in _bound_names(node)]
     if not bindings and not _binds_at_run_time(tree):
@@ -149,14 +151,55 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         return
     node = bindings[0]
     try:
-        if isinstance(node, ast.ClassDef):
-            _check_is_function(type, str(path), name)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            _check_is_function(node.value.value, str(path), name)
-        elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            _check_signature(_make_stub(node, path), str(path), name, kwargs)
+        match node:
+            case ast.ClassDef(decorator_list=[]):
+                _check_is_function(type, str(path), name)
+            case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+                _check_signature(_make_stub(node, node, path), str(path), name, kwargs)
+            case ast.Assign(targets=[ast.Name()], value=ast.Lambda() as value):
+                _check_signature(_make_stub(node, value, path), str(path), name, kwargs)
+            case ast.Assign(targets=[ast.Name()], value=value):
+                with suppress(ValueError):
+                    _check_is_function(ast.literal_eval(value), str(path), name)
     except Refused as error:
         raise RewardError(str(error)) from error
+
+
+def _check_imports(tree: ast.Module, path: Path) -> None:
+    """Raise RewardError for a missing package that the file imports before it runs other code.
+
+    Other code, also that of modules in the same folder, may change where packages are found.
+    """
+    for node in tree.body:
+        error = None
+        match node:
+            case ast.Expr(value=value) | ast.Assign(value=value) if isinstance(value, ast.Constant):
+                continue
+            case ast.ImportFrom(level=level) if level:
+                error = ImportError("attempted relative import with no known parent package")
+            case ast.Import() | ast.ImportFrom():
+                modules = [alias.name for alias in node.names]
+                modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else modules
+                for package in (module.partition(".")[0] for module in modules):
+                    if PathFinder.find_spec(package, [str(path.parent)]):
+                        return
+                    if package not in sys.modules and not importlib.util.find_spec(package):
+                        error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+                        break
+            case _:
+                return
+        if error is not None:
+            raise RewardError(_describe_load_error(path, error, node.lineno))
+
+
+def _describe_load_error(file: Path, error: BaseException, line: int | None) -> str:
+    """Return the message that a reward file does not load, with the line and advice."""
+    advice = ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        advice = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
+    location = f" ({file.name}, line {line})" if line else ""
+    problem = describe_error(error)
+    return f"The reward function file {file} does not load: {problem}{location}.{advice}"
 
 
 def _bound_names(node: ast.AST) -> set[str]:
@@ -188,26 +231,30 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
     return False
 
 
-def _make_stub(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
-    """Return an empty function with the parameters of a definition.
+def _make_stub(
+    node: ast.stmt, definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, path: Path
+) -> Callable[..., Any]:
+    """Return an empty function with the parameters of a definition, the statement `node`.
 
     Its signature can be inspected without running the file at `path`. Annotations are dropped, and
     defaults other than constants become None.
     """
     # Annotations may refer to names that are not defined here.
-    arguments = node.args
+    arguments = definition.args
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     # A default may be any code: only constants are kept, for messages; others become None.
     arguments.defaults = [_constant(value) for value in arguments.defaults]
     arguments.kw_defaults = [value and _constant(value) for value in arguments.kw_defaults]
-    node.body, node.returns = [ast.copy_location(ast.Pass(), node)], None
+    if isinstance(definition, ast.Lambda):
+        definition.body = ast.copy_location(ast.Constant(None), node)
+    else:
+        definition.body, definition.returns = [ast.copy_location(ast.Pass(), node)], None
     namespace: dict[str, Any] = {}
     module = ast.fix_missing_locations(ast.Module([node], []))
     exec(compile(module, str(path), "exec"), namespace)
-    function: Callable[..., Any] = namespace[node.name]
-    return function
+    return next(value for value in namespace.values() if inspect.isfunction(value))
 
 
 def _constant(default: ast.expr) -> ast.expr:
@@ -244,13 +291,7 @@ def _import_file(file: str) -> ModuleType:
     try:
         loader.exec_module(module)
     except BaseException as error:
-        advice = ""
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            advice = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
-        raise Refused(
-            f"The reward function file {file} does not load: "
-            f"{describe_error(error)}{error_location(error, file)}.{advice}"
-        ) from error
+        raise Refused(_describe_load_error(Path(file), error, error_line(error, file))) from error
     return module
 
 

@@ -213,19 +213,20 @@ def _error_message(error: BaseException, function: Callable[..., Any]) -> str:
     if isinstance(error, CannotScore):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    location = error_location(error, code.co_filename) if code else ""
+    line = error_line(error, code.co_filename) if code else None
+    location = f" ({os.path.basename(code.co_filename)}, line {line})" if code and line else ""
     return f"raised {describe_error(error)}{location}"
 
 
-def error_location(error: BaseException, file: str) -> str:
-    """Return ` (file.py, line 7)`: the innermost line of `file` in the traceback, or ''."""
+def error_line(error: BaseException, file: str) -> int | None:
+    """Return the innermost line of `file` in the traceback of an error, None without one."""
     line = None
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == file:
             line = trace.tb_lineno
         trace = trace.tb_next
-    return f" ({os.path.basename(file)}, line {line})" if line else ""
+    return line
 
 
 def _add_call_info(returned: Score, pieces: list[str], started: float) -> Score:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -40,7 +37,7 @@ from ppo_cli.engine.cpu.runtime import set_threads
 from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.export import base_name, write_model
 from ppo_cli.engine.models.lora import ADAPTER_CONFIG
-from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
+from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, make_rollout_line
@@ -303,13 +300,8 @@ def evaluate_tasks(
     """Run lm-eval's tasks on models; a task is one of its names, or a YAML file.
 
     Returns the output of `ppo eval --tasks --json`: for each model, task and metric the value and
-    its standard error, None if lm-eval has none. Raises MissingPart without the package.
+    its standard error, None if lm-eval has none.
     """
-    if find_spec("lm_eval") is None:
-        raise MissingPart(
-            "--tasks needs the package lm-eval. Install it with "
-            f"`{shlex.quote(sys.executable)} -m pip install lm-eval`."
-        )
     import torch
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

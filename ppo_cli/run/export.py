@@ -23,7 +23,7 @@ from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.layers import DEFAULT, describe_fork
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
-from ppo_cli.config.models.folder import has_template
+from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
@@ -432,6 +432,8 @@ def export(
         _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
     require_intact_model(folder, partial(_command_with_model, source, checkpoint))
+    if base is not None:
+        check_folder(model_folder(base), "--base")
     match = STEP_NAME.match(folder.parent.name)
     step = int(match.group(1)) if match else None
     run = folder.parents[2]

@@ -17,7 +17,6 @@ from ppo_cli.errors import DataError
         ("openai/gsm8k", ("openai/gsm8k", None, "train"), "gsm8k-train"),
         ("openai/gsm8k:test", ("openai/gsm8k", None, "test"), "gsm8k-test"),
         ("openai/gsm8k/main:test", ("openai/gsm8k", "main", "test"), "gsm8k-main-test"),
-        ("squad", ("squad", None, "train"), "squad-train"),
         ("a/b.c-d_e:train[:10%]", ("a/b.c-d_e", None, "train[:10%]"), "b.c-d_e-train[:10%]"),
     ],
 )
@@ -30,7 +29,7 @@ def test_names_are_taken_apart(source: str, parts: tuple[str, str | None, str], 
 @pytest.mark.parametrize(
     "source",
     ["train.jsonl", "data/train.parquet", "./train", "/data/train", "~/x", "a/b/c/d", "x.csv",
-     "a b", "x.jsonl.gz", "x.gz"],
+     "a b", "x.jsonl.gz", "x.gz", "squad", "squad:test"],
 )  # fmt: skip
 def test_what_looks_like_a_file_is_no_hub_name(source: str) -> None:
     assert not is_hub_name(source)
@@ -54,12 +53,16 @@ def test_a_hub_out_of_reach_is_one_sentence(
     message = str(caught.value)
     assert "hub set 'nobody/no-such-set', config 'main', split 'test' did not load (" in message
     assert message.endswith("a local JSON, JSONL or parquet file works without the hub.")
-    with pytest.raises(DataError, match=r"Did you mean 'prompts\.jsonl'\?"):
+    with pytest.raises(DataError, match=r"no such file. Did you mean 'prompts\.jsonl'\? Data sets"):
         load_rows("prompts-jsonl")
 
 
-def test_a_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_of_the_hub_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import datasets
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
     requests = []
 
@@ -75,3 +78,8 @@ def test_a_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places == ["owner/sums/easy:test row 1", "owner/sums/easy:test row 2"]
     assert [row.ground_truth for row in row_set.rows] == ["a", "b"]
     assert row_set.label == "sums-easy-test"
+    assert capsys.readouterr().err == "asking the hub for 'owner/sums' …\n"
+    # A name without an owner is one of the hub only if that set is here already.
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--squad").mkdir()
+    assert is_hub_name("squad:test") and not is_hub_name("squads:test")

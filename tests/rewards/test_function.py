@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -272,7 +273,26 @@ def test_rewards_within_the_response_are_kept_where_they_fit(
 @pytest.mark.parametrize("text", table(__file__, "passes"))
 def test_a_file_that_may_work_passes_the_check_of_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "reward.py").write_text(text)
+    (tmp_path / "helper.py").touch()
     check_source(tmp_path / "reward.py", "compute_score", {})
+
+
+@pytest.mark.parametrize("text", [
+    "import no_such_package\n" + HEAD, "X = 1\nimport os, no_such_package\n" + HEAD,
+    "from no_such_package.sub import f\n" + HEAD, "from . import f\n" + HEAD,
+    "async def compute_score(a): ...\n", "compute_score = lambda a: 1\n", "compute_score = {}\n",
+    "def compute_score(*args): ...\n",
+])  # fmt: skip
+def test_the_check_of_the_text_has_the_words_of_the_worker(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(f"{text}    return 1.0\n" if text.endswith(HEAD) else text)
+    with pytest.raises(RewardError) as by_text:
+        check_source(file, "compute_score", {})
+    task = Task("the file", partial(load_function, str(file), "compute_score", {}))
+    pool = WorkerPool(task, size=1, timeout=PATIENCE)
+    with closing(pool), pytest.raises(RewardError) as by_worker:
+        pool.start()
+    assert str(by_text.value) == str(by_worker.value)
 
 
 def test_the_text_is_checked_with_the_keyword_arguments_of_the_settings(tmp_path: Path) -> None:

@@ -253,6 +253,8 @@ def _describe_unreadable(model: Scorer) -> str:
     """Return why a reward model cannot be read (folder, head, weights); empty when it can."""
     try:
         choose_adapter(str(model.settings.path), model.settings.adapter)
+        if model.settings.tokenizer is not None:
+            check_folder(model.settings.tokenizer, f"{model.key}.tokenizer")
     except UserError as error:
         return str(error)
     return ""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -345,6 +347,18 @@ def hub_cache() -> Path:
     cache = env.get("XDG_CACHE_HOME") or "~/.cache"
     home = env.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(os.path.expanduser(os.path.expandvars(home)), "hub")
+
+
+@cache
+def announce_download(name: str) -> None:
+    """Say once that the hub is asked for a model or a data set, which may take long.
+
+    With HF_HUB_OFFLINE the client answers at once, from its cache.
+    """
+    from huggingface_hub.constants import is_offline_mode
+
+    if not is_offline_mode():
+        print(f"asking the hub for '{name}' …", file=sys.stderr, flush=True)
 
 
 def _place(name: str, prefixes: tuple[str, ...]) -> int:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.models.folder import check_folder, folder_problem, read_config, refetch_advice
-from ppo_cli.config.models.known_models import describe_missing_folder
+from ppo_cli.config.models.known_models import announce_download, describe_missing_folder
 from ppo_cli.config.models.limits import describe_eager_only
 from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory
@@ -153,6 +153,8 @@ def load_part(loader: Any, path: str, what: str, flag: str = "--model", **option
         weights = what not in ("tokenizer", "config")
         if problem := folder_problem(local, flag, tokenizer=what == "tokenizer", weights=weights):
             raise ModelError(problem)
+    else:
+        announce_download(path)
     with _naming_errors(path, what, flag):
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
+from ppo_cli.config.models.known_models import announce_download
 from ppo_cli.config.models.weight_files import SAFETENSORS, has_weights, weight_files
 from ppo_cli.errors import ModelError, first_line
 
@@ -28,6 +29,7 @@ NOT_DOWNLOADED = ("*/*", "optimizer*", "scheduler*", "training_args*", "rng_stat
 
 def fetch(name: str, revision: str | None) -> Path:
     """Download a hub model, or find it in the cache; returns the folder of its snapshot."""
+    announce_download(name)
     for pattern in FORMATS:
         try:
             folder = Path(
