@@ -487,9 +487,9 @@ def runs(
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:
-    """Return the run folders in a folder and below it; folders inside a run are not searched."""
+    """Return the run folders in a folder and below it; inside a run, only its earlier runs."""
     if (folder / METRICS_FILE).exists():
-        return [folder]
+        return [folder, *(p.parent for p in sorted(folder.glob(f"earlier_*/{METRICS_FILE}")))]
     if depth == MAX_DEPTH:
         return []
     inner: list[Path] = []

@@ -27,6 +27,7 @@ from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
+from ppo_cli.config.memory.disk import find_disk_shortage
 from ppo_cli.config.mixture import describe_reward, judges_of, rules_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
@@ -502,6 +503,9 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
     start = align_columns(_describe_start(resolved))
     for note in (*start, *resolved.notes, *remarks(resolved)):
         screen.note(note)
+    steps = batch_arithmetic(resolved.config)["total_steps"]
+    for shortage in find_disk_shortage(resolved.config, steps):
+        screen.health(shortage)
     if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
         from ppo_cli.cli.reward import audit_at_start
 

@@ -29,6 +29,7 @@ from ppo_cli.config.derived import (
     val_rows,
 )
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, is_chosen, read_yaml
+from ppo_cli.config.memory.disk import find_disk_shortage, plan_disk
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
@@ -202,6 +203,7 @@ class Plan:
     reward: PlanPart
     placement: PlanPart
     memory: PlanPart
+    disk: PlanPart
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -211,6 +213,7 @@ class Plan:
             "arithmetic": self.arithmetic,
             "placement": self.placement.facts,
             "memory": self.memory.facts,
+            "disk": self.disk.facts,
             "reward": self.reward.facts,
             "notes": list(self.notes),
         }
@@ -245,6 +248,7 @@ class Plan:
             "Devices": self.placement.sentences,
             "Memory": self.memory.sentences,
             "Details": self.memory.details if debug else (),
+            "Disk": self.disk.sentences,
             "Reward": self.reward.sentences,
             "Judge": judge.sentences,
             "Notes": self.notes,
@@ -296,6 +300,7 @@ def make_plan(resolved: Resolved) -> Plan:
         *missing_parts(resolved),
         *remarks(resolved),
         *template_remarks(resolved.config),
+        *find_disk_shortage(resolved.config, sums["total_steps"]),
     ]
     return Plan(
         values,
@@ -305,6 +310,7 @@ def make_plan(resolved: Resolved) -> Plan:
         reward_plan(resolved.config.reward, sums["reward_calls"]),
         plan_devices(resolved.config),
         memory_plan(resolved.config),
+        plan_disk(resolved.config, sums["total_steps"]),
     )
 
 

@@ -75,10 +75,7 @@ LICENCE = ("license", "license_name", "license_link")
 COLOURS = ("#1f6fb2", "#c2571a", "#2f8f5b", "#8a4fb0", "#7a7a7a")
 WIDTH, HEIGHT, EDGE = 640, 260, 44  # of the curve, in pixels
 EXAMPLES, EXAMPLE_CHARACTERS = 2, 600  # validation prompts in the card, and of each text
-LICENCES = {
-    "Apache License": "apache-2.0", "MIT License": "mit", "BSD 3-Clause": "bsd-3-clause",
-    "GNU GENERAL PUBLIC": "gpl", "Creative Commons": "cc",
-}  # fmt: skip
+LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit", "BSD 3-Clause": "bsd-3-clause"}
 PRIVATE = "(private address)"
 Points = Sequence[tuple[int, float]]
 Lineage = Sequence[tuple[Path, int]]  # runs, the oldest first, each with its last step here
@@ -164,11 +161,11 @@ def _describe_judge_costs(lineage: Lineage) -> str:
     text = f"Judges of the entire run: {describe_judge_totals(run, read_metrics(run))}."
     text = text.replace(": .", ": none asked.")
     # The calls of earlier runs after the fork do not count, so the metrics of each step do.
-    calls = cost = 0.0
-    for folder, last in lineage[:-1]:
-        for line in _read_steps(folder, last):
-            calls += math.fsum(v or 0.0 for k, v in line.items() if _CALLS.fullmatch(k))
-            cost += math.fsum(v or 0.0 for k, v in line.items() if _COST.fullmatch(k))
+    earlier = [line for folder, last in lineage[:-1] for line in _read_steps(folder, last)]
+    calls, cost = (
+        math.fsum(v or 0.0 for line in earlier for k, v in line.items() if name.fullmatch(k))
+        for name in (_CALLS, _COST)
+    )
     if calls:
         whole = cost + math.fsum(float(call["usd"]) for call in paid_calls(run))
         text += f" The steps before the fork: {calls:,.0f} calls, {format_dollars(cost)}; "
@@ -192,26 +189,24 @@ def _list_uses(out: Path, name: str, *, critic: bool) -> list[str]:
 
 def _list_examples(lineage: Lineage) -> list[str]:
     """Return the answers to the first validation prompts, of the first and last validation."""
-    found = [(run, at) for run, last in lineage for at in rollout_steps(run, "val") if at <= last]
-    if len(found) < 2:
-        return []
-    both = [
-        (at, {(line.get("uid"), line.get("prompt")): line
-              for line in reversed(read_lines(rollout_file(run, at, "val")))})
-        for run, at in (found[0], found[-1])
-    ]  # fmt: skip
-    keys = [key for key in reversed(both[1][1]) if key in both[0][1]][:EXAMPLES]
+    validations = [
+        (run, at) for run, last in lineage for at in rollout_steps(run, "val") if at <= last
+    ]
+    # The first line of each prompt: several samples have the same.
+    answers: dict[Any, dict[int, dict[str, Any]]] = {}
+    for run, at in (*validations[:1], *validations[-1:]):
+        for line in read_lines(rollout_file(run, at, "val")):
+            answers.setdefault((line.get("uid"), line.get("prompt")), {}).setdefault(at, line)
     lines = ["## Examples", "", "Answers to the first prompts of the validation."]
-    for key in keys:
-        blocks = [("Prompt", key[1])]
-        for at, answers in both:
-            score = _number(answers[key].get("score"))
-            blocks.append((f"Step {at}, score {score}", answers[key].get("response")))
-        for title, text in blocks:
+    for (_, prompt), of_step in [item for item in answers.items() if len(item[1]) == 2][:EXAMPLES]:
+        texts = {"Prompt": prompt}
+        for at, line in sorted(of_step.items()):
+            texts[f"Step {at}, score {_number(line.get('score'))}"] = line.get("response")
+        for title, text in texts.items():
             # An indented block: no text can end it.
-            shown = str(text or "")[:EXAMPLE_CHARACTERS]
-            lines += ["", f"{title}:", "", *(f"    {row}" for row in shown.split("\n"))]
-    return lines if keys else []
+            rows = str(text or "")[:EXAMPLE_CHARACTERS].split("\n")
+            lines += ["", f"{title}:", "", *(f"    {row}" for row in rows)]
+    return lines if len(lines) > 3 else []
 
 
 def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:

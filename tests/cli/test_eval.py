@@ -241,6 +241,29 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @pytest.mark.filterwarnings("default")  # lm-eval's own
+def test_a_plan_knows_the_disk_that_checkpoints_take(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["--fork", "run@1", "--max_steps", "4"]
+    capsys.readouterr()
+    assert main(["plan", *line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    files = [p for p in (workdir / "run/checkpoints/step_000002").rglob("*") if p.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    assert plan["disk"]["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
+    # Three and the best of the validations; then the run is longer than that.
+    assert plan["disk"]["checkpoints_at_most"] == 4 and not any("disk" in n for n in plan["notes"])
+    full = shutil._ntuple_diskusage(10**9, 10**9, 4 * size)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    assert main(["plan", *line]) == 0
+    text = capsys.readouterr().out
+    assert "Disk\n  checkpoints: 9.8" in text and "at most 4 (39" in text
+    warning = "MiB free, and checkpoints may take 49.1 MiB more: lower trainer.max_ckpt_to_keep"
+    assert warning in text
+    assert main(["train", *line, "--output_dir", "full"]) == 0
+    assert warning in capsys.readouterr().out
+
+
 def test_tasks_of_lm_eval(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     (workdir / "sums.yaml").write_text(TASK.replace("FILE", str(workdir / "v.jsonl")))

@@ -54,7 +54,7 @@ def test_a_fit_from_the_command_line(
 
 
 def test_what_is_typed_reaches_the_fit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ppo_cli.errors import UserError
     from ppo_cli.extras.fitting import fit as fitting
@@ -66,16 +66,19 @@ def test_what_is_typed_reaches_the_fit(
         raise UserError("enough")
 
     monkeypatch.setattr(fitting, "fit", fit)
-    both = ("--data", "a", "--data", "b", "--model", "m", "--out", "o")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "v.jsonl", "w.jsonl"):
+        Path(name).touch()
+    both = ("--data", "a.jsonl", "--data", "b.jsonl", "--model", "embedded", "--out", "o")
     fit_args = ("--max_length", "99", "--template", "chatml", "--skip_bad_rows", "--overwrite")
     assert run(capsys, *both)[0] == 2
-    run(capsys, *both, *fit_args, "--val_data", "v", "--val_data", "w")
+    run(capsys, *both, *fit_args, "--val_data", "v.jsonl", "--val_data", "w.jsonl")
     run(capsys, *both, "--val_share", "0.3")
     usual, first, second = seen
-    assert usual == FitSettings(("a", "b"), "m", Path("o"), Recipe())
+    assert usual == FitSettings(("a.jsonl", "b.jsonl"), "embedded", Path("o"), Recipe())
     assert first == replace(
-        usual, val_data=("v", "w"), max_length=99, template="chatml", skip_bad_rows=True,
-        overwrite=True,
+        usual, val_data=("v.jsonl", "w.jsonl"), max_length=99, template="chatml",
+        skip_bad_rows=True, overwrite=True,
     )  # fmt: skip
     assert second == replace(usual, val_share=0.3)
 

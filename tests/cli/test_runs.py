@@ -36,19 +36,21 @@ def make_run(folder: Path, steps: int, *, total: int, usd: float = 0.0) -> Path:
 def test_runs_with_their_state(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(desk / "a" / "one", 4, total=4, usd=0.25)
     make_run(desk / "two", 3, total=9)
-    make_run(desk / "two" / "earlier_1", 1, total=9)  # a part of the run, and no run of its own
+    make_run(desk / "two" / "earlier_1", 1, total=9)  # set aside by the run
+    make_run(desk / "two" / "copy", 1, total=9)  # anything else in a run is a part of it
     going = make_run(desk / "three", 2, total=9)
     with (going / ".lock").open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
         runs_by_name = {run["run"]: run for run in run_json(capsys, "runs", ".")}
     assert {name: (run["state"], run["step"]) for name, run in runs_by_name.items()} == {
         "a/one": ("done", 4), "two": ("stopped", 3), "three": ("running", 2),
+        "two/earlier_1": ("stopped", 1),
     }  # fmt: skip
     assert runs_by_name["a/one"]["cost_usd"] == 0.25 and runs_by_name["a/one"]["saved_step"] == 4
     assert (runs_by_name["two"]["reward"], runs_by_name["two"]["validation"]) == (0.3, 0.5)
     assert main(["runs"]) == 0
     table_ = capsys.readouterr().out.splitlines()
-    assert len(table_) == 4 and "$0.25" in "".join(table_)
+    assert len(table_) == 5 and "$0.25" in "".join(table_)
 
 
 def test_every_setting_and_metric_is_explained() -> None:

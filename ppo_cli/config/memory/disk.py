@@ -1,0 +1,89 @@
+"""Disk space that the checkpoints of a run take: the size of one, and how many exist at once.
+
+`ppo plan` shows it, and `ppo train` warns when the disk of the run folder has too little.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.derived import uses_critic
+from ppo_cli.config.memory.devices import read_shapes
+from ppo_cli.config.memory.model import EIGHT_BITS
+from ppo_cli.config.memory.plan import format_size
+from ppo_cli.config.models.shape import FLOAT, Shape
+from ppo_cli.config.placement import PlanPart
+from ppo_cli.config.schema.algorithm import Actor, Critic
+from ppo_cli.config.schema.run import Config
+
+
+def plan_disk(config: Config, steps: int | None) -> PlanPart:
+    """Return the sizes and numbers of checkpoints, and the free space of the run folder's disk.
+
+    `steps` is the length of the run, None if it is unknown.
+    """
+    folder = Path(config.trainer.output_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    free = shutil.disk_usage(existing).free
+    kept = _count_checkpoints(config, steps)
+    size = _checkpoint_bytes(config)
+    facts = {"checkpoint_bytes": size, "checkpoints_at_most": kept, "free_bytes": free}
+    if size is None:
+        return PlanPart(("checkpoints: of unknown size",), facts)
+    # A new checkpoint is complete before an old one is deleted.
+    most = "all are kept"
+    if kept is not None:
+        most = f"at most {kept} ({format_size(kept * size)}) and one that is being written"
+    on_disk = f"{format_size(free)} are free for {config.trainer.output_dir}"
+    return PlanPart((f"checkpoints: {format_size(size)} each, {most}; {on_disk}",), facts)
+
+
+def find_disk_shortage(config: Config, steps: int | None) -> list[str]:
+    """Return a remark if the disk has too little space for the checkpoints still to come."""
+    facts: dict[str, Any] = plan_disk(config, steps).facts
+    size, kept = facts["checkpoint_bytes"], facts["checkpoints_at_most"] or 1
+    there = len([*Path(config.trainer.output_dir).expanduser().glob("checkpoints/step_*")])
+    if size is None or (need := size * max(1, kept + 1 - there)) <= facts["free_bytes"]:
+        return []
+    free = facts["free_bytes"]
+    return [
+        f"The disk of {config.trainer.output_dir} has {format_size(free)} free, and checkpoints "
+        f"may take {format_size(need)} more: lower trainer.max_ckpt_to_keep, or choose another "
+        "--output_dir."
+    ]
+
+
+def _checkpoint_bytes(config: Config) -> int | None:
+    """Return the bytes of weights and moments of all trained models; None if a size is unknown."""
+    shapes = read_shapes(config)
+    if isinstance(shapes, tuple):
+        return None
+    size = _model_bytes(shapes.actor, config.model, config.actor, head=True)
+    if uses_critic(config):
+        size += _model_bytes(shapes.critic, config.critic.model, config.critic, head=False)
+    return size
+
+
+def _model_bytes(shape: Shape, model: Any, part: Actor | Critic, *, head: bool) -> int:
+    """Return the bytes of a model's float32 weights, or of its adapter, and of two moments."""
+    rank, targets = model.lora_rank, model.target_modules
+    trained = shape.adapter(rank, targets) if rank else shape.parameters(head=head)
+    bits = EIGHT_BITS if part.optim.optimizer == "AdamW8bit" else 1
+    return int(FLOAT * trained * (1 + 2 * bits))
+
+
+def _count_checkpoints(config: Config, steps: int | None) -> int | None:
+    """Return how many checkpoints exist at most when none is being written; None if unknown."""
+    trainer = config.trainer
+    # The newest ones, and the best of the validations.
+    keep = trainer.max_ckpt_to_keep
+    best = bool(config.data.val_files)
+    if steps is None:
+        return None if keep is None else keep + best
+    saves = math.ceil(steps / trainer.save_freq) if trainer.save_freq > 0 else 1
+    saves += math.ceil(steps / trainer.test_freq) if best and trainer.test_freq > 0 else 0
+    return min(steps, saves, *([] if keep is None else [keep + best]))
