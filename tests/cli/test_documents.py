@@ -16,9 +16,10 @@ import pytest
 import typer
 import yaml
 
-from ppo_cli.cli.app import app, main, normalize_flag
+from ppo_cli.cli.app import COMMANDS, app, main, normalize_flag
 from ppo_cli.config import layers, placement
 from ppo_cli.config.checks import devices, runner
+from ppo_cli.config.schema.keys import find_key
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
@@ -40,6 +41,13 @@ LACKS = (
     "API_KEY",
     "are wrong",
 )
+# Flags of other programs, and of this project's scripts and benchmarks.
+FOREIGN_FLAGS = {
+    "--index-url", "--repo-type", "--no-deps", "--logdir", "--gpus", "--ipc", "--nv", "--shm-size",
+    "--override-generation-config", "--nodes", "--ntasks-per-node", "--gpus-per-node",
+    "--cpus-per-task", "--head", "--address", "--write", "--trl", "--quick", "--help", "--verl",
+    "--name",
+}  # fmt: skip
 PLACES = {"DIR_OR_HUB_OR_URL": "DIR", "MODEL": "qwen-plus", "RUN": "outputs"}
 ROW = {"prompt": "What is 2 + 3?", "ground_truth": "5", "data_source": "arithmetic"}
 
@@ -154,6 +162,31 @@ def test_every_other_command_is_one_of_ours(place: Path) -> None:
                 wrong.append((page, line, str(error)))
     assert wrong == []
     assert count > 30
+
+
+def flags_of_all_commands() -> set[str]:
+    """The flags of every command and sub-command, with underscores."""
+    context = typer.Context(typer.main.get_command(app), info_name="ppo")
+    commands = [context.command.resolve_command(context, [name])[1] for name in COMMANDS]
+    flags: set[str] = set()
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        flags |= {normalize_flag(o) for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    return flags
+
+
+def test_every_flag_and_setting_exists() -> None:
+    flags = flags_of_all_commands() | {normalize_flag(flag) for flag in FOREIGN_FLAGS}
+    unknown = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.name == "moving.md":  # flags and keys of other trainers, from the code
+            continue
+        named = re.findall(r"(?<![\w-])--[a-z][\w-]+", text)
+        unknown += [(page.name, flag) for flag in named if normalize_flag(flag) not in flags]
+        keys = re.findall(r"`([a-z_]+\.[a-z_.]+)=[^`]*`", text)
+        unknown += [(page.name, key) for key in keys if find_key(key) is None]
+    assert unknown == []
 
 
 def test_every_block_of_data_and_code_is_well_formed(place: Path) -> None:
