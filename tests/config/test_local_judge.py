@@ -19,6 +19,7 @@ from ppo_cli.config.placement import describe_placement, placement_of, read_plac
 from ppo_cli.config.schema.run import Config
 from tests.config.settling import settle
 
+ROOT = Path(__file__).resolve().parents[2]
 ON = "reward.api.enable=true reward.api.type=local reward.api.model="
 GPUS = "trainer.n_gpus_per_node=8 trainer.placement="
 
@@ -48,6 +49,15 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     judge.parent.mkdir()
     judge.touch()
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) == str(judge)
+
+
+def test_the_environment_of_setup_is_found_in_the_checkout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ROOT / ".venv-judge" / "bin" / "python"  # as scripts/local_judge.sh has it
+    monkeypatch.setattr(judge_server, "has_package", lambda name: False)
+    monkeypatch.setattr(Path, "exists", lambda path: path == made)
+    assert vllm_python({}) == str(made)
 
 
 def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
