@@ -22,10 +22,10 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 
 DOCS = Path(__file__).parent.parent / "docs"
-# Goes to the responses, and chooses the one that changed most.
+# Goes to the responses, and chooses one of the best that was not good at the start.
 CHOOSE = """
 const views = [...document.querySelectorAll('#views button')];
-views.find((button) => button.textContent === 'most changed').click();
+views.find((button) => button.textContent === 'best now and at the start').click();
 document.getElementById('rollouts').scrollIntoView();
 setTimeout(() => document.querySelector('#table tbody tr').click(), 1500);
 """

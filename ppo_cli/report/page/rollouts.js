@@ -80,9 +80,9 @@ const promptOf = (row) => `${row.split} ${row.uid}`;
 /** Of the rows of a prompt, the one at the step of another row; of several samples the one like `row`. */
 const sampleAt = (rows, end, row) => rows.find((other) => other.step === end.step && other.sample === row.sample) || end;
 const firstOf = (row) => sampleAt(row.history.rows, row.history.rows[0], row);
-/** A row of the newest step, of training or else of validation, if its prompt was seen before. */
+/** A row of the newest step, of training or else of validation, if its prompt was seen in the first half of the steps. */
 const newestSeenBefore = (rows) => Object.keys(SPLITS).map((split) => rows.findLast((row) => row.split === split))
-  .find((row) => row && row.history.rows[0].step < row.step);
+  .find((row) => row && row.step && row.history.rows[0].step <= row.step / 2);
 
 /** Text as text: controls, and marks that turn its direction, are shown by their code. */
 function textOf(value) {
@@ -259,6 +259,8 @@ function listColumns() {
   const differ = (name) => now.chosen.some((row) => row[name] !== now.chosen[0][name]);
   const start = commonStart(now.rows.map((row) => oneLine(row.prompt)));
   const score = (row) => (row.score == null ? el("span", { class: "failed", title: row.failure }, "none") : digits(row.score));
+  const steps = new Set(now.rows.map((row) => row.start?.step));
+  const at = steps.size === 1 ? `at step ${[...steps][0]}` : "at the start";
   return [
     (differ("step") || !now.against) && ["step", "step", "n", (row) => row.step],
     differ("split") && ["split", null, "wide", (row) => SPLITS[row.split]],
@@ -267,8 +269,8 @@ function listColumns() {
     !now.against && ["tokens", "tokens", "n wide", (row) => row.tokens],
     differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start))],
     ["response", null, "", (row) => snippet(oneLine(row.response))],
-    now.against && ["start", null, "n", ({ start: first }) => el("span", { title: `step ${first.step}` }, score(first))],
-    now.against && ["response at the start", null, "", ({ start: first }) => snippet(oneLine(first.response))],
+    now.against && [at, null, "n", ({ start: first }) => el("span", { title: `step ${first.step}` }, score(first))],
+    now.against && [`response ${at}`, null, "", ({ start: first }) => snippet(oneLine(first.response))],
   ].filter(Boolean);
 }
 

@@ -343,7 +343,7 @@ def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
     assert texts(browser, "#table tr:first-child .clip")[0] == "… about topic0"
     click(browser, "#views button", "worst now and at the start")
     until(lambda: count(browser) == "8 of 48 responses")
-    assert texts(browser, "#table th")[-1] == "response at the start"
+    assert texts(browser, "#table th")[-2:] == ["at step 1", "response at step 1"]
     assert texts(browser, "#table tbody tr:first-child td") == [
         "0.429", "… about topic0", "answer 0 at 6 of the run", "0.0714",
         "answer 0 at 1 of the run",
