@@ -72,7 +72,12 @@ def assert_arrives(bridged: bridge.VerlOverrides, compose: Compose) -> None:
         assert (name, actual, type(actual)) == (name, expected, type(expected))
 
 
-@pytest.mark.parametrize("preset", preset_names())
+def test_a_distillation_is_not_handed_to_verl() -> None:
+    problems = bridge.build_overrides(settled(preset="distillation")).problems
+    assert [problem.split()[0] for problem in problems] == ["algorithm.score_coef", "ref.path"]
+
+
+@pytest.mark.parametrize("preset", sorted({*preset_names()} - {"distillation"}))
 def test_every_preset_composes_with_verls_files(preset: str, compose: Compose) -> None:
     local = ("reward.model.device=cpu",) if preset == "reward-model" else ()
     assert_arrives(bridge.build_overrides(settled(*local, preset=preset)), compose)
