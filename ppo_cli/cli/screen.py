@@ -27,6 +27,7 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.redact import redact
+from ppo_cli.report.catalogue import PHASES
 from ppo_cli.report.metrics import format_dollars, format_duration, mixture_part_means
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.run_folder import plain
@@ -252,31 +253,32 @@ def make_screen(file: TextIO | None = None, *, quiet: bool = False, debug: bool 
     the details of how this machine computes.
     """
     file = file or sys.stdout
-    screen: Screen
     # A dumb terminal cannot move the cursor.
-    if quiet:
-        screen = QuietScreen(file)
-    elif file.isatty() and os.environ.get("TERM") != "dumb":
-        screen = TerminalScreen(Console(file=file, highlight=False))
-    else:
-        screen = PlainScreen(file)
+    live = file.isatty() and os.environ.get("TERM") != "dumb" and not quiet
+    console = Console(file=file, highlight=False)
+    screen = TerminalScreen(console) if live else PlainScreen(file, quiet=quiet)
     screen.debug = debug
     return screen
 
 
 class PlainScreen(Screen):
-    """Plain lines without control codes, for files, pipes and logs."""
+    """Plain lines without control codes, for files, pipes and logs.
 
-    def __init__(self, file: TextIO) -> None:
+    A quiet one prints only warnings and the summary.
+    """
+
+    def __init__(self, file: TextIO, *, quiet: bool = False) -> None:
         self._file = file
+        self._quiet = quiet
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step."""
-        self._print(format_step(step, total_steps, metrics))
+        self.note(format_step(step, total_steps, metrics))
 
     def note(self, text: str) -> None:
         """Print a remark."""
-        self._print(text)
+        if not self._quiet:
+            self._print(text)
 
     def health(self, text: str) -> None:
         """Print a warning."""
@@ -305,16 +307,6 @@ class PlainScreen(Screen):
             ) from None
 
 
-class QuietScreen(PlainScreen):
-    """A plain screen that prints only warnings and the summary."""
-
-    def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Print nothing."""
-
-    def note(self, text: str) -> None:
-        """Print nothing."""
-
-
 # Metric -> its name in the live view, in the order of the rows.
 CURVES = {
     "reward_mean": "reward", "val/reward_mean": "val", "response_length_mean": "length",
@@ -323,15 +315,6 @@ CURVES = {
     "response_length/clip_ratio": "cut off", "time/step_s": "seconds",
 }  # fmt: skip
 FAILURES = ("score/failed", "val/score/failed")  # numbers of responses without a score
-# Phase -> what the view says; other phases have names that can be shown.
-PHASES = {
-    "first responses": "sampling references", "rollout": "sampling",
-    "baseline rollout": "sampling baselines", "annotate": "computing log-probs",
-    "reward_wait": "waiting for scores", "baseline reward": "waiting for scores",
-    "advantages": "computing advantages", "update critic": "updating the critic",
-    "update actor": "updating the model", "publish": "passing on the weights",
-    "validate": "validating", "validate reward": "waiting for scores", "save": "saving",
-}  # fmt: skip
 MIN_VIEW_HEIGHT = 20  # rows of a terminal below which only the bars are shown
 WIDE = 64  # columns of a view below which its rows are abbreviated
 # Columns that stay free: a terminal echoes `^C` there. In a full row the echo would begin another
@@ -430,7 +413,10 @@ class TerminalScreen(Screen):
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
         """Show a phase with its progress, until the next one begins."""
-        label = PHASES.get(name, name).replace("scores", "the judge" if self._budgets else "scores")
+        # Other commands have phases whose names can be shown.
+        label = PHASES.get(name.replace(" ", "_"), name)
+        if self._budgets:
+            label = label.replace("for rewards", "for the judge")
         self._phase, self._done = (label, total, time.monotonic()), 0
 
         def advance(count: int) -> None:

@@ -97,7 +97,7 @@ def plan(arguments: Arguments) -> None:
     if refused_settings(resolved):  # these settings have no plan
         raise ConfigError(problems)
     # Print the plan even if the run would be refused.
-    with assume_gpu_memory(arguments.extras["device_memory"]):
+    with assume_gpu_memory(arguments.extras.get("device_memory")):
         _show_plan(resolved, read, arguments, problems)
     if problems:
         raise ConfigError(problems)
@@ -464,27 +464,23 @@ TRAIN_EPILOG = (
 
 def train(arguments: Arguments) -> None:
     """Train a model with PPO."""
+    if arguments.extras["dry_run"]:
+        plan(arguments)
+        return
     if arguments.on_verl:
-        from ppo_cli.cli.bridge import print_verl_plan, train_on_verl
+        from ppo_cli.cli.bridge import train_on_verl
 
-        (print_verl_plan if arguments.extras["dry_run"] else train_on_verl)(arguments)
+        train_on_verl(arguments)
         return
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     problems = find_refusals(resolved)
-    if arguments.extras["dry_run"]:
-        read = make_prompt_reader(resolved.config)
-        problems += find_checkpoint_refusal(resolved.config)
-        problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
-        if not refused_settings(resolved):
-            _show_plan(resolved, read, arguments, problems)
-    # A dry run checks what `ppo plan` checks; a run also needs its GPUs and keys here.
-    elif not resolved.config.trainer.node_rank:
+    # Unlike a plan, a run needs its GPUs and keys here.
+    if not resolved.config.trainer.node_rank:
         problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
                     *problems]  # fmt: skip
     if problems:
         raise ConfigError(problems)
-    if not arguments.extras["dry_run"]:
-        _run_training(resolved, arguments)
+    _run_training(resolved, arguments)
 
 
 def _run_training(resolved: Resolved, arguments: Arguments) -> None:

@@ -52,11 +52,15 @@ COUNT: dict[str, Any] = {"axis": (0.0, None)}  # small shares too
 TOKENS = {"unit": "tokens", **COUNT}
 CORRELATION: dict[str, Any] = {"axis": (-1.0, 1.0)}
 _TASK = "If it falls while the reward rises, the model learns the reward and not the task."
-_PHASES = {
-    "rollout": "sampling", "reward_wait": "waiting for rewards", "annotate": "log-probs, values",
-    "advantages": "advantages", "update_critic": "critic's update",
-    "update_actor": "actor's update",
-    "publish": "publishing weights", "validate": "validation", "save": "saving",
+# Phases of a step in words, for the page and the terminal.
+PHASES = {
+    "first_responses": "sampling references", "rollout": "sampling",
+    "baseline_rollout": "sampling baselines", "annotate": "computing log-probs",
+    "reward_wait": "waiting for rewards", "baseline_reward": "baselines: waiting for rewards",
+    "advantages": "computing advantages", "update_critic": "updating the critic",
+    "update_actor": "updating the actor", "publish": "publishing weights",
+    "validate": "validating", "validate_reward": "validating: waiting for rewards",
+    "save": "saving",
 }  # fmt: skip
 # In the order of the page. Fields: key, plot, description, advice, band.
 METRICS = (
@@ -166,7 +170,7 @@ METRICS = (
            label="correlation", **CORRELATION),
     # Time and speed.
     *(Metric(f"time/{phase}_s", "Seconds by phase", "Where a step spends its time.", unit="s",
-             label=label, stacked=True, **COUNT) for phase, label in _PHASES.items()),
+             label=label, stacked=True, **COUNT) for phase, label in PHASES.items()),
     Metric("perf/agree_s", "Waiting between micro-batches", "Ranks wait for each other.", unit="s",
            **COUNT),
     Metric("perf/tokens_per_s", "Tokens a second", "Prompt and response tokens.",

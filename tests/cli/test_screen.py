@@ -111,7 +111,7 @@ def run_piped(script: str, **env: str) -> str:
 
 def test_on_a_terminal_bars_lines_and_a_frame() -> None:
     seen = run_on_terminal()
-    assert "sampling" in seen and "updating the model" in seen
+    assert "sampling" in seen and "updating the actor" in seen
     assert "step 1/2  reward 0.500" in seen and "step 2/2  reward 1.000" in seen
     assert "a [bold]note[/bold]" in seen
     assert "╭─ Done: learned" in seen and "▁▅█" in seen
