@@ -80,7 +80,7 @@ def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) 
 def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     """Run `ppo train` with an assembly that ends in `error`."""
 
-    def train(resolved: Resolved, screen: object) -> None:
+    def train(resolved: Resolved, screen: object, cluster: object) -> None:
         raise error
 
     fake = types.SimpleNamespace(train=train)

@@ -139,7 +139,7 @@ def test_failed_scores_and_repeated_texts_make_no_pairs(tmp_path: Path) -> None:
     scores = [("a", 1), ("a", 2), ("b", None), ("c", 5)]
     pairs = read(tmp_path, *(scored("p", text, score) for text, score in scores))
     assert [(p.chosen, p.rejected) for p in pairs.pairs] == [("c", "a")]
-    assert "to 1 prompts, 1 without a score left out." in pairs.notes[0]
+    assert "to 1 prompt, 1 without a score left out." in pairs.notes[0]
 
 
 def test_chosen_and_rejected_come_first(tmp_path: Path) -> None:
