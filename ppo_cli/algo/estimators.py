@@ -15,8 +15,10 @@ class Estimator:
 
     `critic`: values; `grouped`: the other responses to the prompt; `baseline`: the score of a
     greedy response to the prompt; `parts`: named parts of the reward, and not the token rewards.
+    `summary` is for `ppo explain`.
     """
 
+    summary: str
     critic: bool = False
     grouped: bool = False
     baseline: bool = False
@@ -25,16 +27,18 @@ class Estimator:
 
 # Values of `algorithm.adv_estimator`; the names are verl's.
 ESTIMATORS = {
-    "gae": Estimator(critic=True),
-    "grpo": Estimator(grouped=True),
-    "reinforce_plus_plus": Estimator(),
-    "reinforce_plus_plus_baseline": Estimator(grouped=True),
-    "rloo": Estimator(grouped=True),
-    "rloo_vectorized": Estimator(grouped=True),
-    "remax": Estimator(baseline=True),
-    "opo": Estimator(grouped=True),
-    "gpg": Estimator(grouped=True),
-    "gdpo": Estimator(grouped=True, parts=True),
+    "gae": Estimator("A critic predicts the reward at each token.", critic=True),
+    "grpo": Estimator("Score minus the prompt's mean, divided by its spread.", grouped=True),
+    "reinforce_plus_plus": Estimator("Discounted reward, normalized over the batch."),
+    "reinforce_plus_plus_baseline": Estimator(
+        "Score minus the prompt's mean, normalized over the batch.", grouped=True
+    ),
+    "rloo": Estimator("Score minus the mean of the prompt's other responses.", grouped=True),
+    "rloo_vectorized": Estimator("rloo, where a lone response gets 0.", grouped=True),
+    "remax": Estimator("Score minus that of a greedy response to the prompt.", baseline=True),
+    "opo": Estimator("Score minus the prompt's mean, weighted by length.", grouped=True),
+    "gpg": Estimator("Score minus the prompt's mean, scaled up for scores of 0.", grouped=True),
+    "gdpo": Estimator("grpo for each part of the reward, then a sum.", grouped=True, parts=True),
 }
 
 
@@ -45,9 +49,10 @@ class PolicyLossKind:
     `clips`: clip_ratio_low and clip_ratio_high; `around_one`: these are a range around a ratio of
     1, not two separate bounds. `dual` and `truncates`: clip_ratio_c, as the bound of losses with a
     negative advantage, or of the ratio. `chooses`: a mask of tokens chosen by covariance over the
-    whole mini-batch. `per_sequence`: always averaged over sequences.
+    whole mini-batch. `per_sequence`: always averaged over sequences. `summary`: for `ppo explain`.
     """
 
+    summary: str
     clips: bool = True
     around_one: bool = True
     dual: bool = False
@@ -63,14 +68,14 @@ class PolicyLossKind:
 
 # Values of `actor.policy_loss.loss_mode`; `geo_mean` is GMPO.
 POLICY_LOSSES = {
-    "vanilla": PolicyLossKind(dual=True),
-    "dppo_tv": PolicyLossKind(around_one=False, truncates=True),
-    "dppo_kl": PolicyLossKind(around_one=False, truncates=True),
-    "gspo": PolicyLossKind(),
-    "sapo": PolicyLossKind(clips=False, per_sequence=True),
-    "cispo": PolicyLossKind(around_one=False),
-    "gpg": PolicyLossKind(clips=False),
-    "clip_cov": PolicyLossKind(chooses=True),
-    "kl_cov": PolicyLossKind(clips=False, chooses=True),
-    "geo_mean": PolicyLossKind(around_one=False, per_sequence=True),
+    "vanilla": PolicyLossKind("PPO's clipped surrogate; with gae, PPO with a critic.", dual=True),
+    "dppo_tv": PolicyLossKind("Bounds a total variation.", around_one=False, truncates=True),
+    "dppo_kl": PolicyLossKind("Bounds a KL, not the ratio.", around_one=False, truncates=True),
+    "gspo": PolicyLossKind("Clips ratios of responses; use loss_agg_mode=seq-mean-token-mean."),
+    "sapo": PolicyLossKind("A soft gate instead of clipping.", clips=False, per_sequence=True),
+    "cispo": PolicyLossKind("Clips the ratio as a weight; all tokens learn.", around_one=False),
+    "gpg": PolicyLossKind("The policy gradient, without ratio and clipping.", clips=False),
+    "clip_cov": PolicyLossKind("Leaves out tokens that cost most entropy.", chooses=True),
+    "kl_cov": PolicyLossKind("KL on tokens that cost most entropy.", clips=False, chooses=True),
+    "geo_mean": PolicyLossKind("GMPO: geometric mean.", around_one=False, per_sequence=True),
 }

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from ppo_cli import __version__
+from ppo_cli.cli.help import HELP_ALL_WORDS, App, HelpCommand, HelpGroup, normalize_flag
 from ppo_cli.errors import (
     DISK_ERRNOS,
     EXIT_BUG,
@@ -188,8 +188,6 @@ def _describe_usage_error(error: BaseException) -> str | None:
     if hasattr(error, "possibilities"):
         message = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
     context = getattr(error, "ctx", None)
-    if not message and context:  # a group without a command; its help is already printed
-        message = f"name one of its commands: {', '.join(context.command.commands)}"
     command = context.command_path.partition(" ")[2] if context else "COMMAND"
     stop = "" if message.endswith((".", "?")) else "."
     return f"error: {message}{stop} See `{ppo(f'{command} --help'.lstrip())}`."
@@ -220,65 +218,64 @@ def _print_stderr(text: str) -> None:
 # of 300,000 wastes CPU time that the other threads need when the CPUs are shared.
 OPENMP_SPINS = "10000"
 # With one of these flags a command computes nothing, so jemalloc and memory checks are not needed.
-NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run"}
+NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run", *HELP_ALL_WORDS}
 # Measured: `ppo reward score --rule` takes 190 MiB of addresses.
 MIN_ADDRESS_SPACE = 192 * 2**20
 ABOUT = "Train language models with PPO from one command."
-EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
-# Command -> (module:Typer app, its line in the help).
-COMMANDS = {
-    "train": ("train:train_app", "Train a model with PPO."),
-    "plan": ("train:plan_app", "Show every setting with its origin, and the batch arithmetic."),
-    "doctor": ("doctor:doctor_app", "Check this machine and suggest fixes."),
-    "presets": ("explain:presets_app", "List the presets, show one, or copy one."),
-    "explain": ("explain:explain_app", "Explain a setting or a metric."),
-    "prompts": (
-        "prompts:app",
-        "List and show judge prompts, or render the request for a data row.",
-    ),
-    "runs": ("show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
-    "show": ("show:show_app", "Read a run folder: its steps, or the responses of one."),
-    "view": ("page:view_app", "Serve a page about runs: curves, responses, settings."),
-    "report": ("page:report_app", "Write that page as one HTML file."),
-    "eval": ("evaluate:eval_app", "Score the responses of models to prompts, and compare models."),
-    "generate": (
-        "evaluate:generate_app",
-        "Let a model answer a prompt, a file of prompts, or you in a chat.",
-    ),
-    "export": (
-        "evaluate:export_app",
-        "Write a trained model as one Hugging Face folder, adapters merged.",
-    ),
-    "bridge": (
-        "bridge:app",
-        "Train on verl with the same settings and rewards, and read its results back.",
-    ),
-    "data": ("data:data_app", "Check or prepare prompt files."),
-    "reward": (
-        "reward:reward_app",
-        "Score files with a reward, compare it with labels, or test it with attacks.",
-    ),
+EPILOG = (
+    "ppo train             # trains the bundled model on sums\n"
+    "ppo train --help      # the common flags; --help-all: all of them\n"
+    "ppo explain kl_coef   # a setting, a metric or a word"
+)
+# Section of the help -> command -> (module:app, its line in the help).
+SECTIONS = {
+    "Train": {
+        "train": ("train:train_app", "Train a model with PPO."),
+        "plan": ("train:plan_app", "Show what a run would do, and what would stop it."),
+        "presets": ("explain:presets_app", "List the presets, show one, or copy one."),
+        "explain": ("explain:explain_app", "Explain a setting, a metric or a word."),
+        "data": ("data:data_app", "Check prompt files, or prepare well-known sets."),
+        "doctor": ("doctor:doctor_app", "Check this machine and suggest fixes."),
+        "bridge": ("bridge:app", "Run the same settings and rewards on verl."),
+    },
+    "Look": {
+        "runs": ("show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
+        "show": ("show:show_app", "Print the steps of a run, or the responses of one step."),
+        "view": ("page:view_app", "Serve a page about runs: curves, responses, settings."),
+        "generate": ("evaluate:generate_app", "Let a model answer a prompt, a file, or a chat."),
+    },
+    "Judge": {
+        "eval": ("evaluate:eval_app", "Score the responses of models, and compare models."),
+        "reward": ("reward:reward_app", "Score files with a reward, and test the reward itself."),
+        "prompts": ("prompts:app", "List judge prompts, or show the request for a data row."),
+    },
+    "Share": {
+        "report": ("page:report_app", "Write the page about runs as one HTML file."),
+        "export": ("evaluate:export_app", "Write a trained model as one Hugging Face folder."),
+    },
 }
+COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(HelpGroup):
     """The group of all commands; it imports only the command that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the command names in the order of COMMANDS."""
         return list(COMMANDS)
 
+    def group_commands(self, ctx: Any) -> dict[str, Sequence[str]]:
+        """Return the command names by section."""
+        return {title: list(commands) for title, commands in SECTIONS.items()}
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a placeholder with the help line, without importing the command."""
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
+        return HelpCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was called, and print a note for each flag with several values.
-
-        An unknown command fails with the most similar name.
-        """
+        """Import the command that was called; an unknown one fails with the most similar name."""
         name = args[0]
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
@@ -286,59 +283,11 @@ class LazyGroup(TyperGroup):
         member = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
         command: Any = typer.main.get_command(member)
         command.name = name
-        # click keeps the last of repeated values silently.
-        for note in find_repeated_flags(command, args[1:]):
-            typer.echo(note, err=True)
         return name, command, args[1:]
 
 
-def find_repeated_flags(command: Any, args: Sequence[str]) -> list[str]:
-    """Return a note for each flag with several different values; list flags may repeat.
-
-    The last value counts, as scripts that end in `"$@"` expect.
-    """
-    # Descend to the sub-command: `reward score` has its own flags.
-    while isinstance(command, TyperGroup):
-        names = [word for word in args if word in command.commands]
-        if not names:
-            return []
-        command, args = command.commands[names[0]], args[args.index(names[0]) + 1 :]
-    flags = {
-        normalize_flag(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
-    }
-    # Collect the values of each flag in the order of the line.
-    values_by_flag: dict[str, list[str]] = {}
-    typed = iter(replace_aliases(args))
-    for word in typed:
-        if word == "--":
-            break
-        flag, equals, value = word.partition("=")
-        flag = normalize_flag(flag) if word.startswith("-") else ""
-        param = flags.get(flag)
-        if param is None or param.multiple or param.count:
-            continue
-        if param.is_flag:
-            value = word
-        elif not equals:
-            value = next(typed, "")
-        values_by_flag.setdefault(param.opts[0], []).append(value)
-    return [
-        f"note: {flag} is given as {', then as '.join(map(repr, values))}; the last one counts."
-        for flag, values in values_by_flag.items()
-        if len(set(values)) > 1
-    ]
-
-
-def normalize_flag(word: str) -> str:
-    """Return a flag with underscores: `--batch-size` and `--batch_size` are the same flag."""
-    return word.replace("-", "_")
-
-
-app = typer.Typer(
+app = App(
     cls=LazyGroup,
-    rich_markup_mode=None,  # plain help takes 0.1 s, rich help 0.3 s
-    add_completion=False,
-    pretty_exceptions_enable=False,
     context_settings={
         "token_normalize_func": normalize_flag,
         "help_option_names": ["-h", "--help"],
@@ -358,7 +307,7 @@ def _declare_global_options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks and machine details."),
 ) -> None:
     """Declare the options before the command for the help; `main` itself reads --debug."""
 
@@ -394,12 +343,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_args = args[: args.index("--")] if "--" in args else args
     debug = "--debug" in own_args
     args = [word for word in own_args if word != "--debug"] + args[len(own_args) :]
+    # Words that people try: `ppo help train` and `ppo version`.
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    elif args == ["version"]:
+        args = ["--version"]
     _open_closed_streams()
     # Training runs again under jemalloc, which needs an environment variable at process start.
     if argv is None and args[:1] in (["train"], ["eval"]) and not NO_WORK_FLAGS & set(args):
         from ppo_cli.allocator import start_with_jemalloc
 
         start_with_jemalloc()
+    # Prompts are counted without torch: transformers takes a sixth of the time to import then. An
+    # entry of None makes the import of a module fail.
+    if argv is None and args[:2] == ["data", "check"]:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch loads libgomp
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
+from ppo_cli.cli.help import App
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs
@@ -37,11 +38,9 @@ from ppo_cli.run_folder import run_settings
 if TYPE_CHECKING:
     from ppo_cli.extras.bridge.overrides import VerlOverrides
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
+app = App(
     help="Train on verl with the same settings and rewards, and read its results back.",
-    epilog="Example: ppo bridge verl --out runs/on-verl --preset gsm8k --n_gpus 8",
+    epilog="ppo bridge verl --out runs/on-verl --preset gsm8k --n_gpus 8",
 )
 
 
@@ -67,18 +66,18 @@ def verl(arguments: Arguments) -> None:
 add_command(
     app,
     verl,
-    "Example: ppo bridge verl --out DIR --preset gsm8k --n_gpus 8 --nnodes 4",
+    "ppo bridge verl --out DIR --preset gsm8k --n_gpus 8 --nnodes 4",
     [
         make_flag("out", str, None, "Folder to write; all nodes must see it.", "DIR"),
-        make_switch("json", "Machine-readable, to stdout."),
+        make_switch("json", "Print JSON."),
     ],
 )
 
 
-@app.command(epilog="Example: ppo bridge read DIR && ppo show DIR")
+@app.command(epilog="ppo bridge read DIR && ppo show DIR")
 def read(
     folder: str = typer.Argument(metavar="DIR", help="Folder written by `ppo bridge verl`."),
-    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Convert verl's logs to metrics.jsonl and rollouts/, for ppo show and ppo view."""
     from ppo_cli.extras.bridge.rewards import read_back

@@ -7,12 +7,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
+from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import print_text, titled_table
 from ppo_cli.config.derived import describe_lowered_batches
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
@@ -22,11 +22,13 @@ from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import RowProblem, group_problems
 from ppo_cli.data_sets.prepare import RECIPES, PreparedFile
 from ppo_cli.data_sets.prepare import prepare as run_prepare
-from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural, ppo
 from ppo_cli.run_folder import plain
+
+if TYPE_CHECKING:
+    from ppo_cli.data_sets.prompts import Renderer
 
 EXAMPLES = 5  # rows that a finding lists
 PERCENTILES = (50, 90, 95, 99)  # of lengths
@@ -76,9 +78,9 @@ class Report:
         """Number of rows that cannot be used; a row with several problems counts once."""
         return len({problem.place for problem in self.bad_rows})
 
-    def to_json(self) -> str:
-        """Return the report as JSON text, with every bad row."""
-        shown = asdict(self)
+    def to_json(self, model: str | None) -> str:
+        """Return the report as JSON text, with every bad row and what is printed about the rest."""
+        shown = asdict(self) | {"stops": list_stops(self), "warnings": list_warnings(self, model)}
         shown["bad_rows"] = [
             {
                 "file": p.place.file,
@@ -168,6 +170,8 @@ def compute_percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
     """Return minimum, percentiles and maximum by name; None without lengths."""
     if not lengths:
         return None
+    import numpy as np
+
     # "higher" gives a length that some row has, not an interpolated one.
     values = np.percentile(lengths, PERCENTILES, method="higher")
     middle = {f"p{p}": int(v) for p, v in zip(PERCENTILES, values, strict=True)}
@@ -181,22 +185,25 @@ MAX_TRUTH_CHARS = 1000
 Table = Sequence[tuple[str, str]]
 
 
-def print_report(report: Report, model: str, training: Sequence[str]) -> None:
-    """Print tables, remarks, bad rows, one rendered prompt and a closing line.
-
-    `training` has the remarks that `ppo train` would make about these rows.
-    """
+def print_report(report: Report, model: str | None) -> None:
+    """Print tables, what stops a run, warnings, one rendered prompt and a closing line."""
     tables = {
-        "Rows": make_summary_rows(report),
+        "Rows": [
+            ("files", ", ".join(report.files)),
+            ("rows", f"{report.rows:,}"),
+            ("usable", f"{report.usable:,}"),
+        ],
         "Rows by data_source": make_source_rows(report.data_sources),
-        f"Prompt length (tokens of {model})": make_length_rows(report),
+        f"Prompt length (counted by {model or EMBEDDED})": make_length_rows(report),
     }
     # Tables first; one without rows is left out.
     for title, rows in tables.items():
         if rows:
-            print_text("\n".join([*titled_table(title, rows), ""]))
-    print_lines("Please note", [*training, *list_remarks(report)])
-    print_lines("Bad rows", format_bad_rows(report))
+            texts = 2 if len(rows[0]) == 2 else 1  # columns of text; the others hold numbers
+            print_text("\n".join([*titled_table(title, rows, texts), ""]))
+    stops = [*format_bad_rows(report), *list_stops(report)]
+    print_lines("`ppo train` stops at", stops)
+    print_lines("`ppo train` starts, but note", list_warnings(report, model))
     # One prompt with all control tokens, so that the template can be checked by eye.
     if report.sample is not None:
         sample = report.sample
@@ -206,20 +213,7 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
         print_text("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
         print_text(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
     print_text("")
-    print_text(format_verdict(report))
-
-
-def make_summary_rows(report: Report) -> Table:
-    """Return the counts of the check as (name, value) rows."""
-    return [
-        ("files", ", ".join(report.files)),
-        ("rows", f"{report.rows:,}"),
-        ("usable", f"{report.usable:,}"),
-        ("bad", f"{report.bad:,}"),
-        ("without ground truth", f"{report.missing_ground_truth.count:,}"),
-        ("repeated prompts", f"{report.duplicates.count:,}"),
-        (f"over {report.max_prompt_length} tokens", f"{report.overlong.count:,}"),
-    ]
+    print_text(format_verdict(report, stops))
 
 
 def make_source_rows(sources: Mapping[str, int]) -> Table:
@@ -231,46 +225,63 @@ def make_source_rows(sources: Mapping[str, int]) -> Table:
     return rows[:MAX_SOURCES] + remainder
 
 
-def make_length_rows(report: Report) -> Table:
-    """Return the percentiles of prompt lengths in tokens and characters; empty without rows."""
+def make_length_rows(report: Report) -> Sequence[Sequence[str]]:
+    """Return a row of percentiles for tokens and one for characters; empty without rows."""
     if report.characters is None or report.tokens is None:
         return []
-    tokens = report.tokens
-    return [
-        (name, f"{plural(tokens[name], 'token')}, {plural(count, 'character')}")
-        for name, count in report.characters.items()
-    ]
+    lengths = {"tokens": report.tokens, "characters": report.characters}
+    rows = [[name, *(f"{count:,}" for count in found.values())] for name, found in lengths.items()]
+    return [["", *report.tokens], *rows]
 
 
-def list_remarks(report: Report) -> list[str]:
-    """Return remarks on rows that can be used but may surprise, one sentence each."""
-    lines = list(report.notes)
-    if report.missing_ground_truth.count:
+def list_stops(report: Report) -> list[str]:
+    """Return what `ppo train` refuses in rows that can be read, with the flags that settle it."""
+    from ppo_cli.scoring.sources import sources_without_rule
+
+    lines = []
+    unknown, rules = sources_without_rule(report.data_sources)
+    if unknown:
+        sources = make_finding([repr(source) if source else "(none)" for source in unknown])
         lines.append(
-            format_finding(
-                "row", "without ground truth; rules need one", report.missing_ground_truth
-            )
+            f"{format_finding('no rule for data_source', sources)}. Name one for all rows with "
+            f"--rule ({', '.join(rules)}), your function with --reward_function FILE, or a judge "
+            "with --use_api_reward."
         )
-    if report.duplicates.count:
-        lines.append(format_finding("repeated prompt", "", report.duplicates))
-    # Not an error here: the limit of the training run may be another one.
-    if report.overlong.count:
-        what = f"of more than {report.max_prompt_length} tokens; training stops at them unless "
-        what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
-        lines.append(format_finding("prompt", what + "data.truncation=left|right", report.overlong))
-    if report.control_words.count:
-        what = "with text that this tokenizer turns into control tokens"
-        lines.append(format_finding("prompt", what, report.control_words))
+    if missing := report.missing_ground_truth.count:
+        what = f"{plural(missing, 'row')} without ground truth, which rules need: add it, or use "
+        what += "--reward_function FILE or --use_api_reward"
+        lines.append(format_finding(what, report.missing_ground_truth))
+    if count := report.overlong.count:
+        what = f"{plural(count, 'prompt')} over {report.max_prompt_length} tokens: raise "
+        what += "--max_prompt_length, or set data.filter_overlong_prompts=true or "
+        lines.append(format_finding(what + "data.truncation=left|right", report.overlong))
+    return lines
+
+
+def list_warnings(report: Report, model: str | None) -> list[str]:
+    """Return remarks on rows that a run accepts but that may surprise, one sentence each."""
+    lines = list(report.notes)
+    if model is None:
+        lines.append("Tokens are counted with the bundled model; name yours with --model.")
+    # A training run lowers its batch size to the number of rows.
+    if 0 < report.usable < _DEFAULTS.train_batch_size:
+        mini = Actor().ppo_mini_batch_size
+        lines.append(describe_lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
+    for finding, noun, what in (
+        (report.duplicates, "repeated prompt", ""),
+        (report.control_words, "prompt", " with text that this tokenizer reads as control tokens"),
+    ):
+        if finding.count:
+            lines.append(format_finding(f"{plural(finding.count, noun)}{what}", finding))
     if report.unused_columns:
         lines.append(f"Columns that are not read: {', '.join(report.unused_columns)}.")
     return lines
 
 
-def format_finding(noun: str, what: str, finding: Finding) -> str:
-    """Return `3 NOUNS WHAT: first, second, third`."""
+def format_finding(what: str, finding: Finding) -> str:
+    """Return `WHAT: first, second, third`."""
     ellipsis = ", …" if finding.count > len(finding.examples) else ""
-    subject = f"{plural(finding.count, noun)} {what}".rstrip()
-    return f"{subject}: {'; '.join(finding.examples)}{ellipsis}"
+    return f"{what}: {'; '.join(finding.examples)}{ellipsis}"
 
 
 def format_bad_rows(report: Report) -> list[str]:
@@ -282,12 +293,13 @@ def format_bad_rows(report: Report) -> list[str]:
     return [*lines[:MAX_BAD_ROWS], f"and {hidden:,} more; --json lists them all"]
 
 
-def format_verdict(report: Report) -> str:
-    """Return the last line of the report: all rows are usable, or how many are bad."""
+def format_verdict(report: Report, stops: Sequence[str]) -> str:
+    """Return the last line of the report: bad rows, flags that are needed, or all is well."""
     if report.bad:
         rows = plural(report.rows, "row")
         return f"{report.bad:,} of {rows} cannot be used; correct or remove them."
-    return f"All {report.rows:,} rows can be used." if report.rows > 1 else "The row can be used."
+    all_rows = f"All {report.rows:,} rows" if report.rows > 1 else "The row"
+    return f"{all_rows} can be used{', with the flags named above' * bool(stops)}."
 
 
 def print_lines(title: str, lines: Iterable[str]) -> None:
@@ -316,10 +328,9 @@ def print_prepared(files: Sequence[PreparedFile]) -> None:
         print_text(f"Or:   {ppo('reward fit')} {command}")
 
 
-data_app = typer.Typer(
+data_app = App(
     help="Check prompt files, or prepare well-known sets.",
-    no_args_is_help=True,
-    add_completion=False,
+    epilog="ppo data check train.jsonl\nppo data prepare gsm8k --out data",
 )
 
 # Help texts show the defaults of a training run.
@@ -342,7 +353,8 @@ def check(
     for file in named:
         check_present(file)
     check_folder(model_folder(model or EMBEDDED), "--model")
-    from ppo_cli.run.assemble import load_tokenizer
+    from ppo_cli.data_sets.prompts import Renderer
+    from ppo_cli.engine.pretrained import load_tokenizer
 
     report = examine_files(
         named,
@@ -357,9 +369,9 @@ def check(
         source_key=reward_fn_key,
     )
     if json:
-        typer.echo(report.to_json())
+        typer.echo(report.to_json(model))
     else:
-        print_report(report, model or EMBEDDED, _training_remarks(report, model))
+        print_report(report, model)
     if report.bad:
         raise typer.Exit(EXIT_USER)
 
@@ -384,30 +396,12 @@ CHECK_FLAGS = [
     make_switch("raw", "No chat template: prompts are used unchanged."),
     make_switch("json", "Print JSON."),
 ]  # fmt: skip
-data_app.command(
-    epilog="Example: ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B --max_prompt_length 1024"
-)(set_parameters(check, CHECK_FLAGS))
-
-
-def _training_remarks(report: Report, model: str | None) -> list[str]:
-    """Return the remarks that `ppo train` with default settings would make about these rows."""
-    from ppo_cli.scoring.sources import find_missing_rule
-
-    lines = []
-    if model is None:
-        lines.append("Tokens are counted with the bundled model; name yours with --model.")
-    # A training run lowers its batch size to the number of rows.
-    if 0 < report.usable < _DEFAULTS.train_batch_size:
-        mini = Actor().ppo_mini_batch_size
-        lines.append(describe_lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
-    if refused := find_missing_rule(report.data_sources):
-        lines.append(f"Training with rules refuses these rows. {refused} A judge needs neither.")
-    return lines
-
-
-@data_app.command(
-    "prepare", epilog="Example: ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k"
+data_app.command(epilog="ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B")(
+    set_parameters(check, CHECK_FLAGS)
 )
+
+
+@data_app.command("prepare", epilog="ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k")
 def prepare(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(RECIPES)}.")],
     out: Annotated[

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, make_switch
+from ppo_cli.cli.help import App
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.bundled import EMBEDDED
@@ -155,17 +156,17 @@ def _count_outcomes(outcomes: Sequence[Outcome], shape: LayerShape, device: str)
 
 
 # The help lists the settings that the checks read; other flags of a run are accepted too.
-doctor_app = typer.Typer(add_completion=False)
+doctor_app = App()
 add_command(
     doctor_app,
     doctor,
-    "Example: ppo doctor --use_api_reward --rm_api_type openai --probe",
+    "ppo doctor --use_api_reward --rm_api_type openai --probe",
     [
         make_switch(
             "self_test", "Run the program's parts on these devices and compare their numbers."
         ),
         make_switch("probe", "Also call the model hub, and each judge for a few tokens."),
-        make_switch("json", "Machine-readable, to stdout."),
+        make_switch("json", "Print JSON."),
     ],
     ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
 )

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
 from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.flags import (
     Arguments,
@@ -23,6 +21,7 @@ from ppo_cli.cli.flags import (
     make_switch,
     set_parameters,
 )
+from ppo_cli.cli.help import App
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
 from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.placement import has_package
@@ -372,14 +371,18 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
             print_text(row["response"])
 
 
-_SHOWN = ("reward.", "data.", "rollout.")
+# Settings that a model's answers depend on; their scores also depend on those of the reward.
+_ANSWERS = (
+    "data.max_", "data.system_prompt", "rollout.temperature", "rollout.top_", "rollout.name",
+    "model.dtype", "trainer.n_gpus", "trainer.seed",
+)  # fmt: skip
 _GREEDY = make_switch("greedy", "Take the most likely token each time.")
 _JSON = make_switch("json", "Print JSON.")
-eval_app = typer.Typer(add_completion=False)
+eval_app = App()
 add_command(
     eval_app,
     evaluate,
-    "Example: ppo eval outputs embedded --n 4   or: ppo eval outputs@20 outputs@40",
+    "ppo eval outputs embedded --n 4\nppo eval outputs@20 outputs@40",
     [
         make_argument(
             "overrides", "MODEL|RUN[@STEP]... [KEY=VALUE]...",
@@ -399,13 +402,13 @@ add_command(
         make_flag("out", str, None, "Folder for the rows; unset, a folder in ./evals.", "DIR"),
         _JSON,
     ],
-    _SHOWN,
+    ("reward.", *_ANSWERS),
 )  # fmt: skip
-generate_app = typer.Typer(add_completion=False)
+generate_app = App()
 add_command(
     generate_app,
     generate,
-    'Example: ppo generate outputs "What is 12 + 30?"   or a chat: ppo generate outputs',
+    'ppo generate outputs "What is 12 + 30?"\nppo generate outputs   # a chat',
     [
         make_argument("source", "MODEL|RUN[@STEP]", "Folder, hub name, `embedded`, or a run."),
         make_argument("prompt", "[PROMPT]", "What to answer; `-` reads it from the input."),
@@ -415,7 +418,7 @@ add_command(
         _GREEDY,
         _JSON,
     ],
-    ("data.", "rollout."),
+    _ANSWERS,
 )
 
 
@@ -496,7 +499,7 @@ EXPORT_FLAGS = [
     make_switch("public", "Make the repository of --push public; private by default."),
     _JSON,
 ]  # fmt: skip
-export_app = typer.Typer(add_completion=False)
-export_app.command(epilog="Example: ppo export outputs --out my_model --dtype bfloat16")(
+export_app = App()
+export_app.command(epilog="ppo export outputs --out my_model --dtype bfloat16")(
     set_parameters(export, EXPORT_FLAGS)
 )

@@ -1,19 +1,29 @@
-"""`ppo explain`: describes a setting or a metric; `ppo presets`: lists, shows, copies presets."""
+"""`ppo explain` describes settings, metrics and values; `ppo presets` lists or copies presets."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.cli.app import load_foreign_flags
+from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused
 from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
-from ppo_cli.config.schema.keys import Key, describe_range, find_key, suggest_key, table
+from ppo_cli.config.schema.keys import (
+    Key,
+    describe_range,
+    find_key,
+    offered_choices,
+    suggest_key,
+    table,
+)
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits
@@ -22,29 +32,44 @@ from ppo_cli.report.health import Limits
 STEP_LINE_METRICS = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}
 # Key of a fact -> its heading in the text.
 HEADINGS = {
-    "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
-    "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
-    "stays_for": "stays for", "healthy": "healthy", "otherwise": "otherwise", "plot": "plot",
-    "no_effect": "no effect if", "beside": "related",
+    "key": "setting", "metric": "metric", "word": "word", "is": "is", "advice": "what to change",
+    "value_of": "value of", "needs": "needs", "type": "type", "range": "range", "usual": "usual",
+    "default": "default", "flag": "flag", "variable": "variable", "stays_for": "stays for",
+    "healthy": "healthy", "otherwise": "what to change", "plot": "plot",
+    "no_effect": "no effect if", "related": "same group",
 }  # fmt: skip
+TEXT_WIDTH = 72  # of the column of facts
+# Names that people use -> the name of the value or metric.
+SYNONYMS = {
+    "ppo": "vanilla", "reinforce": "reinforce_plus_plus", "gmpo": "geo_mean",
+    "failures": "score/failed_share", "failed": "score/failed_share",
+}  # fmt: skip
+# Field of an estimator -> what the run needs for it.
+NEEDS = {
+    "critic": "a critic (--critic_lr, --critic_epochs)",
+    "grouped": "several responses per prompt: --rollout_n 4 or more",
+    "baseline": "a greedy response per prompt, which is sampled as well",
+    "parts": "names of parts of the reward: algorithm.gdpo_reward_keys=[a,b]",
+}
 
 
 def explain(
     name: Annotated[
-        str, typer.Argument(metavar="KEY|FLAG|METRIC", help="A setting, its flag, or a metric.")
+        str,
+        typer.Argument(metavar="NAME", help="A setting or flag, a metric, or a value: grpo."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Explain a setting or a metric: its range, related settings, what to change."""
-    meant = STEP_LINE_METRICS.get(name) or load_foreign_flags()["aliases"].get(
-        name.lstrip("-"), name
-    )
-    facts = find_setting_facts(meant) or find_metric_facts(meant)
+    """Explain a setting, a metric or a value: what it does, its range, and what to change."""
+    synonyms = load_foreign_flags()["aliases"] | SYNONYMS
+    meant = STEP_LINE_METRICS.get(name) or synonyms.get(name.lstrip("-").lower(), name)
+    facts = find_setting_facts(meant) or find_metric_facts(meant) or find_word_facts(meant.lower())
     if not facts:
-        # Suggest from settings, flags and metrics.
+        # Suggest from settings, flags, metrics and values.
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
-        near = suggest_key(name) or did_you_mean(name, [*table(), *names])
-        raise ConfigError(f"There is no setting or metric '{name}'.{near}")
+        words = {word for key in table().values() for word in key.choices}
+        near = suggest_key(name) or did_you_mean(name, [*table(), *names, *words])
+        raise ConfigError(f"There is no setting, metric or value '{name}'.{near}")
     print_result(facts, lambda: format_facts(facts), as_json=as_json)
 
 
@@ -78,6 +103,7 @@ def find_setting_facts(name: str) -> dict[str, Any]:
     facts = {
         "key": key.name,
         "is": key.help,
+        "advice": key.advice,
         "type": describe_type(key),
         "range": describe_range(key),
         "usual": usual,
@@ -86,7 +112,7 @@ def find_setting_facts(name: str) -> dict[str, Any]:
         "variable": key.env,
         "stays_for": key.identity,
         "no_effect": list(describe_unused(key.name)),
-        "beside": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
+        "related": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
     }  # fmt: skip
     return {what: fact for what, fact in facts.items() if fact not in (None, "", [])}
 
@@ -94,13 +120,14 @@ def find_setting_facts(name: str) -> dict[str, Any]:
 def find_metric_facts(name: str) -> dict[str, Any]:
     """Return a metric's facts, also for its validation name `val/...`; {} if it is unknown."""
     for key in (name, name.removeprefix("val/")):
-        if metric := next((m for m in METRICS if m.matches(key)), None):
+        words = key.replace("_", " ").lower()
+        if metric := next((m for m in METRICS if m.matches(key) or m.plot.lower() == words), None):
             # Ranges of the default settings: no run is given here.
             limits = Limits()
             low, high = metric.band(limits, ()) if metric.band else (None, None)
             bounds = [(low, "at least"), (high, "at most")]
             facts = {
-                "metric": name,
+                "metric": key if metric.matches(key) else metric.key,
                 "is": metric.what,
                 "plot": metric.plot,
                 "healthy": ", ".join(f"{word} {b:g}" for b, word in bounds if b is not None),
@@ -110,33 +137,49 @@ def find_metric_facts(name: str) -> dict[str, Any]:
     return {}
 
 
+def find_word_facts(word: str) -> dict[str, Any]:
+    """Return the facts of a value of settings with a fixed choice; {} if none has it."""
+    settings = [key for key in table().values() if word in offered_choices(key.choices)]
+    if not settings:
+        return {}
+    kinds = [kinds[word] for kinds in (ESTIMATORS, POLICY_LOSSES) if word in kinds]
+    needs = [text for field, text in NEEDS.items() if any(getattr(k, field, 0) for k in kinds)]
+    uses = [
+        f"{key.name}: {key.help} ({f'{key.flag} ' if key.flag else f'{key.name}='}{word})"
+        for key in settings
+    ]
+    facts = {"word": word, "is": [k.summary for k in kinds], "needs": needs, "value_of": uses}
+    return {what: fact for what, fact in facts.items() if fact}
+
+
 def format_facts(facts: dict[str, Any]) -> str:
-    """Return facts as aligned lines of heading and value."""
-    rows = []
+    """Return facts as aligned lines of heading and value, with long values wrapped."""
+    rows: list[tuple[str, str]] = []
     for what, fact in facts.items():
-        for i, entry in enumerate(fact if isinstance(fact, list) else [fact]):
-            rows.append((HEADINGS[what] if not i else "", str(entry)))
+        entries = fact if isinstance(fact, list) else [fact]
+        if what == "related":  # names within their group
+            entries = [", ".join(name.rpartition(".")[2] for name in entries)]
+        lines = [part for entry in entries for part in textwrap.wrap(str(entry), TEXT_WIDTH)]
+        rows += [(HEADINGS[what] if not i else "", line) for i, line in enumerate(lines)]
     return "\n".join(align_columns(rows))
 
 
-explain_app = typer.Typer(add_completion=False)
+explain_app = App()
 explain_app.command(
-    epilog="Example: ppo explain clip_ratio   or: ppo explain kl_divergence",
+    epilog="ppo explain clip_ratio\nppo explain kl_divergence\nppo explain grpo",
     context_settings={"ignore_unknown_options": True},  # `ppo explain --lr` asks about a flag
 )(explain)
 
 
-presets_app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
+presets_app = App(
     help="List the presets, show one, or copy one to edit.",
-    epilog="Example: ppo presets show gsm8k",
+    epilog="ppo presets show gsm8k",
 )
 
 
-@presets_app.command("list", epilog="Example: ppo presets list")
+@presets_app.command("list", epilog="ppo presets list")
 def list_presets(
-    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the presets with the purpose of each."""
     comments = {name: _read_first_comment(name) for name in preset_names()}
@@ -147,17 +190,17 @@ def list_presets(
     print_result(comments, lambda: "\n".join(align_columns(rows)), as_json=as_json)
 
 
-@presets_app.command(epilog="Example: ppo presets show embedded > mine.yaml")
+@presets_app.command(epilog="ppo presets show embedded > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a preset.")) -> None:
     """Print the file of a preset with its comments."""
     print(preset_path(name).read_text(encoding="utf-8"), end="")
 
 
-@presets_app.command(epilog="Example: ppo presets copy embedded mine.yaml")
+@presets_app.command(epilog="ppo presets copy embedded mine.yaml")
 def copy(
     name: Annotated[str, typer.Argument(help="Name of a preset.")],
     file: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
-    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Copy a preset with its comments to a file, to edit and use with --config."""
     text = preset_path(name).read_text(encoding="utf-8")

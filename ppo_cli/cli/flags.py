@@ -8,36 +8,28 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
 
 from ppo_cli.cli.app import describe_unknown_flag, replace_aliases
+from ppo_cli.cli.help import ALL_FLAGS, HelpCommand
 from ppo_cli.config.layers import Resolved
-from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import Key, describe_range, table
 from ppo_cli.errors import ConfigError, ppo
 
 # Group of settings -> its heading in the help; other groups have their own name.
-PANELS = {"ref": "Reference", "trainer": "Run"}
+PANELS = {
+    "model": "Model and data", "data": "Model and data", "actor": "Algorithm",
+    "critic": "Algorithm", "ref": "Algorithm", "rollout": "Algorithm", "trainer": "Run",
+}  # fmt: skip
 # Key of click's `ctx.meta` under which the parser leaves the messages about unknown flags.
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
-# Flags whose value has a form that the help should show.
-EXAMPLES = {
-    "--train_files": "train.parquet",
-    "--lr": "1e-6",
-    "--batch_size": "256",
-    "--reward_function": "my_reward.py:compute_score",
-    "--resume": "never",
-    "--logger": "console,tensorboard",
-    "--reward": "judge:0.7",
-    "--placement": "train:0-5,rollout:6-7",
-}
 
 
 @dataclass(frozen=True)
@@ -204,8 +196,8 @@ def make_argument(
     )
 
 
-class SettingsCommand(TyperCommand):
-    """A typer command whose list flags may be followed by several values.
+class SettingsCommand(HelpCommand):
+    """A command with settings whose list flags may be followed by several values.
 
     Flags of other programs are replaced by ours. Messages about unknown flags go to `ctx.meta`, to
     be reported with all other mistakes.
@@ -224,24 +216,23 @@ class SettingsCommand(TyperCommand):
             _skip_check_when_absent(param)
         return super().parse_args(ctx, repeat_list_flags(known_words))
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print plain help: rich tables of 80 columns would cut long flags."""
-        self.rich_markup_mode = None
-        super().format_help(ctx, formatter)
+    has_more = True
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """List the arguments, then the flags by group of settings."""
-        # click prints one list; group it by the panel of each parameter.
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                default_panel = "Arguments" if param.param_type_name == "argument" else "Options"
-                panels.setdefault(
-                    getattr(param, "rich_help_panel", None) or default_panel, []
-                ).append(record)
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records, col_max=24)
+    def describe_parameter(self, param: Any, ctx: Any) -> tuple[str, tuple[str, str]] | None:
+        """Return a setting with its first sentence and default; with all facts for --help-all."""
+        key = list_flag_keys().get(param.name)
+        if param.hidden or key is None:
+            return super().describe_parameter(param, ctx)
+        every = ctx.meta[ALL_FLAGS]
+        if not (every or key.common):
+            return None
+        first = re.split(r"(?<=\.) |; unset", key.help)[0].rstrip(".")
+        default = "" if key.default in (None, (), False) else f" [{_format_default(key.default)}]"
+        names = f"{param.opts[0]} {param.metavar or ''}".rstrip()
+        if every and param.secondary_opts:
+            names = f"{names}, {param.secondary_opts[0]}"
+        panel = PANELS.get(key.name.partition(".")[0], key.name.partition(".")[0].capitalize())
+        return panel, (names, format_help_line(key) if every else f"{first}{default}")
 
     def _split_unknown_flags(self, args: list[str]) -> tuple[list[str], list[str]]:
         """Split arguments into those with known flags, and the names of unknown flags.
@@ -253,7 +244,7 @@ class SettingsCommand(TyperCommand):
             name: not getattr(option, "is_flag", False)
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
-        } | {"--help": False}
+        } | {"--help": False, "--help_all": False}
         known_words: list[str] = []
         unknown: list[str] = []
         rest = list(args)
@@ -317,27 +308,24 @@ def _is_override(word: str) -> bool:
 
 def _make_shared_parameters() -> list[inspect.Parameter]:
     """Return the parameters of all commands with settings: overrides, --preset, --config, ..."""
-    presets = ", ".join([*preset_names(), *ALIASES])
-    description = "Any setting by its key: actor.clip_ratio=0.1"
+    description = "Any setting, such as actor.clip_ratio=0.1."
     return [
         make_argument("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        make_flag("preset", str, None, f"Bundled settings: {presets}.", "NAME"),
-        make_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
-        make_switch("debug", "Show tracebacks, and how this machine computes."),
+        make_flag("preset", str, None, "Bundled settings; `ppo presets list` has them.", "NAME"),
+        make_flag(
+            "config", list[str], None, "YAML file of settings; repeatable, the last wins.", "FILE"
+        ),
     ]
 
 
 def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
     """Return the parameter for the flag of a setting; values other than booleans stay text."""
     # Booleans become a pair of flags; lists take one value per repetition.
-    group = key.name.partition(".")[0]
     kind = bool if key.kind is bool else list[str] if key.is_list else str
     option = typer.Option(
         None,
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
-        help=format_help_line(key),
-        rich_help_panel=PANELS.get(group, group.capitalize()),
         metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
     )
@@ -345,7 +333,7 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
 
 
 def format_help_line(key: Key) -> str:
-    """Return the help of a setting: description, key, range, default, variable, example."""
+    """Return the help of a setting: description, key, range, default, variable."""
     # Facts in brackets after the description; those that a setting does not have are left out.
     facts = [key.name]
     if describe_range(key):
@@ -353,8 +341,6 @@ def format_help_line(key: Key) -> str:
     facts.append(f"default {_format_default(key.default)}")
     if key.env:
         facts.append(f"env {key.env}")
-    if key.flag in EXAMPLES:
-        facts.append(f"e.g. {key.flag} {EXAMPLES[key.flag]}")
     return f"{key.help} ({'; '.join(facts)})"
 
 

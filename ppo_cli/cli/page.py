@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from ppo_cli.atomic import atomic_replace
+from ppo_cli.cli.help import App
 from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
@@ -177,7 +178,7 @@ def check_runs(folders: list[Path], *, begun: bool) -> None:
         raise DataError("\n".join(problems))
 
 
-view_app = typer.Typer(add_completion=False)
-view_app.command(epilog="Example: ppo view outputs")(view)
-report_app = typer.Typer(add_completion=False)
-report_app.command(epilog="Example: ppo report outputs --out run.html")(report)
+view_app = App()
+view_app.command(epilog="ppo view outputs")(view)
+report_app = App()
+report_app.command(epilog="ppo report outputs --out run.html")(report)

@@ -12,24 +12,23 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, make_file_argument, make_flag, make_switch
+from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import align_columns, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError, plural
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
+app = App(
     help="Show judge prompts, render the request for a data row, or have criteria drafted.",
-    epilog="Example: ppo prompts show math",
+    epilog="ppo prompts show math",
 )
 # Settings that the help of `render` and `rubric` lists.
 SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
 SEPARATOR = "─" * 30
 
 
-@app.command("list", epilog="Example: ppo prompts list")
+@app.command("list", epilog="ppo prompts list")
 def list_prompts(
-    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the bundled judge prompts with their version and scale."""
     from ppo_cli.extras.trust.prompts import bundled_prompts
@@ -51,7 +50,7 @@ def list_prompts(
     print_result(rows, lambda: "\n".join(align_columns(cells, left_aligned=4)), as_json=as_json)
 
 
-@app.command(epilog="Example: ppo prompts show math > mine.yaml")
+@app.command(epilog="ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     """Print the file of a judge prompt with its comments, as a start for your own."""
     from ppo_cli.extras.trust.prompts import prompt_text
@@ -136,10 +135,9 @@ def format_draft_summary(result: dict[str, Any]) -> str:
     usage = f"{plural(result['calls'], 'call')}, {plural(result['tokens'], 'token')}{cost}"
     lines = [f"{failure['row']}: left out, {failure['why']}" for failure in result["failed"]]
     if not result["written"]:
-        return "\n".join([*lines, f"{usage}; none written"])
-    lines.append(
-        f"{usage}; {result['written']:,} written to {result['out']}. Edit them before use:"
-    )
+        return "\n".join([*lines, f"{usage}; no draft can be used, and nothing was written."])
+    written = f"{plural(result['written'], 'draft')} written to {result['out']}"
+    lines.append(f"{usage}; {written}. Edit before use:")
     use = result["out"] if result["one"] else "extra_info.rubric"
     return "\n".join([*lines, f"  --rm_rubric {use}"])
 
@@ -182,25 +180,25 @@ def _replace_texts(value: Any, texts: dict[str, str]) -> Any:
 add_command(
     app,
     render,
-    "Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' --rm_prompt_preset math",
+    "ppo prompts render rows.jsonl --row 3 --rm_prompt_preset math",
     [
         make_file_argument("Data rows, or `embedded`.", required=True),
         make_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
         make_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
-        make_switch("json", "Machine-readable, to stdout."),
+        make_switch("json", "Print JSON."),
     ],
     SHOWN_FLAGS,
 )
 add_command(
     app,
     rubric,
-    "Example: ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
+    "ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
     [
         make_file_argument("Data rows, or `embedded`.", required=True),
         make_flag("out", str, None, "Rows with extra_info.rubric; with --one a YAML file.", "FILE"),
         make_switch("one", "One rubric for the whole run, from some of the rows."),
-        make_flag("criteria", int, 8, "Most criteria.", "N", min=1, max=20),
-        make_switch("json", "Machine-readable, to stdout."),
+        make_flag("criteria", int, 8, "Maximum criteria.", "N", min=1, max=20),
+        make_switch("json", "Print JSON."),
     ],
     SHOWN_FLAGS,
 )

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import (
     Arguments,
@@ -23,6 +21,7 @@ from ppo_cli.cli.flags import (
     make_switch,
     set_parameters,
 )
+from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import (
     format_number,
     make_printable,
@@ -304,10 +303,8 @@ def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-reward_app = typer.Typer(
+reward_app = App(
     help="Score files with a reward, compare it with labels, or test it with attacks.",
-    no_args_is_help=True,
-    add_completion=False,
 )
 
 
@@ -590,7 +587,7 @@ _RESPONSE_KEY = make_flag(
 )
 _add_reward_command(
     score,
-    "Example: ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
+    "ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
     _FILE,
     make_flag("out", str, None, "File for the scores; unset, FILE.scored.jsonl.", "OUT"),
     make_flag(
@@ -600,7 +597,7 @@ _add_reward_command(
 )
 _add_reward_command(
     calibrate,
-    "Example: ppo reward calibrate answers.jsonl --labels good --use_api_reward",
+    "ppo reward calibrate answers.jsonl --labels good --use_api_reward",
     _FILE,
     make_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
     make_flag(
@@ -612,7 +609,7 @@ _add_reward_command(
 )
 _add_reward_command(
     audit,
-    "Example: ppo reward audit --use_api_reward --rm_prompt_preset math",
+    "ppo reward audit --use_api_reward --rm_prompt_preset math",
     make_flag(
         "data", str, None, "Rows to build attacks from, instead of the bundled ones.", "FILE"
     ),
@@ -624,11 +621,11 @@ _add_reward_command(
 add_command(
     reward_app,
     models,
-    "Example: ppo reward models --rm_api_type openai",
+    "ppo reward models --rm_api_type openai",
     [make_switch("json", "Print JSON.")],
-    ("reward.api.",),
+    ("reward.api.type", "reward.api.base_url", "reward.api.key_env"),
 )
-FIT_EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
+FIT_EXAMPLE = "ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
 FIT_FLAGS = [
     make_flag(
@@ -678,7 +675,6 @@ FIT_FLAGS = [
     make_switch("skip_bad_rows", "Leave bad rows out instead of stopping."),
     make_switch("overwrite", "Replace the fitted model that --out holds."),
     make_switch("json", "Print JSON."),
-    make_switch("debug", "Show tracebacks."),
 ]  # fmt: skip
 # Flags that are fields of `Recipe`.
 RECIPE = (

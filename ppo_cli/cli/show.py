@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
+from ppo_cli.cli.help import App, HelpCommand
 from ppo_cli.cli.screen import (
     COLUMNS,
     align_columns,
@@ -229,7 +229,7 @@ def format_comparison(compared: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class ShowCommand(TyperCommand):
+class ShowCommand(HelpCommand):
     """A typer command whose --csv may have no file: then the CSV goes to stdout."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -456,8 +456,8 @@ SHOW_FLAGS = [
     make_switch("json", "Print JSON."),
     make_flag("csv", str, None, "All steps as CSV, to stdout or into a file.", "[FILE.csv]"),
 ]  # fmt: skip
-show_app = typer.Typer(add_completion=False)
-show_app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(
+show_app = App()
+show_app.command(cls=ShowCommand, epilog="ppo show outputs --worst 5")(
     set_parameters(show, SHOW_FLAGS)
 )
 
@@ -540,5 +540,5 @@ def format_runs(run_list: list[dict[str, Any]]) -> str:
     return "\n".join(align_columns(rows))
 
 
-runs_app = typer.Typer(add_completion=False)
-runs_app.command(epilog="Example: ppo runs experiments")(runs)
+runs_app = App()
+runs_app.command(epilog="ppo runs experiments")(runs)

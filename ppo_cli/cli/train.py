@@ -20,6 +20,7 @@ import typer
 from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
+from ppo_cli.cli.help import App
 from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
@@ -76,13 +77,11 @@ MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
 # Reads the prompts of a split; a plan and its checks share what it has read.
 PromptReader = Callable[[DataSplit], Sequence[Prompt]]
-PLAN_EPILOG = (
-    "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
-)
+PLAN_EPILOG = "ppo plan --preset gsm8k --batch_size 128"
 
 
 def plan(arguments: Arguments) -> None:
-    """Show every setting with its origin, and the batch arithmetic."""
+    """Show what a run would do, and what would stop it: settings, memory, time, cost."""
     if arguments.on_verl:
         from ppo_cli.cli.bridge import print_verl_plan
 
@@ -268,7 +267,8 @@ def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iter
     # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
     if raises or placeholders or (raises is None and not plain):
         from ppo_cli.data_sets.prompts import render_prompts
-        from ppo_cli.run.assemble import load_tokenizer, prompt_settings
+        from ppo_cli.engine.pretrained import load_tokenizer
+        from ppo_cli.run.assemble import prompt_settings
 
         tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
         how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
@@ -432,10 +432,10 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
 
 
 FORK = make_flag(
-    "fork", str, None, "Start a new run from a checkpoint of another, with its settings.",
+    "fork", str, None, "Start a new run from a checkpoint of another run.",
     "RUN[@STEP]",
 )  # fmt: skip
-plan_app = typer.Typer(add_completion=False)
+plan_app = App()
 add_command(
     plan_app,
     plan,
@@ -443,13 +443,13 @@ add_command(
     [
         make_switch("all", "Also show settings at their default."),
         FORK,
-        make_switch("json", "Machine-readable, to stdout."),
+        make_switch("json", "Print JSON."),
         make_switch(
             "simulate",
-            "Also simulate a step without data, to measure the GPU memory it needs (minutes).",
+            "Also measure the GPU memory of a step (minutes).",
         ),
         make_flag(
-            "device_memory", str, None, "Memory of each GPU, if the plan is for other ones: 80GB.",
+            "device_memory", str, None, "Plan for GPUs with this memory, such as 80GB.",
             "SIZE",
         ),
     ],
@@ -457,8 +457,8 @@ add_command(
 
 
 TRAIN_EPILOG = (
-    "Example: ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28   "
-    "Every key is a setting, with or without a flag: ppo plan --all lists them."
+    "ppo train --model Qwen/Qwen2.5-0.5B --train_files train.jsonl --rule math\n"
+    "ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28"
 )
 
 
@@ -556,7 +556,7 @@ def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
         train_now(resolved, screen, nodes)
 
 
-train_app = typer.Typer(add_completion=False)
+train_app = App()
 add_command(
     train_app,
     train,

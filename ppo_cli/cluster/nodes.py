@@ -195,7 +195,7 @@ class Nodes:
             # Nodes cannot come back to a head that is gone.
             if self._ray is not None and self._ray.failure():
                 raise WorkerLost(
-                    f"{lost} The other nodes depend on it: start the same line again on all nodes."
+                    f"{lost} The other nodes depend on it: start the same command again on all."
                 )
             now = time.monotonic()
             if now > deadline:
@@ -204,7 +204,7 @@ class Nodes:
                     "(trainer.node_timeout)."
                 )
             if now > next_note:
-                self._tell(f"{lost} Waiting for it: start the same line there again.")
+                self._tell(f"{lost} Waiting for it: start the same command there again.")
                 next_note = now + NOTE_EVERY_S
             time.sleep(POLL_S)
 
@@ -237,7 +237,7 @@ class Nodes:
                 break
 
             # Report what is missing when that changes, and at intervals.
-            state = f"{total - len(missing)} of {total} nodes are here; " + (
+            state = f"{total - len(missing)} of {total} nodes are connected; " + (
                 f"waiting for {', '.join(missing)}" if missing else "starting Ray on the others"
             )
             if now > deadline:
@@ -251,7 +251,7 @@ class Nodes:
         # All nodes are here: print what each one has.
         for node in (head, *nodes):
             self._tell(describe_node(node))
-        self._tell(f"{total} of {total} nodes work together")
+        self._tell(f"{total} of {total} nodes are connected")
 
     def close(self, exit_code: int) -> None:
         """End the other nodes with this exit code, then Ray on this one. Safe to call twice."""
@@ -303,7 +303,7 @@ def _repeated_ranks(working: list[tuple[int, str]]) -> list[str]:
         addresses = [address for other, address in working if other == rank]
         if len(addresses) > 1:
             problems.append(
-                f"NODE_RANK {rank} is taken by {' and '.join(addresses)}: each node needs its own."
+                f"NODE_RANK {rank} is used by {' and '.join(addresses)}: each node needs its own."
             )
     return problems
 
@@ -312,9 +312,9 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
     hint = (
         " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
         if outside_step(environ)
-        else f" Is the same line started there, with its own NODE_RANK? If so, {SAME_ON_ALL}."
+        else f" Is the same command started there, with its own NODE_RANK? If so, {SAME_ON_ALL}."
     )
-    return f"{state}; did not come in time (trainer.node_timeout): {', '.join(late)}.{hint}"
+    return f"{state}; did not connect in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
 
 def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
@@ -392,7 +392,7 @@ def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStor
         if now > deadline:
             raise ConfigError(
                 f"node 0 is not there: {at} says '{reason}' for {trainer.node_timeout:g} s. Is the "
-                "same line started on node 0, is MASTER_ADDR its address, is the port open?"
+                "same command started on node 0, is MASTER_ADDR its address, is the port open?"
             )
         if now > next_note:
             tell(f"waiting for node 0 at {at} ({reason})")
@@ -409,7 +409,7 @@ def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStor
         ) from error
     except RpcError as error:
         raise ConfigError(
-            f"what answers at {at} is not node 0 of this run: it is not a Ray head. Is "
+            f"the server at {at} is not node 0 of this run: it is not a Ray head. Is "
             "MASTER_PORT the port of another program there?"
         ) from error
 
@@ -462,12 +462,12 @@ class Membership:
             if other == rank:
                 host = (self._store.facts(rank) or facts).host
                 raise ConfigError(
-                    f"NODE_RANK {rank} is taken by {host} ({address}): each node needs its own."
+                    f"NODE_RANK {rank} is used by {host} ({address}): each node needs its own."
                 )
             if address == facts.address and facts.wanted_gpus:
                 raise ConfigError(
-                    f"node {other} runs on {facts.host} ({address}) already: ppo is started once a "
-                    "node, and takes all its GPUs by N_GPUS."
+                    f"node {other} runs on {facts.host} ({address}) already: ppo is started once "
+                    "per node, and takes all its GPUs by N_GPUS."
                 )
         # Facts are written even where they do not fit: node 0 then reports the same problems.
         self._store.put(f"node:{rank}", asdict(facts))
@@ -490,7 +490,7 @@ class Membership:
             self._report(str(error))
             raise
         self._report("")
-        self._tell(f"node {self._facts.rank} works for node 0 ({self._store.address})")
+        self._tell(f"node {self._facts.rank} has joined node 0 ({self._store.address})")
 
     def _exit_code(self, stop: StopOnSignal) -> int | None:
         """Return node 0's exit code once it ends, and pass on a signal meanwhile."""
@@ -501,7 +501,7 @@ class Membership:
                 self._store.put("stop", self._facts.label)  # node 0 saves first
                 self._signal_sent = True
                 with suppress(Interrupted):  # nobody reads the output any more
-                    self._tell(f"{name}: node 0 is asked to stop. Once more leaves at once.")
+                    self._tell(f"{name}: node 0 is asked to stop. Press again to stop immediately.")
         except RpcError:
             # A busy head may miss a request; only a long silence means that it is gone.
             if time.monotonic() - self._head_seen > HEAD_GONE_S:
@@ -548,8 +548,8 @@ class Membership:
 
     def _head_lost(self) -> WorkerLost:
         return WorkerLost(
-            f"node 0 ({self._store.address}) is gone: it does not answer. No run goes on without "
-            "it: start the same line again on all nodes."
+            f"node 0 ({self._store.address}) does not answer, and no run continues without "
+            "it: start the same command again on all nodes."
         )
 
 
@@ -573,7 +573,7 @@ def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
     address, rank = environ.get("RAY_ADDRESS", "").strip(), config.trainer.node_rank
     if address and rank:
         raise ConfigError(
-            f"RAY_ADDRESS {address} names a cluster that runs already, so ppo is started once, "
+            f"RAY_ADDRESS {address} names a running cluster, so ppo is started once, "
             f"not as node {rank}: leave out NODE_RANK, or RAY_ADDRESS."
         )
     return address
@@ -603,8 +603,8 @@ def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
             ) from error
         except RpcError as error:
             raise ConfigError(
-                f"what listens at RAY_ADDRESS {address} is not a Ray head: it does not answer as "
-                "one. Give the HOST:PORT that `ray start --head` printed."
+                f"the server at RAY_ADDRESS {address} is not a Ray head. "
+                "Give the HOST:PORT that `ray start --head` printed."
             ) from error
     tell(f"using the Ray cluster at {address}")
     return Nodes(address, config.trainer.node_timeout, tell)

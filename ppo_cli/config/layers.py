@@ -274,7 +274,7 @@ def _refuse_secret(entry: Entry, file_entries: list[Entry]) -> str:
     variable = _VARIABLE.fullmatch(str(entry.raw))
     other = variable[1] if variable else "NAME"
     return (
-        f"'{entry.name}' holds a secret, and keys belong into the environment: set "
+        f"'{entry.name}' holds a secret, and keys are read from the environment only: set "
         f"{' or '.join(usual)} there, or name another variable with key_env: {other} "
         "(reward.api.key_env, --rm_key_env)."
     )
@@ -314,14 +314,10 @@ DATA_FILE = r"[-_.].*?\.?(parquet|arrow|(json|jsonl|ndjson)(\.gz)?)"  # after th
 VALIDATION = ("test", "val", "validation", "valid", "eval", "dev")  # names of files, in this order
 PROMPT_KEYS = ("data.train_files", "data.val_files")
 GPU_KEYS = frozenset({"trainer.n_gpus_per_node"})
-EMBEDDED_NOTE = (
-    "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."
-)
+EMBEDDED_NOTE = "No GPU and no --model: training the small bundled model (preset embedded)."
 # For a command that asks for GPUs: missing ones are reported when they are counted.
 EMBEDDED_NOTE_GPUS = EMBEDDED_NOTE.replace("No GPU and no", "No")
-PROMPTS_NOTE = (
-    "No --train_files: training on the prompts that ship with ppo-cli, sums such as 93 + 58."
-)
+PROMPTS_NOTE = "No --train_files: training on the bundled prompts, sums such as 93 + 58."
 
 
 @dataclass

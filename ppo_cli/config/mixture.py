@@ -58,8 +58,8 @@ SCALINGS = {
     "none": Scaling("raw"),
     "affine": Scaling("(raw - mean) / std", constants=("mean", "std"), needed=True),
     "sigmoid": Scaling("of the affine value", constants=("mean", "std")),
-    "zscore": Scaling("with mean and spread of the run so far", relative=True, bound=5.0),
-    "group": Scaling("with those of the prompt's responses", grouped=True, relative=True),
+    "zscore": Scaling("by mean and standard deviation of the run so far", relative=True, bound=5.0),
+    "group": Scaling("by those of the prompt's responses", grouped=True, relative=True),
 }
 if TYPE_CHECKING:
     ScalingName = str
@@ -112,21 +112,21 @@ class MixPart(Section):
 
     name: str
     kind: Kind
-    weight: float = setting(1.0, "How much the part counts.")
+    weight: float = setting(1.0, "Weight of the part in the sum.")
     scaling: ScalingName = setting(
         "zscore", "; ".join(f"{name}: {way.help}" for name, way in SCALINGS.items()) + "."
     )
-    mean: float | None = setting(None, "Mean for affine, centre for sigmoid.")
-    std: float | None = setting(None, "Spread for affine, width for sigmoid.", gt=0.0)
+    mean: float | None = setting(None, "Mean of affine, center of sigmoid.")
+    std: float | None = setting(None, "Standard deviation of affine, width of sigmoid.", gt=0.0)
     clip: float | None = setting(
-        None, "The scaled value is cut at minus and plus this; unset: 5 with zscore, else off.",
+        None, "Limit of the scaled value, plus and minus. Unset: 5 with zscore, else off.",
         gt=0.0,
     )  # fmt: skip
     only_if: Annotated[str | None, checked(read_condition)] = setting(
-        None, "Count the part only where another one's raw score is such: `format >= 1`."
+        None, "Score the part only if another part's raw score is such: `format >= 1`."
     )
     on_failure: Literal["fail", "renormalise"] = setting(
-        "fail", "When it fails: the sample fails, or the other parts share its weight."
+        "fail", "If the part fails: the sample fails, or the other parts share its weight."
     )
     rule: str | None = None
     function: str | None = None
@@ -362,7 +362,7 @@ class _MixtureReader:
             if mask_secrets({name: 1}) == {name: 1}:
                 return True
             rule = "values under such a word are hidden as secrets; use another"
-        self._report(key, f"{where}: '{name}' cannot name a part: {rule}.")
+        self._report(key, f"{where}: '{name}' is not a name for a part: {rule}.")
         return False
 
     def _read_part_settings(self, name: str, raw_settings: Any) -> None:

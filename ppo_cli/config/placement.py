@@ -372,7 +372,7 @@ def describe_placement(placement: Placement) -> list[str]:
     # Devices without work.
     busy = {*placement.train, *placement.reward, *placement.judge, *rollout}
     if idle := [device for device in range(placement.nodes * size) if device not in busy]:
-        sentences.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
+        sentences.append(f"{on(idle)} {'is' if len(idle) == 1 else 'are'} not used")
     # Several nodes.
     if placement.nodes > 1 and size:
         spans = [range(node * size, (node + 1) * size) for node in range(placement.nodes)]
@@ -415,7 +415,7 @@ def plan_devices(config: Config, gpus: int | None = None) -> PlanPart:
             f"the sampler is {sampler}, the processes are Ray's",
         ]
     if sampler == "vllm":
-        sentences.append(f"new weights travel by {weight_transfer(config, gpus)}")
+        sentences.append(f"new weights are sent by {weight_transfer(config, gpus)}")
     # The same for programs.
     facts = {
         "engine": engine,
@@ -436,7 +436,7 @@ def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
     if len(set(shown)) < 2:
         return [f"{plural(len(gpus), 'GPU')} here: {name}" for name in shown[:1]]
     every = "; ".join(f"GPU {number} is {name}" for number, name in enumerate(shown))
-    return [f"{every} (memory is counted by the smallest)"]
+    return [f"{every} (memory is planned for the smallest)"]
 
 
 def _describe_ranks(config: Config, gpus: int | None) -> list[str]:

@@ -115,7 +115,7 @@ def _refuse_tasks(env: Mapping[str, str]) -> None:
     if tasks > 1 or local > 0:
         many = f"{tasks} times" if tasks > 1 else f"several times (SLURM_LOCALID {local})"
         raise ConfigError(
-            f"srun starts this line {many} on each node, but ppo is started once a node, and "
+            f"srun starts this line {many} on each node, but ppo is started once per node, and "
             f"starts what it needs on each GPU by itself: {_SRUN}"
         )
 
@@ -133,7 +133,7 @@ def _refuse_ranks(env: Mapping[str, str]) -> None:
     else:
         mend = f"if those count nodes, say NNODES={world} NODE_RANK={env['RANK'][:20]} instead."
     raise ConfigError(
-        f"{seen} are set as by torchrun, while NNODES is not: ppo is started once a node, not "
+        f"{seen} are set as by torchrun, while NNODES is not: ppo is started once per node, not "
         f"once a GPU; {mend}"
     )
 

@@ -1,6 +1,7 @@
 """Resolve the name of a source: a file, a saved set, a set on the hub, or a folder of splits.
 
-A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
+A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted. A single word is a
+mistyped file more often than one of the hub's few old names, for which the hub would be asked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.errors import DataError, first_line
 
 HUB_NAME = re.compile(
-    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
+    r"(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
 )
 
 

@@ -31,7 +31,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.atomic import atomic_replace, open_to_readers
 from ppo_cli.digests import write_rank_digests
-from ppo_cli.engine.models.loading import DAMAGED
+from ppo_cli.engine.pretrained import DAMAGED
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor, scatter_from_rank0
 from ppo_cli.engine.training.optimizer import MOMENTS, Optimizer

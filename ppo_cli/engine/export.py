@@ -33,9 +33,10 @@ from ppo_cli.engine.checkpoint import (
     tokenizer_files,
     write_files,
 )
-from ppo_cli.engine.models.loading import DAMAGED, load_config, load_part, load_weights
+from ppo_cli.engine.models.loading import load_weights
 from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.pretrained import DAMAGED, load_config, load_part
 from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file

@@ -39,7 +39,6 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.attention import Packing
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
-from ppo_cli.engine.models.loading import DAMAGED, load_config
 from ppo_cli.engine.models.policy import split_model
 from ppo_cli.engine.models.small_models import (
     MOST_PARAMETERS,
@@ -49,6 +48,7 @@ from ppo_cli.engine.models.small_models import (
     shrink_config,
 )
 from ppo_cli.engine.models.value_models import CRITIC_FLAG, build_value_model
+from ppo_cli.engine.pretrained import DAMAGED, load_config
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.training.actor_critic import compute_token_stats
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory

@@ -29,7 +29,6 @@ from ppo_cli.config.checks.judge_server import with_judge_devices
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.memory.plan import cpu_plan, fill_dtype, fill_memory_settings
-from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
 from ppo_cli.config.plan import config_yaml, restore_second_judge
@@ -40,8 +39,7 @@ from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.learner import LocalEngine
-from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
-from ppo_cli.engine.models import pad_token_id
+from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, plural, ppo
 from ppo_cli.loop import load, run
@@ -319,11 +317,6 @@ class EngineFactory:
             return None
         chosen = [self.prompts[i] for i in self.order.peek(ahead)]
         return chosen, train_sampling(self.config, step)
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
-    """Load the tokenizer of a model folder or hub name; `embedded` is the bundled model."""
-    return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code, flag=flag)
 
 
 class Cluster(Protocol):

@@ -37,11 +37,12 @@ from ppo_cli.engine.cpu.runtime import set_threads
 from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.export import base_name, write_model
 from ppo_cli.engine.models.lora import ADAPTER_CONFIG
+from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, make_rollout_line
-from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
+from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending

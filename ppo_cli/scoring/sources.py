@@ -24,7 +24,7 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.models.known_models import choose_adapter, effective_provider
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.errors import ConfigError, RewardError
+from ppo_cli.errors import ConfigError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact_url
 
@@ -102,15 +102,11 @@ def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
     judge.check_rows(settings, judge.load_template(settings), materials)
 
 
-def find_missing_rule(sources: Collection[str]) -> str | None:
-    """Return the error of rewards chosen by data_source, or None if every source has a rule."""
-    from ppo_cli.rewards.rules import check_sources
+def sources_without_rule(sources: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the values of data_source for which there is no rule, and the names of all rules."""
+    from ppo_cli.rewards.rules import RULES, find_rule
 
-    try:
-        check_sources(sources)
-    except RewardError as error:
-        return str(error)
-    return None
+    return sorted(source for source in sources if find_rule(source) is None), list(RULES)
 
 
 def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -18,6 +20,7 @@ import typer
 
 from ppo_cli.cli import app as app_module
 from ppo_cli.cli.app import COMMANDS, Crash, main, print_error
+from ppo_cli.cli.flags import UNKNOWN_FLAGS
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
@@ -39,26 +42,63 @@ def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path
     assert (tmp_path / "found").read_text() == "[True, True, True]"
 
 
-def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def list_commands() -> list[tuple[str, ...]]:
+    """The words of every command and group: `()` is `ppo` itself."""
     program: Any = typer.main.get_command(app_module.app)
-    commands, lacking = [], []
+    commands: list[tuple[str, ...]] = [()]
     for name in COMMANDS:
         _, command, _ = program.resolve_command(None, [name])
-        commands += [(name, below) for below in getattr(command, "commands", ())] or [(name,)]
-    assert {("reward", "score"), ("prompts", "render")} <= {*commands}
+        commands += [(name,), *((name, below) for below in getattr(command, "commands", ()))]
+    return commands
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_help_is_one_screen_with_examples_that_parse(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    commands = list_commands()
+    assert {(), ("reward", "score"), ("prompts", "render"), ("train",)} <= {*commands}
     for args in commands:
         assert main([*args, "--help"]) == 0
         out = capsys.readouterr().out
-        if f"Example: ppo {args[0]}" not in " ".join(out.split()):
-            lacking.append(args)
-        if args[-1] in ("score", "calibrate", "audit", "render"):  # flags of rewards alone
-            assert "--rm_prompt_preset" in out and "--lora_rank" not in out
-    assert lacking == []
+        lines = out.splitlines()
+        assert len(lines) <= 60 and max(map(len, lines)) <= int(columns), (args, len(lines))
+        examples = out.partition("\nExample")[2].splitlines()[1:]
+        assert examples and all(line.startswith("  ppo ") for line in examples), args
+        for line in examples:
+            parse(shlex.split(re.split(" > | && ", line)[0], comments=True)[1:])
+        assert main([*args, "--help-all"]) == 0
+        flags = r"^  (--\w+)"
+        every = set(re.findall(flags, capsys.readouterr().out, re.M))
+        assert set(re.findall(flags, out, re.M)) <= every, args
+    assert main(["reward", "models", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--rm_api_type" in out and "--rm_votes" not in out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("ppo-cli ")
+def parse(args: list[str]) -> None:
+    """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
+    context = typer.Context(
+        typer.main.get_command(app_module.app), info_name="ppo",
+        token_normalize_func=app_module.normalize_flag,
+    )  # fmt: skip
+    command = context.command
+    while hasattr(command, "resolve_command") and args:
+        name, command, args = command.resolve_command(context, args)
+    if not hasattr(command, "commands") and "--help" not in args:
+        unknown = command.make_context(name, args, parent=context).meta.get(UNKNOWN_FLAGS, ())
+        assert unknown == ()
+
+
+def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, flag in ((["help"], ["--help"]), (["help", "data", "check"], ["data", "check", "-h"]),
+                       (["version"], ["--version"])):  # fmt: skip
+        assert main(word) == main(flag) == 0
+        text = capsys.readouterr().out
+        assert text[: len(text) // 2] == text[len(text) // 2 :]
+    assert main(["help", "trian"]) == 2
+    assert "Did you mean 'train'" in capsys.readouterr().err
 
 
 def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:

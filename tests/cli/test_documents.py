@@ -13,13 +13,13 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-import typer
 import yaml
 
-from ppo_cli.cli.app import COMMANDS, app, main, normalize_flag
+from ppo_cli.cli.app import COMMANDS, main
 from ppo_cli.config import layers, placement
 from ppo_cli.config.checks import devices, runner
 from ppo_cli.config.schema.keys import find_key
+from tests.cli.test_app import parse
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
@@ -81,18 +81,6 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
     count = next((i for i, word in enumerate(args) if not VARIABLE.fullmatch(word)), len(args))
     variables = dict(word.split("=", 1) for word in args[:count])
     return variables, args[count:]
-
-
-def parse(args: list[str]) -> None:
-    """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
-    context = typer.Context(
-        typer.main.get_command(app), info_name="ppo", token_normalize_func=normalize_flag
-    )
-    command = context.command
-    while hasattr(command, "resolve_command") and args:
-        name, command, args = command.resolve_command(context, args)
-    if not hasattr(command, "commands"):
-        command.make_context(name, args, parent=context)
 
 
 @pytest.fixture

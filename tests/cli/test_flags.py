@@ -50,11 +50,17 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "fragment"),
     [
-        ("lr", "learning rate. (actor.optim.lr; at least 0, at most 1; default 1e-06; env LR"),
+        (
+            "lr",
+            "rate of the actor. (actor.optim.lr; at least 0, at most 1; default 1e-06; env LR",
+        ),
         ("engine", "one of local, ray, verl; default unset"),
-        ("train_files", "(data.train_files; default unset; env TRAIN_FILES; e.g. --train_files"),
+        ("train_files", "(data.train_files; default unset; env TRAIN_FILES)"),
         ("logger", "one of console, tensorboard, wandb, trackio, mlflow, swanlab; default console"),
-        ("gamma", "Discount. (algorithm.gamma; at least 0, at most 1; default 1.0; env GAE_GAMMA)"),
+        (
+            "gamma",
+            "(algorithm.gamma; at least 0, at most 1; default 1.0; env GAE_GAMMA)",
+        ),
         ("rm_gate", "(reward.api.gate; default True)"),
     ],
 )
@@ -82,9 +88,14 @@ def test_a_list_flag_takes_several_values(typed: str, meant: str) -> None:
     assert repeat_list_flags(typed.split()) == meant.split()
 
 
-def test_the_help_is_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+def test_help_all_has_every_flag_and_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
     assert [name for name in list_flag_keys() if f"  --{name}" not in out] == []
-    assert "Model:" in out and "Reward:" in out
+    assert "Model and data:" in out and "Reward:" in out and "env BATCH_SIZE" in out
+    assert main(["train", "--help"]) == 0
+    screen = capsys.readouterr().out
+    common = {key.flag for key in table().values() if key.common}
+    assert {flag for flag in common if f"  {flag}" not in screen} == set()
+    assert "Prompts per step [256]" in screen and "BATCH_SIZE" not in screen

@@ -163,7 +163,7 @@ def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
     trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
     guest = Guest(config(1, **trainer))
     run_nodes = open_cluster(config(**trainer), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
-    wait_for(lambda: any("works for node 0" in note for note in guest.notes))
+    wait_for(lambda: any("has joined node 0" in note for note in guest.notes))
     yield run_nodes, guest
     run_nodes.close(0)
     guest.outcome()
@@ -218,7 +218,7 @@ def test_ray_that_dies_on_a_node_is_started_again_a_few_times(
 def test_ray_that_dies_on_node_0_ends_the_wait(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
     run_nodes, _ = pair
     head.ray_of(0).running = False
-    with pytest.raises(WorkerLost, match="start the same line again on all nodes"):
+    with pytest.raises(WorkerLost, match="start the same command again on all"):
         run_nodes.wait_until_whole()
 
 
@@ -236,18 +236,18 @@ def test_a_dead_node_0_is_named(
 
 def test_a_rank_or_a_machine_that_is_taken(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
     port = head.ray_of(0).options.port
-    assert "NODE_RANK 1 is taken by" in str(Guest(config(1, master_port=port)).outcome())
+    assert "NODE_RANK 1 is used by" in str(Guest(config(1, master_port=port)).outcome())
     same = Guest(
         config(2, master_port=port, n_gpus_per_node=1), NODE_ADDR="127.0.0.3"
     )  # fmt: skip
-    assert "ppo is started once a node" in str(same.outcome())
+    assert "ppo is started once per node" in str(same.outcome())
 
 
 def test_a_rank_that_two_nodes_have_ends_the_start(head: FakeHead) -> None:
     for address in ("127.0.0.3", "127.0.0.4"):
         options = RayOptions(1, 0, head_address="x", node_address=address, labels={"ppo-rank": "1"})
         FakeRay(options, label="", environ={})
-    assert "NODE_RANK 1 is taken by 127.0.0.3 and" in str(refusal(config(node_timeout=1)))
+    assert "NODE_RANK 1 is used by 127.0.0.3 and" in str(refusal(config(node_timeout=1)))
 
 
 def test_what_does_not_fit_is_reported_on_both_nodes_and_who_is_missing(
@@ -270,10 +270,10 @@ def test_a_missing_node_is_named_and_after_a_while_what_to_check(
     monkeypatch.setattr(nodes, "NOTE_EVERY_S", 0.3)
     notes: list[str] = []
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
-    with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
+    with pytest.raises(ConfigError, match=r"did not connect in time .*: node 1 \(gpu2\).*srun"):
         open_cluster(config(node_timeout=1), environ, notes.append)
     waiting = [note for note in notes if "waiting for node 1 (gpu2)" in note]
-    assert waiting[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
+    assert waiting[0] == "1 of 2 nodes are connected; waiting for node 1 (gpu2)"
     assert waiting[1].startswith(f"{waiting[0]}: ") and "PPO_CLUSTER_SECRET" in waiting[1]
 
 

@@ -114,7 +114,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 )
 def test_a_secret_is_refused_and_not_repeated(text: str, advice: str) -> None:
     (problem,) = problems(text)
-    assert "keys belong into the environment" in problem
+    assert "keys are read from the environment only" in problem
     assert advice in problem and "hush" not in problem
 
 

@@ -93,13 +93,13 @@ def test_origins_name_slurm() -> None:
     ],
 )
 def test_several_tasks_on_a_node_are_a_mistake(variables: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"once a node.*--ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match=r"once per node.*--ntasks-per-node=1"):
         node_variables({**STEP, **variables})
 
 
 def test_torchrun_is_named() -> None:
     env = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}
-    with pytest.raises(ConfigError, match=r"RANK=3 LOCAL_RANK=3 WORLD_SIZE=8 .* once a node, not"):
+    with pytest.raises(ConfigError, match=r"RANK=3 LOCAL_RANK=3 WORLD_SIZE=8 .* per node, not"):
         node_variables(env)
     assert node_variables({**env, "NNODES": "1"}).values == {}
     assert node_variables(env, set_keys=["trainer.nnodes"]).values == {}

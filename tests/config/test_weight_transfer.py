@@ -95,5 +95,5 @@ def test_auto_takes_what_the_self_test_has_proven(
 def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "is_proven", lambda feature: True)
     lines = plan_devices(settle(VLLM, FOUR, SPLIT).config).sentences
-    assert "new weights travel by nccl" in lines
+    assert "new weights are sent by nccl" in lines
     assert "travel" not in " ".join(plan_devices(settle("trainer.num_workers=2").config).sentences)

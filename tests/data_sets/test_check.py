@@ -64,7 +64,7 @@ def test_repeats_over_two_files_are_seen(tokenizer: Any, tmp_path: Path) -> None
 def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     report = look(tokenizer, tmp_path / "a.jsonl", *(["no"] * 80), {"prompt": "ü"})
     assert (report.rows, report.usable, report.bad) == (81, 1, 80)
-    shown = json.loads(report.to_json())
+    shown = json.loads(report.to_json(None))
     assert len(shown["bad_rows"]) == 80
     problem = "not JSON (Expecting value at character 1)"
     last = {"file": f"{tmp_path}/a.jsonl", "line": 80, "column": "", "problem": problem}

@@ -20,8 +20,8 @@ from ppo_cli.engine.batches.rows import MicroBatch
 from ppo_cli.engine.cpu.lean_layers import GatedUnit
 from ppo_cli.engine.models import gradient_checkpointing, policy
 from ppo_cli.engine.models.attention import BY_ROWS, attend_by_rows
-from ppo_cli.engine.models.loading import load_config
 from ppo_cli.engine.models.small_models import shrink_config
+from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.trial import RunMode, TrialConditions, Verdict, choose_run_mode, run_trial

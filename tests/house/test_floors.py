@@ -43,7 +43,17 @@ MAY: dict[str, set[str]] = {
     "self_test": GROUND | FLOOR_2 | {"algo", "engine", "cluster", "rewards"},
     "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "cluster", "rewards", "scoring"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"run", "extras", "cluster", "scoring", "self_test"},
+    "cli": GROUND
+    | FLOOR_2
+    | {
+        "run",
+        "extras",
+        "cluster",
+        "scoring",
+        "self_test",
+        "engine.pretrained",
+        "algo.estimators",
+    },
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND | FLOOR_2 | {"run"},

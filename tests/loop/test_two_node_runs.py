@@ -105,7 +105,7 @@ def test_ray_lost_on_a_node_is_started_again_a_twin_refused_and_a_signal_ends_bo
     head.wait_for("/200 ", LONG_S, after=seen)
     assert "lost its raylet" in node.output()
     twin = start(pair, 1, "--max_steps", "200")
-    assert twin.wait(300) == 2 and "NODE_RANK 1 is taken by" in twin.output()
+    assert twin.wait(300) == 2 and "NODE_RANK 1 is used by" in twin.output()
     node.kill(signal.SIGTERM)
     assert (node.wait(300), head.wait(300)) == (3, 3)
     assert "ended with exit code 3; so does this one" in node.output()

@@ -119,9 +119,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
         problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
     elif publishes_adapter(config):
         key = "model.lora_merge"
-        problem = (
-            "takes whole weights, but only the LoRA adapter travels; use model.lora_merge=true"
-        )
+        problem = "needs full weights, but only the LoRA adapter is sent; use model.lora_merge=true"
     elif way == "gloo":
         return
     elif gpus_per_node(config, gpus) == 0:
@@ -131,7 +129,7 @@ def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
         key = PLACEMENT
         use = {"all": "ipc", "none": "nccl", "some": "memory or gloo"}[shared]
         problem = (
-            f"needs {expected} of the samplers on GPUs that train, and here {shared} of them are; "
+            f"needs {expected} of the samplers on training GPUs, but {shared} of them are; "
             f"use {use}"
         )
     else:
@@ -242,7 +240,7 @@ def _check_local_engine(config: Config) -> Iterator[Clash]:
         settings = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
         yield Clash(
             ("trainer.engine", *keys),
-            f"the engine local is one process on one device and cannot have {settings}; use "
+            f"--engine local is one process on one device, without {settings}; use "
             "--engine ray, or leave this out.",
         )
 
@@ -261,7 +259,7 @@ def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
             yield Clash(
                 (key,),
                 f"{key} works in one process on one device (--engine local): weights in 4 bits "
-                "cannot be cut for several ranks, nor sent to samplers. Leave it out.",
+                "cannot be split over ranks or sent to samplers. Leave it out.",
             )
         if value_of(config, away):
             yield Clash(
@@ -285,8 +283,8 @@ def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
         if role not in roles:
             yield Clash(
                 (PLACEMENT,),
-                f"{PLACEMENT} names no device for {role}; write train:0-3,rollout:4-7 to part "
-                "them, or train:0-7,rollout:0-7 to let them take turns.",
+                f"{PLACEMENT} has no device for {role}; use train:0-3,rollout:4-7 for separate "
+                "devices, or train:0-7,rollout:0-7 for shared ones.",
             )
     yield from _check_devices_exist(config, roles, gpus)
     yield from _check_slots(config, roles, gpus)
@@ -322,7 +320,7 @@ def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Cl
             yield Clash(
                 (PLACEMENT, SPAN),
                 f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
-                f"nodes (each has {per_node}); a sampler stays on one.",
+                f"nodes (each has {per_node}); a sampler needs one node.",
             )
 
 
@@ -339,7 +337,7 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
         if count is not None and slots and count != len(slots):
             yield Clash(
                 (PLACEMENT, key),
-                f"{PLACEMENT} has {len(slots)} slot(s) where {key} is {count}; leave {key} out.",
+                f"{PLACEMENT} has {len(slots)} slot(s), but {key} is {count}; leave {key} out.",
             )
 
 
@@ -378,8 +376,8 @@ def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
     if len({ranks if size == -1 else size for size in sizes.values()}) > 1:
         yield Clash(
             tuple(sizes),
-            f"{' and '.join(f'{key} {size}' for key, size in sizes.items())} differ, but one mesh "
-            "of ranks serves both models; set both alike, or leave the critic's out.",
+            f"{' and '.join(f'{key} {size}' for key, size in sizes.items())} differ, but both "
+            "models share one mesh of ranks; set the same value, or leave the critic's out.",
         )
 
 
@@ -400,8 +398,8 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
     if per_node == 0:
         yield Clash(
             (SPAN, "trainer.n_gpus_per_node"),
-            f"a sampler cannot span {SPAN} {span} GPUs: none is used. Use --rollout_tp 1, or name "
-            "the GPUs with --n_gpus.",
+            f"a sampler cannot span {SPAN} {span} GPUs: no GPU is used. Use --rollout_tp 1, or "
+            "name the GPUs with --n_gpus.",
         )
     elif config.rollout.name == "hf":
         yield Clash(
@@ -428,15 +426,15 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
         if shared := tuple(sorted({*roles["train"]} & {*roles["rollout"]})):
             yield Clash(
                 ("trainer.async_steps", PLACEMENT),
-                f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} lets both "
-                f"use {format_devices(shared)}; give each its own, or use --async_steps 0.",
+                f"trainer.async_steps {steps} samples during training, but {PLACEMENT} gives "
+                f"{format_devices(shared)} to both; use separate GPUs, or --async_steps 0.",
             )
     # Without a placement, about a quarter of the GPUs sample.
     elif not train_devices(config, gpus):
         span = config.rollout.tensor_model_parallel_size
         yield Clash(
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
-            f"trainer.async_steps {steps} needs GPUs that only sample, as well as GPUs that train; "
+            f"trainer.async_steps {steps} needs GPUs for sampling besides those for training; "
             f"use --n_gpus {2 * span} or more, or --async_steps 0.",
         )
 
@@ -476,7 +474,7 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
     on_gpus = gpus_per_node(config, gpus) > 0
     if on_gpus and config.rollout.name is None and not has_package("vllm"):
         yield (
-            "vLLM is not installed, so the hf sampler takes its place, which is much slower: "
+            "vLLM is not installed, so the hf sampler is used, which is much slower: "
             f"`{VLLM_SETUP}` installs it."
         )
     if trainer.async_steps and config.algorithm.rollout_correction.rollout_is is None:
@@ -535,9 +533,9 @@ def _partial_remarks(config: Config) -> Iterator[str]:
     # More steps ahead without partial rollouts.
     if partial is None and steps > 1:
         yield (
-            f"--async_steps {steps} makes responses staler than 1 does, and nothing faster: new "
-            "weights wait for the sampling under way. With --partial_tokens "
-            f"{-(-longest // steps)} they wait for no more than so many tokens of a response."
+            f"--async_steps {steps} makes responses older than --async_steps 1 does, and nothing "
+            f"faster: new weights wait for running samples. With --partial_tokens "
+            f"{-(-longest // steps)} they wait for at most that many tokens of a response."
         )
     # A limit that no response reaches.
     elif partial is not None and partial >= longest:
@@ -549,13 +547,13 @@ def _partial_remarks(config: Config) -> Iterator[str]:
         # Tokens that a response can get before its step begins.
         ahead = partial * steps
         rest = (
-            f" What is longer than {ahead} tokens is sampled to its end when its step begins, and "
-            "training waits for that."
+            f" Responses over {ahead} tokens are completed when their step begins, and training "
+            "waits for them."
         )
         yield (
-            f"--partial_tokens {partial}: a response that is sampled ahead gets so many tokens "
-            f"between two updates, {min(ahead, longest)} in all, and goes on under the newer "
-            f"weights; each token keeps the log-prob it was drawn with.{rest * (ahead < longest)}"
+            f"--partial_tokens {partial}: a response that is sampled ahead gets that many tokens "
+            f"between two updates, {min(ahead, longest)} in all, and continues with newer weights; "
+            f"each token keeps the log-prob of its sampling.{rest * (ahead < longest)}"
         )
 
 

@@ -62,6 +62,8 @@ def setting(
     files: bool = False,
     consent: bool = False,
     unused: str | None = None,
+    common: bool = False,
+    advice: str | None = None,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
@@ -71,11 +73,13 @@ def setting(
     list of `files` keeps the commas in names of files that exist. A `consent` is never taken from a
     run folder: people give it again. `unused` names the condition in config/checks/unused.py under
     which the setting has no effect; "" means that conditions of its section do not apply to it.
+    `common` puts it on the first screen of `--help`. `advice` says when to change it, for `ppo
+    explain`.
     """
     # Facts for other modules, stored with the field; unset ones are left out.
     facts = {
         "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files or None,
-        "consent": consent or None, "unused": unused,
+        "consent": consent or None, "unused": unused, "common": common or None, "advice": advice,
     }  # fmt: skip
     extra: Any = {name: fact for name, fact in facts.items() if fact is not None}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
@@ -140,15 +144,17 @@ class Optim(Section):
     """AdamW and its schedule."""
 
     optimizer: Literal["AdamW", "AdamW8bit"] = setting(
-        "AdamW", "AdamW, or AdamW8bit: moments in 8 bits, by the package bitsandbytes."
+        "AdamW", "Optimizer: AdamW, or AdamW8bit with moments in 8 bits (needs bitsandbytes)."
     )
     lr: float = setting(1e-6, "Peak learning rate.", ge=0.0, le=1.0)
-    lr_warmup_steps: int = setting(-1, "Linear warm-up, in steps; -1 uses the ratio.", ge=-1)
+    lr_warmup_steps: int = setting(-1, "Steps of linear warm-up; -1 uses the ratio.", ge=-1)
     lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0.0, le=1.0)
     lr_scheduler_type: Literal["constant", "cosine"] = setting(
-        "constant", "Shape after the warm-up."
+        "constant", "Schedule after the warm-up."
     )
-    min_lr_ratio: float = setting(0.0, "Floor of the cosine, as a share of lr.", ge=0.0, le=1.0)
+    min_lr_ratio: float = setting(
+        0.0, "Final learning rate of the cosine, as a share of lr.", ge=0.0, le=1.0
+    )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
     betas: Annotated[tuple[float, float], checked(_check_betas)] = setting(
         (0.9, 0.999), "AdamW's moment decays."
@@ -172,16 +178,22 @@ class ActorOptim(Optim):
     """AdamW of the actor and its schedule."""
 
     lr: float = setting(
-        1e-6, "Actor learning rate.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0, le=1.0
-    )
+        1e-6, "Learning rate of the actor.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0,
+        le=1.0, common=True,
+        advice="Divide by 3 if KL or clip fraction is above its range, or the reward falls. "
+        "Multiply by 3 if KL stays below 0.001 and the reward does not rise. Start with "
+        "1e-6, or 1e-5 with LoRA.",
+    )  # fmt: skip
 
 
 class CriticOptim(Optim):
     """AdamW of the critic and its schedule."""
 
     lr: float = setting(
-        1e-5, "Critic learning rate.", flag="--critic_lr", env="CRITIC_LR", usual=(1e-8, 1e-2),
-        ge=0.0, le=1.0,
+        1e-5, "Learning rate of the critic.", flag="--critic_lr", env="CRITIC_LR",
+        usual=(1e-8, 1e-2), ge=0.0, le=1.0, common=True,
+        advice="Raise it if explained variance stays below 0; lower it if the value loss "
+        "jumps. About 10 times --lr.",
     )  # fmt: skip
 
 
@@ -190,7 +202,7 @@ class Sharding(Section):
 
     identity: ClassVar[Identity] = "start"
     fsdp_size: NotZero = setting(
-        -1, "Devices in a sharding group; -1 is all of them.", ge=-1, unused="nothing_sharded"
+        -1, "Devices per sharding group; -1 is all of them.", ge=-1, unused="nothing_sharded"
     )
     param_offload: bool = setting(
         False, "Keep parameters in host memory between uses.", unused="nothing_to_offload"
@@ -200,11 +212,10 @@ class Sharding(Section):
     )
     reshard_after_forward: bool | None = setting(
         None,
-        "Free gathered parameters after each pass, and reduce gradients after each micro-batch; "
-        "false: once a step. Unset: once a step where memory allows, on GPUs only if the self-test "
-        "has proven it (keep_gathered).",
-        unused="nothing_sharded",
-    )
+        "Free gathered parameters after each pass and reduce gradients after each micro-batch; "
+        "false: once per step. Unset: once per step if memory allows, on GPUs only if the "
+        "self-test has proven it (keep_gathered).", unused="nothing_sharded",
+    )  # fmt: skip
 
     @property
     def stays_whole(self) -> bool:
@@ -220,25 +231,24 @@ class Trained(Section):
     )
     # Size of a micro-batch: sequences, or a token budget.
     ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1,
-        identity="start",
-    )  # fmt: skip
+        None, "Sequences per micro-batch. Unset: the token budget decides.", ge=1, identity="start"
+    )
     ppo_max_token_len_per_gpu: int | None = setting(
         None,
-        "Token budget of a micro-batch, prompt and response; unset: 2048 on the CPU for one rank, "
-        "or where weights stay gathered through a step, else 16384.",
-        ge=16,
-        identity="start",
-    )
+        "Token budget of a micro-batch, prompts and responses. Unset: 2048 on the CPU for one "
+        "rank, or if weights stay gathered through a step, else 16384.", ge=16, identity="start",
+    )  # fmt: skip
     # Rows, gradients and the aggregation of the loss.
-    shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
-    grad_clip: float = setting(1.0, "Largest gradient norm; 0 turns it off.", ge=0.0)
+    shuffle: bool = setting(True, "Shuffle the rows before each pass over the batch.")
+    grad_clip: float = setting(1.0, "Maximum gradient norm; 0 turns clipping off.", ge=0.0)
     clip_grad_value: float | None = setting(
-        None, "Clip each gradient element to this size.", gt=0.0
+        None, "Maximum size of each gradient element. Unset: no limit.", gt=0.0
     )
-    loss_agg_mode: AggregationMode = setting("token-mean", "How token losses become one number.")
+    loss_agg_mode: AggregationMode = setting(
+        "token-mean", "How the losses of tokens are averaged into one number."
+    )
     loss_scale_factor: float | None = setting(
-        None, "Divisor of seq-mean-token-sum-norm; unset is the response length.", gt=0.0
+        None, "Divisor of seq-mean-token-sum-norm. Unset: the response length.", gt=0.0
     )
     fsdp_config: Sharding = section(Sharding)
     conflicts: ClassVar[tuple[Conflict, ...]] = (
@@ -261,33 +271,23 @@ class PolicyLoss(Section):
     """Which policy loss, and parameters of some of them."""
 
     loss_mode: LossName = setting(
-        "vanilla",
-        "Policy loss: vanilla (PPO's clipped surrogate), dppo_tv or dppo_kl (clip_ratio bounds a "
-        "divergence), gspo (best with loss_agg_mode seq-mean-token-mean), sapo (a soft gate), "
-        "cispo, gpg, clip_cov, kl_cov or geo_mean.",
-        flag="--policy_loss",
+        "vanilla", "Policy loss; vanilla is PPO's clipped surrogate.", flag="--policy_loss"
     )
     # clip_cov and kl_cov: the tokens that they take, and their penalty.
     clip_cov_ratio: float = setting(
-        0.0002,
-        "Share of tokens that clip_cov takes out of the loss.",
-        gt=0.0,
-        le=1.0,
+        0.0002, "Share of tokens that clip_cov removes from the loss.", gt=0.0, le=1.0,
         unused="not_clip_cov",
-    )
+    )  # fmt: skip
     clip_cov_lb: float = setting(
-        1.0, "clip_cov takes tokens of a covariance above this.", unused="not_clip_cov"
+        1.0, "Lowest covariance of a token that clip_cov may remove.", unused="not_clip_cov"
     )
     clip_cov_ub: float = setting(
-        5.0, "clip_cov takes tokens of a covariance below this.", unused="not_clip_cov"
+        5.0, "Highest covariance of a token that clip_cov may remove.", unused="not_clip_cov"
     )
     kl_cov_ratio: float = setting(
-        0.0002,
-        "Share of tokens that kl_cov gives a KL penalty.",
-        gt=0.0,
-        le=1.0,
+        0.0002, "Share of tokens to which kl_cov adds a KL penalty.", gt=0.0, le=1.0,
         unused="not_kl_cov",
-    )
+    )  # fmt: skip
     ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0.0, unused="not_kl_cov")
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
@@ -307,61 +307,70 @@ class Actor(Trained):
 
     optim: ActorOptim = section(ActorOptim)
     ppo_mini_batch_size: int = setting(
-        64, "Prompts in a mini-batch (one optimizer step).", flag="--mini_batch_size",
-        env="MINI_BATCH_SIZE", ge=1,
+        64, "Prompts per optimizer step.", flag="--mini_batch_size", env="MINI_BATCH_SIZE", ge=1,
+        common=True,
+        advice="Raise it if clip fraction is high; lower it if learning is slow. A quarter of "
+        "--batch_size is usual.",
     )  # fmt: skip
     ppo_epochs: int = setting(
-        1, "Passes over the rollouts for the actor.", flag="--ppo_epochs", env="PPO_EPOCHS", ge=1
-    )
+        1, "Passes over the responses of a step, actor.", flag="--ppo_epochs", env="PPO_EPOCHS",
+        ge=1, common=True,
+        advice="Lower it if clip fraction is above 0.3 or the ratio leaves 0.8 to 1.2. More "
+        "than 2 is rarely stable; raise --lr first.",
+    )  # fmt: skip
     # The clipped surrogate (arXiv 1707.06347); clip-higher is DAPO's (arXiv 2503.14476).
     clip_ratio: float = setting(
-        0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", usual=(0.05, 0.5), gt=0.0,
-        lt=1.0, unused="no_clip",
+        0.2, "Clip range of the probability ratio.", flag="--clip_ratio", env="CLIP_RATIO",
+        usual=(0.05, 0.5), gt=0.0, lt=1.0, unused="no_clip", common=True,
+        advice="Lower it (0.1) if KL jumps between steps; raise it if clip fraction is high "
+        "while KL stays small. Change --lr first.",
     )  # fmt: skip
     clip_ratio_low: float | None = setting(
-        None,
-        "Lower clip range, when it differs from clip_ratio.",
-        usual=(0.05, 0.5),
-        gt=0.0,
-        unused="no_clip",
-    )
+        None, "Lower clip range, if it differs from clip_ratio.", usual=(0.05, 0.5), gt=0.0,
+        unused="no_clip", advice="Rarely changed; see actor.clip_ratio.",
+    )  # fmt: skip
     clip_ratio_high: float | None = setting(
-        None, "Upper clip range (clip-higher), when it differs from clip_ratio.",
-        usual=(0.05, 0.5), gt=0.0, unused="no_clip",
+        None, "Upper clip range (clip-higher), if it differs from clip_ratio.", usual=(0.05, 0.5),
+        gt=0.0, unused="no_clip",
+        advice="Raise it to 0.28 if the entropy falls early, so that rare tokens can grow.",
     )  # fmt: skip
     clip_ratio_c: float | None = setting(
         3.0,
-        "Dual-clip bound for negative advantages, or largest ratio of dppo_tv and dppo_kl; null "
-        "turns it off.",
-        gt=1.0,
-        unused="no_dual_clip",
-    )
+        "Dual-clip bound of the ratio for negative advantages, or maximum ratio of dppo_tv and "
+        "dppo_kl; null turns it off.", gt=1.0, unused="no_dual_clip",
+    )  # fmt: skip
     policy_loss: PolicyLoss = section(PolicyLoss)
     # SAPO's gate (arXiv 2511.20347) is narrower for a larger number.
     tau_pos: float = setting(
-        1.0, "sapo: narrowness of the gate for positive advantages.", gt=0.0, unused="not_sapo"
+        1.0, "sapo: steepness of the gate for positive advantages.", gt=0.0, unused="not_sapo"
     )
     tau_neg: float = setting(
-        1.05, "sapo: narrowness of the gate for other advantages.", gt=0.0, unused="not_sapo"
+        1.05, "sapo: steepness of the gate for other advantages.", gt=0.0, unused="not_sapo"
     )
     # VAPO's likelihood term (arXiv 2504.05118).
     positive_nll_coef: float = setting(
         0.0, "Weight of the negative log-likelihood of right answers.", usual=(0.0, 0.5), ge=0.0
     )
     positive_score: float = setting(
-        1.0,
-        "Lowest score of a right answer, after penalties and scaling.",
+        1.0, "Lowest score of a right answer, after penalties and scaling.",
         unused="no_positive_nll",
-    )
-    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
+    )  # fmt: skip
+    entropy_coeff: float = setting(
+        0.0, "Weight of the entropy bonus in the loss.", usual=(0.0, 0.1), ge=0.0,
+        advice="Raise it to 0.001 to 0.01 if the entropy collapses; lower it if responses "
+        "become noise.",
+    )  # fmt: skip
     # KL to the reference, in the loss.
-    use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
+    use_kl_loss: bool = setting(False, "Add the KL to the reference model to the actor loss.")
     kl_loss_coef: float = setting(
-        0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss"
+        0.001, "Weight of the KL in the actor loss.", usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss",
+        advice="Raise it if KL is above its range; lower it if reward and KL both stay flat.",
+    )  # fmt: skip
+    kl_loss_type: KlKind = setting(
+        "low_var_kl", "Estimator of the KL in the loss.", unused="no_kl_loss"
     )
-    kl_loss_type: KlKind = setting("low_var_kl", "Estimator of the KL loss.", unused="no_kl_loss")
     target_kl: float | None = setting(
-        None, "Stop the epochs of a step when the KL to the old policy passes 1.5 times this.",
+        None, "Stop the passes of a step when the KL to the old policy exceeds 1.5 times this.",
         gt=0.0,
     )  # fmt: skip
 
@@ -423,27 +432,27 @@ class CriticModel(Section):
     """Which backbone the critic starts from."""
 
     path: str | None = setting(
-        None, "Critic backbone; unset takes the actor's.", flag="--critic_model",
+        None, "Model that the critic starts from. Unset: the actor's.", flag="--critic_model",
         env="CRITIC_MODEL_PATH", identity="checkpoint",
     )  # fmt: skip
     enable_gradient_checkpointing: bool | None = setting(
-        None, "Recompute the critic's activations; unset does as for the actor.", identity="start"
-    )
+        None, "Recompute the critic's activations in the backward pass. Unset: as for the actor.",
+        identity="start",
+    )  # fmt: skip
     lora_rank: int = setting(
-        0, "Rank of the critic's LoRA adapter; its value head trains too. 0 trains all.", ge=0,
-        identity="checkpoint",
+        0, "Rank of the critic's LoRA adapter, trained with the value head; 0 trains all weights.",
+        ge=0, identity="checkpoint",
     )  # fmt: skip
     lora_alpha: float = setting(
-        16.0, "The critic's LoRA scale is alpha / rank.", gt=0, unused="no_critic_lora"
-    )
-    target_modules: str | tuple[str, ...] = setting(
-        "all-linear",
-        "Modules of the critic that LoRA adapts: all-linear, names, or a pattern.",
-        identity="checkpoint",
+        16.0, "The scale of the critic's LoRA adapter is alpha / rank.", gt=0,
         unused="no_critic_lora",
-    )
+    )  # fmt: skip
+    target_modules: str | tuple[str, ...] = setting(
+        "all-linear", "Modules of the critic that LoRA adapts: all-linear, names, or a pattern.",
+        identity="checkpoint", unused="no_critic_lora",
+    )  # fmt: skip
     quantization: Literal["nf4"] | None = setting(
-        None, "Hold the critic's linear layers under its adapter in 4 bits.", identity="checkpoint"
+        None, "Store the critic's linear layers under its adapter in 4 bits.", identity="checkpoint"
     )
 
 
@@ -453,11 +462,11 @@ class Critic(Trained):
     model: CriticModel = section(CriticModel)
     optim: CriticOptim = section(CriticOptim)
     ppo_mini_batch_size: int | None = setting(
-        None, "Prompts in a critic mini-batch; unset takes the actor's.", ge=1
+        None, "Prompts per optimizer step of the critic. Unset: the actor's.", ge=1
     )
     ppo_epochs: int = setting(
-        1, "Passes over the rollouts for the critic.", flag="--critic_epochs",
-        env="CRITIC_EPOCHS", ge=1,
+        1, "Passes over the responses of a step, critic.", flag="--critic_epochs",
+        env="CRITIC_EPOCHS", ge=1, advice="Raise it to 2 to 4 if explained variance stays below 0.",
     )  # fmt: skip
     cliprange_value: float = setting(
         0.5, "Clip range of the value loss.", flag="--cliprange_value", env="CLIPRANGE_VALUE",
@@ -466,7 +475,7 @@ class Critic(Trained):
     value_loss_coef: float = setting(1.0, "Weight of the value loss.", gt=0.0)
     # Decoupled GAE (arXiv 2503.01491).
     lam: float | None = setting(
-        None, "GAE lambda of the critic's targets; unset: algorithm.lam.", flag="--critic_lam",
+        None, "Lambda of GAE for the critic's targets. Unset: algorithm.lam.", flag="--critic_lam",
         usual=(0.8, 1.0), ge=0.0, le=1.0,
     )  # fmt: skip
 
@@ -475,38 +484,40 @@ class Ref(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(
-        None, "Reference model, or the teacher of a distillation; unset takes the actor's first "
-        "weights.", flag="--ref_model", unused="no_reference",
+        None,
+        "Reference model, or the teacher of a distillation. Unset: the actor's initial weights.",
+        flag="--ref_model", unused="no_reference",
     )  # fmt: skip
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "Token budget of a micro-batch when log-probs are computed; unset: 2048 on the CPU for "
-        "one rank, or where weights stay gathered through a step, else 16384.",
-        ge=16,
-        identity="start",
-    )
+        "Token budget of a micro-batch for log-probs. Unset: 2048 on the CPU for one rank, or "
+        "if weights stay gathered through a step, else 16384.", ge=16, identity="start",
+    )  # fmt: skip
     param_offload: bool = setting(
-        False,
-        "Keep the reference in host memory between uses.",
-        identity="start",
+        False, "Keep the reference in host memory between uses.", identity="start",
         unused="nothing_to_offload",
-    )
+    )  # fmt: skip
 
 
 class KlControl(Section):
     """The coefficient of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = setting("fixed", "Fixed, or steered to target_kl.")
+    type: Literal["fixed", "adaptive"] = setting(
+        "fixed", "Keep kl_coef fixed, or adapt it towards target_kl."
+    )
     # The controller multiplies the coefficient towards the target (arXiv 1909.08593).
     kl_coef: float = setting(
-        0.001, "Weight of the KL penalty; with adaptive, where it starts.", flag="--kl_coef",
-        env="KL_COEF", usual=(0.0, 0.5), ge=0.0, unused="no_kl_in_reward",
+        0.001, "Weight of the KL penalty in the reward.", flag="--kl_coef", env="KL_COEF",
+        usual=(0.0, 0.5), ge=0.0, unused="no_kl_in_reward", common=True,
+        advice="Raise it (3 times) if KL is above its range or the reward is gamed; lower it "
+        "if reward and KL both stay flat.",
     )  # fmt: skip
     horizon: int = setting(
-        10000, "Sequences over which the adaptive controller acts.", ge=1, unused="kl_is_fixed"
-    )
+        10000, "Sequences over which the adaptive controller corrects kl_coef.", ge=1,
+        unused="kl_is_fixed",
+    )  # fmt: skip
     target_kl: float = setting(
-        0.1, "KL that the adaptive controller aims at.", gt=0.0, unused="kl_is_fixed"
+        0.1, "Target KL of the adaptive controller.", gt=0.0, unused="kl_is_fixed"
     )
 
 
@@ -516,35 +527,32 @@ class RolloutCorrection(Section):
     # Which log-probs count as old, and weights for the mismatch.
     bypass_mode: bool | None = setting(
         None,
-        "Take old log-probs from the sampler; unset: where it computes with the actor's weights in "
-        "float32 (one process, hf sampler).",
-    )
+        "Use the sampler's log-probs as old log-probs. Unset: if the sampler computes with the "
+        "actor's weights in float32 (one process, hf sampler).",
+    )  # fmt: skip
     rollout_is: Literal["token", "sequence"] | None = setting(
-        None, "Level of the truncated importance weights; unset turns them off."
+        None, "Importance weights per token or per sequence. Unset: off."
     )
     rollout_is_threshold: float = setting(
-        2.0, "Where the weights are truncated.", gt=0.0, unused="no_importance_weights"
+        2.0, "Upper bound of the importance weights.", gt=0.0, unused="no_importance_weights"
     )
     rollout_is_threshold_lower: float | None = setting(
-        None,
-        "With it, weights outside of the two thresholds are 0 (IcePop).",
-        gt=0.0,
+        None, "Lower threshold: weights outside of both thresholds become 0 (IcePop).", gt=0.0,
         unused="no_importance_weights",
-    )
+    )  # fmt: skip
     rollout_is_batch_normalize: bool = setting(
-        False, "Scale the weights to mean 1.", unused="no_importance_weights"
+        False, "Scale the importance weights to mean 1.", unused="no_importance_weights"
     )
     # Rejection: tokens or sequences whose mismatch is too large leave the loss.
     rollout_rs: str | None = setting(
-        None,
-        "What is taken out of the loss: token_k1, token_k2, token_k3, or seq_sum_, seq_mean_ (k1 "
-        "to k3) or seq_max_ (k2, k3), separated by commas.",
-    )
+        None, "Statistics by which tokens or sequences are removed from the loss, separated by "
+        "commas: token_k1, token_k2, token_k3, seq_sum_ or seq_mean_ (k1 to k3), seq_max_ (k2, "
+        "k3).",
+    )  # fmt: skip
     rollout_rs_threshold: str | None = setting(
-        None,
-        "Largest value of each, separated by commas, or one for all; of k1 a ratio, or two: "
-        "0.5_2.0.",
-    )
+        None, "Maximum of each rollout_rs statistic, separated by commas, or one for all. For k1 a "
+        "ratio, or two: 0.5_2.0.",
+    )  # fmt: skip
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "rollout_is_threshold_lower rollout_is_threshold",
@@ -563,78 +571,72 @@ class FilterGroups(Section):
     """Dynamic sampling (DAPO): groups that differ in nothing are replaced."""
 
     enable: bool = setting(
-        False,
-        "Leave out prompts whose responses all score alike, and sample further prompts until the "
-        "batch is full.",
+        False, "Replace prompts whose responses all score alike, until the batch is full.",
         flag="--filter_groups",
-    )
+    )  # fmt: skip
     metric: str | None = setting(
         None,
-        "What must differ: score (unset), seq_reward (with penalties), or a part of the reward, "
-        "such as acc.",
-        unused="no_filter_groups",
-    )
+        "Value that must differ within a prompt: score (unset), seq_reward (with penalties), or "
+        "a part of the reward, such as acc.", unused="no_filter_groups",
+    )  # fmt: skip
     max_num_gen_batches: int = setting(
-        0,
-        "Most batches sampled in a step; 0 is one pass over the prompts.",
-        ge=0,
-        identity="start",
-        unused="no_filter_groups",
-    )
+        0, "Maximum batches sampled per step; 0: one pass over the prompts.", ge=0,
+        identity="start", unused="no_filter_groups",
+    )  # fmt: skip
 
 
 class Algorithm(Section):
     """From scores to advantages."""
 
     adv_estimator: EstimatorName = setting(
-        "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
-        env="ADV_ESTIMATOR", identity="checkpoint",
+        "gae", "Advantage estimator; only gae has a critic.", flag="--adv_estimator",
+        env="ADV_ESTIMATOR", identity="checkpoint", common=True,
+        advice="grpo (with --rollout_n 4 or more) needs no critic, so about half the memory; "
+        "gae learns from single responses.",
     )  # fmt: skip
     # Discount, and GAE's lambda (arXiv 1506.02438).
     gamma: float = setting(
-        1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0, le=1.0
-    )
-    lam: float = setting(
-        0.95,
-        "GAE lambda.",
-        flag="--lam",
-        env="GAE_LAMBDA",
-        usual=(0.8, 1.0),
-        ge=0.0,
+        1.0, "Discount per token.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0,
         le=1.0,
+        advice="Keep 1: the score comes at the last token, and a lower value mostly shortens "
+        "responses.",
+    )  # fmt: skip
+    lam: float = setting(
+        0.95, "Lambda of GAE.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0,
         unused="no_critic",
-    )
+        advice="Raise it towards 1 if explained variance is below 0 (trust rewards more than "
+        "the critic); lower it to 0.9 if advantages are noisy.",
+    )  # fmt: skip
     lam_alpha: float | None = setting(
-        None,
-        "Lambda of the advantages from the length of a response, 1 - 1 / (lam_alpha length), in "
-        "place of lam.",
-        flag="--lam_alpha",
-        usual=(0.01, 1.0),
-        gt=0.0,
-        unused="no_critic",
-    )
+        None, "Lambda of the advantages by response length, 1 - 1 / (lam_alpha length), instead of "
+        "lam.", flag="--lam_alpha", usual=(0.01, 1.0), gt=0.0, unused="no_critic",
+    )  # fmt: skip
     subtract_group_mean: bool = setting(
         False, "Subtract the mean reward of a prompt's responses from each.", unused="no_critic"
     )
     whiten_advantages: bool = setting(
-        True, "Whiten GAE advantages over the whole batch.", unused="no_critic"
+        True, "Normalize GAE advantages over the whole batch.", unused="no_critic"
     )
     # Group estimators: GRPO and GDPO.
     norm_adv_by_std_in_grpo: bool = setting(
-        True, "Divide by the group's spread in GRPO and GDPO.", unused="not_grpo"
-    )
+        True, "Divide advantages by the standard deviation of the group (GRPO and GDPO).",
+        unused="not_grpo",
+    )  # fmt: skip
     gdpo_reward_keys: tuple[str, ...] = setting(
-        (), "Parts of the reward that gdpo normalises one by one, by name."
+        (), "Names of the parts of the reward that gdpo normalizes separately."
     )
-    gdpo_reward_weights: tuple[float, ...] = setting((), "Their weights; unset is 1 for each.")
+    gdpo_reward_weights: tuple[float, ...] = setting(
+        (), "Weights of gdpo_reward_keys. Unset: 1 for each."
+    )
     score_coef: float = setting(
-        1.0, "Weight of the score in the reward, next to the KL; 0 learns from the reference "
-        "(ref.path) alone.", ge=0.0,
+        1.0, "Weight of the score in the reward, next to the KL; 0 learns only from the reference "
+        "model (ref.path).", ge=0.0,
     )  # fmt: skip
     # KL to the reference, in the reward.
     use_kl_in_reward: bool = setting(
-        True, "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss."
-    )
+        True, "Subtract kl_coef times the KL from the rewards of tokens; off by default with a KL "
+        "loss.",
+    )  # fmt: skip
     kl_penalty: KlKind = setting(
         "kl", "Estimator of the KL penalty in the reward.", unused="no_kl_in_reward"
     )

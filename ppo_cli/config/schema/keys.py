@@ -47,6 +47,8 @@ class Key:
     identity: Identity = "run"
     files: bool = False
     consent: bool = False
+    common: bool = False
+    advice: str = ""
     unused: tuple[str, ...] = ()  # conditions under which it has no effect, its own first
 
     @property
@@ -214,12 +216,11 @@ def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict
         ]
         for name in [name for name in dotted if name in keys][:1]:
             expected = describe_range(keys[name]) or detail["msg"]
-            from_validator = detail["type"] == "value_error"  # raised by a validator of the schema
-            messages[name] = (
-                str(detail["ctx"]["error"])
-                if from_validator
-                else f"must be {expected}, but is {detail['input']}"
-            )
+            messages[name] = f"must be {expected}, but is {detail['input']}"
+            if detail["type"] == "value_error":  # raised by a validator of the schema
+                messages[name] = str(detail["ctx"]["error"])
+            elif detail["type"] == "string_too_short":
+                messages[name] = "must not be empty"
     return messages
 
 
@@ -298,6 +299,8 @@ def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[st
         identity=typing.cast("Identity", extra.get("identity", identity)),
         files=bool(extra.get("files")),
         consent=bool(extra.get("consent")),
+        common=bool(extra.get("common")),
+        advice=str(extra.get("advice", "")),
         unused=unused,
     )
 

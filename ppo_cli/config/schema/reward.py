@@ -161,41 +161,34 @@ class Monitor(Section):
     identity: ClassVar[Identity] = "start"
     # Which second judge, and whether a run needs it.
     type: JudgeType = setting(
-        "openai",
-        "Provider of the monitoring judge.",
-        flag="--rm_monitor_type",
-        unused="no_monitor",
+        "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type", unused="no_monitor"
     )
     model: Annotated[str | None, checked(_check_not_blank)] = setting(
-        None, "Model of a second judge that only monitors; unset: a cheap one of another provider "
-        "whose key is set, where there is no budget. none: no second judge.",
-        flag="--rm_monitor_model",
+        None,
+        "Second judge that only monitors. Unset: a cheap model of another provider whose key is "
+        "set, if there is no budget. none: no second judge.", flag="--rm_monitor_model",
     )  # fmt: skip
     required: bool = setting(
-        True, "End a run at its start when the second judge cannot be used; unset: not for one "
-        "that nobody named.", unused="no_monitor",
+        True, "Stop at the start if the second judge cannot be used. Unset: only if it was named.",
+        unused="no_monitor",
     )  # fmt: skip
     base_url: Address = setting(
-        None,
-        "Endpoint of the monitoring judge.",
-        flag="--rm_monitor_base_url",
-        unused="no_monitor",
+        None, "Endpoint of the monitoring judge.", flag="--rm_monitor_base_url", unused="no_monitor"
     )
     key_env: Variable = setting(
-        None, "Variable that holds the monitoring judge's key.", unused="no_monitor"
+        None, "Environment variable with the key of the monitoring judge.", unused="no_monitor"
     )
     # What the second judge reads, and what the judge itself reads again.
     share: float = setting(
-        0.1, "Share of the responses that the second judge reads too.",
-        flag="--rm_monitor_share", gt=0.0, le=1.0, unused="no_monitor",
+        0.1, "Share of the responses that the second judge scores too.", flag="--rm_monitor_share",
+        gt=0.0, le=1.0, unused="no_monitor",
     )  # fmt: skip
     labels: str | None = setting(
-        None, "File of responses with a label by people (columns prompt, response, label), which "
-        "the judge itself scores again every so often: at most 32 rows.",
-        flag="--rm_monitor_labels",
+        None, "File of labelled responses (columns prompt, response, label) that the judge scores "
+        "again from time to time; up to 32 rows.", flag="--rm_monitor_labels",
     )  # fmt: skip
     labels_every: int = setting(
-        50, "Steps between two readings of the labelled responses; the first is at the start.",
+        50, "Steps between two scorings of the labelled responses; the first is at the start.",
         flag="--rm_monitor_labels_every", ge=1, unused="no_labels",
     )  # fmt: skip
     conflicts: ClassVar[tuple[Conflict, ...]] = (_KEYLESS,)
@@ -206,18 +199,17 @@ class LocalJudge(Section):
 
     # Where its server runs, and how much of the machine it takes.
     devices: tuple[int, ...] = setting(
-        (), "GPUs of the judge; unset: those that --placement names for judge.", identity="start"
+        (), "GPUs of the judge. Unset: those of judge in --placement.", identity="start"
     )
     gpu_memory_utilization: float = setting(
-        0.85, "Share of each GPU's memory that the judge's server takes.", gt=0.0, lt=1.0,
-        identity="start",
-    )  # fmt: skip
+        0.85, "Share of GPU memory for the judge's server.", gt=0.0, lt=1.0, identity="start"
+    )
     max_model_len: int | None = setting(
-        None, "Most tokens of a request and its answer; unset: 8192, or what the model was made "
-        "for.", ge=64,
+        None, "Maximum tokens of a request with its answer. Unset: 8192, or the model's maximum.",
+        ge=64,
     )  # fmt: skip
     start_timeout: float = setting(
-        900.0, "Seconds until its server must answer.", gt=0.0, identity="start"
+        900.0, "Maximum seconds for the server to start.", gt=0.0, identity="start"
     )
     engine_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -230,59 +222,56 @@ class ApiReward(Section):
 
     # Which judge, and how it is reached.
     enable: bool = setting(
-        False, "Let an LLM judge score responses.", flag="--use_api_reward", unused=""
+        False, "Score responses with an LLM judge.", flag="--use_api_reward", unused="", common=True
     )
     type: JudgeType = setting(
-        "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE"
+        "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE", common=True
     )
     model: str | None = setting(
-        None,
-        "Model name at the provider, such as qwen-plus; for local a folder or hub name.",
-        flag="--rm_model",
-        env="RM_MODEL",
-    )
+        None, "Model of the judge, such as qwen-plus. For local: a folder or hub name.",
+        flag="--rm_model", env="RM_MODEL", common=True,
+    )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint to use instead of the provider's own.", flag="--rm_base_url",
-        env="RM_BASE_URL", identity="eval",
+        None, "Endpoint, if not the provider's own.", flag="--rm_base_url", env="RM_BASE_URL",
+        identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
-        None, "Variable that holds the key, if not the provider's usual one.",
+        None, "Environment variable with the key, if not the provider's usual one.",
         flag="--rm_key_env", identity="start",
     )  # fmt: skip
     # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
-        "dialogue",
-        "Bundled judge prompt.",
-        flag="--rm_prompt_preset",
-        env="RM_PROMPT_PRESET",
-        unused="own_judge_prompt",
-    )
+        "dialogue", "Bundled judge prompt.",
+        flag="--rm_prompt_preset", env="RM_PROMPT_PRESET", unused="own_judge_prompt", common=True,
+    )  # fmt: skip
     prompt_file: str | None = setting(
-        None, "Judge prompt of your own: a YAML file like those in reward_prompts/.",
+        None, "Your judge prompt: a YAML file like those in reward_prompts/.",
         flag="--rm_prompt_file",
     )  # fmt: skip
     system_prompt: str | None = setting(
-        None, "Own system prompt of the judge.", flag="--rm_system_prompt"
+        None, "System prompt of the judge, instead of the preset's.", flag="--rm_system_prompt"
     )
     scoring_prompt: str | None = setting(
-        None, "Own scoring prompt: {prompt}, {response}, {ground_truth}, {extra_info.*}.",
-        flag="--rm_scoring_prompt",
+        None, "Scoring prompt, instead of the preset's, with {prompt}, {response}, {ground_truth}, "
+        "{extra_info.*}.", flag="--rm_scoring_prompt",
     )  # fmt: skip
     rubric: str | None = setting(
-        None, "Criteria that the judge decides one by one: a YAML file, or extra_info.NAME for "
-        "those of each row.", flag="--rm_rubric",
+        None,
+        "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each row.",
+        flag="--rm_rubric",
     )  # fmt: skip
     rubric_calls: Literal["one", "each"] = setting(
-        "one", "All criteria in one call, or a call each: dearer, and harder to fool.",
-        flag="--rm_rubric_calls", unused="no_rubric",
+        "one",
+        "Judge all criteria in one call, or each in a separate call: more expensive, and harder "
+        "to fool.", flag="--rm_rubric_calls", unused="no_rubric",
     )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
-        None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
+        None, "Lowest and highest score, LOW-HIGH. Unset: the prompt's, else 1-10.",
         flag="--rm_scale", unused="fixed_scale",
     )  # fmt: skip
     output: Literal["json", "text"] | None = setting(
-        None, "Answer to ask for: a JSON object, or a last line `Score: N`; unset: what the "
-        "prompt file says, else json.", flag="--rm_output", unused="fixed_output",
+        None, "Format of the answer: a JSON object, or a last line `Score: N`. Unset: that of the "
+        "prompt file, else json.", flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
     # How it answers.
     mode: Literal["text", "decision", "compare"] = setting(
@@ -290,65 +279,70 @@ class ApiReward(Section):
         "responses with each other.", flag="--rm_mode",
     )  # fmt: skip
     compare: Annotated[str, checked(_check_compared)] = setting(
-        "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
-        "with the starting model's greedy one (base), the row's ground_truth or extra_info.NAME.",
-        flag="--rm_compare", unused="no_comparison",
+        "pairs",
+        "What is compared: pairs of responses to a prompt, a list of all of them, or each with "
+        "the starting model's greedy response (base), the row's ground_truth or "
+        "extra_info.NAME.", flag="--rm_compare", unused="no_comparison",
     )  # fmt: skip
     compare_calls: int | None = setting(
-        None, "Most calls to compare the responses to one prompt in pairs; unset: each pair in "
+        None, "Maximum calls to compare the responses to one prompt in pairs. Unset: each pair in "
         "both orders.", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
     )  # fmt: skip
     # What the judge sees of a response.
     reasoning: Literal["strip", "keep"] = setting(
-        "strip", "Reasoning blocks of a response: strip or keep them.", flag="--rm_reasoning"
+        "strip", "Remove (strip) or keep the reasoning blocks of a response.", flag="--rm_reasoning"
     )
     max_response_chars: int = setting(
-        24_000, "Longer responses are cut in the middle, and the judge is told.",
-        flag="--rm_max_response_chars", ge=200,
+        24_000,
+        "Maximum characters of a response; longer ones are cut in the middle, and the judge is "
+        "told.", flag="--rm_max_response_chars", ge=200,
     )  # fmt: skip
     gate: bool = setting(
-        True, "Give responses without content the lowest score, without a call.", flag="--rm_gate"
+        True, "Give empty responses the lowest score without a call.", flag="--rm_gate"
     )
     # Sampling of the verdict.
     temperature: float | None = setting(
-        None, "Sampling temperature of the judge; unset: 0, or 0.7 with several votes.",
+        None, "Sampling temperature of the judge. Unset: 0, or 0.7 with several votes.",
         flag="--rm_temperature", ge=0.0, le=2.0, unused="decision_endpoint",
     )  # fmt: skip
     max_tokens: int = setting(
-        1024,
-        "Most tokens of a judge's answer.",
-        flag="--rm_max_tokens",
-        ge=1,
+        1024, "Maximum tokens of a judge's answer.", flag="--rm_max_tokens", ge=1,
         unused="decision_endpoint",
-    )
-    votes: int = setting(1, "Independent verdicts a response.", flag="--rm_votes", ge=1, le=64)
+    )  # fmt: skip
+    votes: int = setting(
+        1, "Independent verdicts per response.", flag="--rm_votes", ge=1, le=64,
+        advice="Raise it to 3 if `ppo reward calibrate` shows that repeated verdicts differ; "
+        "the cost rises with it.",
+    )  # fmt: skip
     # Time and rate of calls.
     timeout: float = setting(
-        60.0, "Seconds that one call may take.", flag="--rm_timeout", gt=0.0, identity="start"
+        60.0, "Maximum seconds of one call.", flag="--rm_timeout", gt=0.0, identity="start"
     )
     deadline: float | None = setting(
-        None, "Seconds that one verdict may take, retries included; unset: 3 x timeout.",
+        None, "Maximum seconds of one verdict, retries included. Unset: 3 x timeout.",
         flag="--rm_deadline", gt=0.0, identity="start",
     )  # fmt: skip
     concurrency: int = setting(
-        32, "Most calls under way at once.", flag="--rm_concurrency", ge=1, identity="start"
+        32, "Maximum calls at once.", flag="--rm_concurrency", ge=1, identity="start"
     )
     max_rpm: int | None = setting(
-        None, "Requests a minute, whole job.", flag="--rm_max_rpm", ge=1, identity="start"
-    )
+        None, "Maximum requests per minute, for the whole job.", flag="--rm_max_rpm", ge=1,
+        identity="start",
+    )  # fmt: skip
     max_tpm: int | None = setting(
-        None, "Tokens a minute, whole job.", flag="--rm_max_tpm", ge=1, identity="start"
-    )
+        None, "Maximum tokens per minute, for the whole job.", flag="--rm_max_tpm", ge=1,
+        identity="start",
+    )  # fmt: skip
     hedge_after: float | None = setting(
-        None, "Seconds after which a slow call is asked a second time; unset: never.",
+        None, "Seconds after which a slow call is sent a second time. Unset: never.",
         flag="--rm_hedge_after", gt=0.0, identity="start", unused="hedge_after_timeout",
     )  # fmt: skip
     # Failures and outages.
     on_failure: Literal["mask", "batch_mean", "stop"] = setting(
-        "mask", "What becomes of a response without a verdict.", flag="--rm_on_failure"
+        "mask", "Treatment of a response without a verdict.", flag="--rm_on_failure"
     )
     max_failure_rate: float = setting(
-        0.2, "Share of failed verdicts in a step above which the run pauses.",
+        0.2, "Share of failed verdicts per step above which the run pauses.",
         flag="--rm_max_failure_rate", ge=0.0, le=1.0, identity="start",
     )  # fmt: skip
     outage_wait: float = setting(
@@ -356,36 +350,37 @@ class ApiReward(Section):
         identity="start",
     )  # fmt: skip
     cache: str | None = setting(
-        None, "File of the verdict cache, or `off`; unset: one for all runs of this user.",
+        None, "File of cached verdicts, or `off`. Unset: one file for all runs of this user.",
         flag="--rm_cache", env="RM_CACHE", identity="start",
     )  # fmt: skip
     # Spending.
     budget_usd: float | None = setting(
-        None, "Most to spend, in US dollars.", flag="--rm_budget_usd", gt=0.0, identity="start"
-    )
+        None, "Maximum cost, in US dollars.", flag="--rm_budget_usd", gt=0.0, identity="start",
+        common=True,
+    )  # fmt: skip
     budget_tokens: int | None = setting(
-        None, "Most judge tokens to use.", flag="--rm_budget_tokens", ge=1, identity="start"
+        None, "Maximum tokens of the judge.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
     prices: str | None = setting(
-        None, "YAML file with prices of your own.", flag="--rm_prices", env="RM_PRICES",
-        identity="start", unused="own_prices",
+        None, "YAML file with your prices.", flag="--rm_prices", env="RM_PRICES", identity="start",
+        unused="own_prices",
     )  # fmt: skip
     price_input: float | None = setting(
-        None, "US dollars for a million input tokens.", flag="--rm_price_input", ge=0.0,
+        None, "US dollars per million input tokens.", flag="--rm_price_input", ge=0.0,
         identity="start",
     )  # fmt: skip
     price_output: float | None = setting(
-        None, "US dollars for a million output tokens.", flag="--rm_price_output", ge=0.0,
+        None, "US dollars per million output tokens.", flag="--rm_price_output", ge=0.0,
         identity="start",
     )  # fmt: skip
     # Monitoring.
     canary_every: int = setting(
-        50, "Steps between two tests of the judge with worthless replies; 0: never, and no check "
-        "of its verdicts at the start.",
-        flag="--rm_canary_every", ge=0, identity="start",
+        50,
+        "Steps between two tests of the judge with worthless replies; 0: no tests, at the start "
+        "neither.", flag="--rm_canary_every", ge=0, identity="start",
     )  # fmt: skip
     batch_wait: float | None = setting(
-        None, "Seconds to wait for batch jobs in place of calls; --batch of ppo reward sets it.",
+        None, "Seconds to wait for batch jobs instead of calls; --batch of ppo reward sets it.",
         gt=0.0, identity="start",
     )  # fmt: skip
     local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
@@ -470,101 +465,80 @@ class ModelReward(Section):
     # Which model, and how it is read.
     path: str | None = setting(
         None, "Reward model: folder, hub name or URL.", flag="--reward_model",
-        env="REWARD_MODEL_PATH", unused="every_model_its_own",
+        env="REWARD_MODEL_PATH", unused="every_model_its_own", common=True,
     )  # fmt: skip
     adapter: Adapter | None = setting(
-        None, "How the model is read; unset: found from its config and tensor names.",
+        None, "Kind of the reward model. Unset: detected from its config and tensor names.",
         flag="--reward_model_adapter",
     )  # fmt: skip
     revision: str | None = setting(
         None, "Commit, tag or branch of a hub model.", unused="model_is_served"
     )
     tokenizer: str | None = setting(
-        None,
-        "Tokenizer, when it is not in the folder of the model (served models: for the template).",
-    )
+        None, "Tokenizer, if it is not in the model's folder; for served models, that of the "
+        "template.",
+    )  # fmt: skip
     # Where it computes, and how much at once.
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None,
-        "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32.",
+        None, "Precision of the body; the head is float32. Unset: bfloat16 on a GPU, else float32.",
         unused="model_is_served",
-    )
+    )  # fmt: skip
     device: Annotated[str | None, checked(_check_device_name)] = setting(
-        None, "Where it runs: cpu, cuda, cuda:1; unset takes a GPU where there is one.",
+        None, "Device: cpu, cuda or cuda:1. Unset: a GPU if there is one.",
         flag="--reward_model_device", identity="start", unused="model_is_served",
     )  # fmt: skip
     offload: bool = setting(
-        False, "Keep it in host memory between steps.", flag="--reward_model_offload",
+        False, "Keep the reward model in host memory between steps.", flag="--reward_model_offload",
         identity="start", unused="model_is_served",
     )  # fmt: skip
     max_length: int | None = setting(
-        None, "Most tokens of a sample, response included; unset: what the model was made for.",
+        None, "Maximum tokens of prompt and response. Unset: the model's maximum.",
         flag="--reward_model_max_length", ge=8,
     )  # fmt: skip
     batch_tokens: int = setting(
-        16384,
-        "Token budget of a batch, padding included.",
-        ge=16,
-        identity="start",
+        16384, "Token budget of a batch, padding included.", ge=16, identity="start",
         unused="model_is_served",
-    )
+    )  # fmt: skip
     # How a sample is rendered.
     system_prompt: Literal["keep", "drop"] = setting(
-        "keep", "System messages of a prompt: shown to the reward model, or not."
+        "keep", "Show the system message of a prompt to the reward model, or drop it."
     )
     turns: Literal["all", "last"] = setting(
         "all", "Show the whole conversation, or only the last question and its response."
     )
     template: Annotated[str | None, checked(_check_template)] = setting(
-        None, "Text with {prompt} and {response} in place of the chat template."
+        None, "Text with {prompt} and {response}, instead of the chat template."
     )
-    outputs: tuple[float, ...] = setting(
-        (), "Weights of the rows of a head with several; a head with one row needs none."
-    )
+    outputs: tuple[float, ...] = setting((), "Weights of the outputs of a head that has several.")
     self_test: Literal["strict", "warn", "off"] = setting(
-        "strict", "Check before the run that good answers score above bad ones; warn only tells.",
+        "strict", "Check before the run that good answers score above bad ones; warn: only warn.",
         flag="--reward_model_self_test", identity="start",
     )  # fmt: skip
     # A served model: key, name and requests.
     key_env: Variable = setting(
-        None,
-        "Variable that holds the key of a served model.",
-        identity="start",
+        None, "Environment variable with the key of a served model.", identity="start",
         unused="model_is_local",
-    )
+    )  # fmt: skip
     model_name: str | None = setting(
-        None,
-        "Name of the model at its server; unset: what the server says.",
+        None, "Name of the model at its server. Unset: the name that the server gives.",
         unused="model_is_local",
-    )
+    )  # fmt: skip
     timeout: float = setting(
-        60.0,
-        "Seconds that one request to a served model may take.",
-        gt=0.0,
-        identity="start",
+        60.0, "Maximum seconds of one request to a served model.", gt=0.0, identity="start",
         unused="model_is_local",
-    )
+    )  # fmt: skip
     concurrency: int = setting(
-        8,
-        "Most requests to a served model at once.",
-        ge=1,
-        identity="start",
+        8, "Maximum requests to a served model at once.", ge=1, identity="start",
         unused="model_is_local",
-    )
+    )  # fmt: skip
     request_rows: int = setting(
-        16,
-        "Samples in one request to a served model.",
-        ge=1,
-        identity="start",
+        16, "Samples per request to a served model.", ge=1, identity="start",
         unused="model_is_local",
-    )
+    )  # fmt: skip
     outage_wait: float = setting(
-        1800.0,
-        "Seconds to wait for a served model that is down.",
-        ge=0.0,
-        identity="start",
+        1800.0, "Seconds to wait for a served model that is down.", ge=0.0, identity="start",
         unused="model_is_local",
-    )
+    )  # fmt: skip
 
 
 class Code(Section):
@@ -572,33 +546,33 @@ class Code(Section):
 
     # How tests become a score, and in which sandbox they run.
     score: Literal["all", "share"] = setting(
-        "all", "1 when all tests pass, or the share of tests that pass.", flag="--code_score"
+        "all", "Score 1 if all tests pass, or the share of tests that pass.", flag="--code_score"
     )
     sandbox: Literal["bwrap", "sandlock"] | None = setting(
-        None, "Which sandbox; unset: bubblewrap where it works, else sandlock.",
-        flag="--code_sandbox", identity="start",
+        None, "Sandbox. Unset: bubblewrap if it works, else sandlock.", flag="--code_sandbox",
+        identity="start",
     )  # fmt: skip
     allow_unsandboxed: bool = setting(
-        False, "Without a sandbox run code all the same, with limits only: not safe.",
+        False, "Run code without a sandbox, with limits only: not safe.",
         flag="--allow_unsandboxed", identity="start", consent=True,
     )  # fmt: skip
     # Limits of one response.
-    timeout: float = setting(10.0, "Seconds that the tests of one response may take.", gt=0.0)
-    cpu_seconds: int = setting(10, "Processor seconds of one response.", ge=1)
-    memory_mb: int = setting(512, "Memory of one response.", ge=64)
-    output_kb: int = setting(64, "Output that is read of one response.", ge=1)
-    processes: int = setting(16, "Processes and threads of one response.", ge=1)
+    timeout: float = setting(10.0, "Maximum seconds of the tests of one response.", gt=0.0)
+    cpu_seconds: int = setting(10, "Maximum CPU seconds of one response.", ge=1)
+    memory_mb: int = setting(512, "Maximum memory of one response, in MiB.", ge=64)
+    output_kb: int = setting(64, "Maximum output of one response that is read, in KiB.", ge=1)
+    processes: int = setting(16, "Maximum processes and threads of one response.", ge=1)
 
 
 class Composite(Section):
     """A mixture: each part scaled, weighed and summed (see MixPart in config/mixture.py)."""
 
-    enable: bool | None = setting(None, "Mix rewards; unset: when parts are given.")
+    enable: bool | None = setting(None, "Mix several rewards. Unset: if parts are given.")
     weights: dict[str, Any] = setting(
         {}, "Weight by name of part: judge, model, rule.", unused="mixture_off"
     )
     parts: dict[str, Any] = setting(
-        {}, "Settings by name of part: weight, scaling, clip …", unused="mixture_off"
+        {}, "Settings by name of part: weight, scaling, clip and more.", unused="mixture_off"
     )
 
 
@@ -607,33 +581,30 @@ class Shaping(Section):
 
     # Penalties by length, by a cut response and by repetition.
     overlong_buffer: int | None = setting(
-        None, "Tokens before max_response_length over which the penalty grows (DAPO); unset: off.",
+        None, "Tokens before max_response_length in which a penalty grows (DAPO). Unset: off.",
         flag="--overlong_buffer", ge=1,
     )  # fmt: skip
     overlong_penalty: float = setting(
-        1.0,
-        "Penalty of a response at max_response_length.",
-        flag="--overlong_penalty",
-        ge=0.0,
-        unused="no_overlong_buffer",
-    )
+        1.0, "Penalty of a response with max_response_length tokens.", flag="--overlong_penalty",
+        ge=0.0, unused="no_overlong_buffer",
+    )  # fmt: skip
     missing_eos_penalty: float | None = setting(
-        None, "Penalty of a response that was cut off; unset: off.",
-        flag="--missing_eos_penalty", ge=0.0,
+        None, "Penalty of a response that was cut off. Unset: off.", flag="--missing_eos_penalty",
+        ge=0.0,
     )  # fmt: skip
     repetition_penalty: float | None = setting(
-        None, "Penalty at full repetition, by the share of repeated n-grams; unset: off.",
-        flag="--repetition_penalty", ge=0.0,
+        None, "Penalty at full repetition, in proportion to the share of repeated n-grams. Unset: "
+        "off.", flag="--repetition_penalty", ge=0.0,
     )  # fmt: skip
     repetition_ngram: int = setting(
-        4, "Tokens of an n-gram for repetition.", ge=1, unused="no_repetition_penalty"
+        4, "Tokens per n-gram of the repetition penalty.", ge=1, unused="no_repetition_penalty"
     )
     thought_budget: int | None = setting(
-        None, "Tokens of a thought above which a penalty grows, full at twice as many; unset: off.",
+        None, "Tokens of a thought above which a penalty grows, full at twice as many. Unset: off.",
         flag="--thought_budget", ge=1,
     )  # fmt: skip
     answer_budget: int | None = setting(
-        None, "Tokens of an answer above which a penalty grows, full at twice as many; unset: off.",
+        None, "Tokens of an answer above which a penalty grows, full at twice as many. Unset: off.",
         flag="--answer_budget", ge=1,
     )  # fmt: skip
     budget_penalty: float = setting(
@@ -642,11 +613,12 @@ class Shaping(Section):
     )  # fmt: skip
     # Clipping and normalisation, after the penalties.
     reward_clip: float | None = setting(
-        None, "Rewards are cut at minus and plus this; unset: off.", flag="--reward_clip", gt=0.0
-    )
+        None, "Limit rewards to the range from minus this to plus this. Unset: off.",
+        flag="--reward_clip", gt=0.0,
+    )  # fmt: skip
     normalize: Literal["off", "batch", "running"] = setting(
-        "off", "Bring rewards to mean 0 and spread 1: over the step, or over the run.",
-        flag="--reward_normalize",
+        "off", "Normalize rewards to mean 0 and standard deviation 1, over the step (batch) or the "
+        "run.", flag="--reward_normalize",
     )  # fmt: skip
 
 
@@ -655,41 +627,30 @@ class Reward(Section):
 
     # Rules and functions, and the processes that run them.
     function: str | None = setting(
-        None, "Python file with compute_score: FILE[:NAME].", flag="--reward_function",
-        env="REWARD_FUNCTION", unused="every_rule_its_own",
+        None, "Python file with compute_score, FILE[:NAME].", flag="--reward_function",
+        env="REWARD_FUNCTION", unused="every_rule_its_own", common=True,
     )  # fmt: skip
     function_kwargs: dict[str, Any] = setting(
-        {}, "Keyword arguments handed to the reward function.", unused="no_rule"
+        {}, "Keyword arguments of the reward function.", unused="no_rule"
     )
     rule: str | None = setting(
-        None,
-        "Built-in rule for every row; data_source is ignored.",
-        flag="--rule",
-        unused="every_rule_its_own",
-    )
+        None, "Built-in rule for every row. data_source is ignored.", flag="--rule",
+        unused="every_rule_its_own", common=True,
+    )  # fmt: skip
     timeout: float = setting(
-        10.0,
-        "Seconds that a rule or function may take for one row.",
-        gt=0.0,
-        identity="start",
+        10.0, "Maximum seconds of a rule or function for one row.", gt=0.0, identity="start",
         unused="no_rule",
-    )
+    )  # fmt: skip
     num_workers: int = setting(
-        2,
-        "Processes that run slow rules and functions.",
-        ge=1,
-        identity="start",
-        unused="no_rule",
+        2, "Processes for slow rules and functions.", ge=1, identity="start", unused="no_rule"
     )
     # Mixtures and files.
     parts: tuple[str, ...] = setting(
-        (),
-        "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).",
-        flag="--reward",
-        unused="mixture_off",
-    )
+        (), "Part of a mixture, KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).",
+        flag="--reward", unused="mixture_off",
+    )  # fmt: skip
     config_file: str | None = setting(
-        None, "YAML file that sets up the judge, or another reward.", flag="--reward_config",
+        None, "YAML file with the settings of a judge or another reward.", flag="--reward_config",
         identity="start",
     )  # fmt: skip
     # Sections of each kind of source.

@@ -39,79 +39,65 @@ class Model(Section):
     # The model and the precision that it computes in.
     path: str = setting(
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
-        identity="checkpoint",
+        identity="checkpoint", common=True,
     )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None,
-        "Computing precision; unset: bfloat16 on a GPU, and for a wide model in one process on a "
-        "processor with AVX512-BF16 or AMX; else float32.",
-        flag="--dtype",
-    )
+        None, "Precision of the computation. Unset: bfloat16 on a GPU, and for a wide model in one "
+        "process on a CPU with AVX512-BF16 or AMX; else float32.", flag="--dtype",
+    )  # fmt: skip
     float32_matmul: Literal["blas", "onednn"] | None = setting(
-        None,
-        "What multiplies float32 matrices on the CPU; unset: onednn on AMD processors with "
-        "AVX-512 in full width (Zen 5 on), of which torch's BLAS (MKL) uses half, else blas.",
-        identity="start",
-        unused="nothing_in_float32",
-    )
+        None, "Library that multiplies float32 matrices on the CPU. Unset: onednn on AMD CPUs with "
+        "full-width AVX-512 (Zen 5 and later), where torch's BLAS (MKL) reaches half the speed; "
+        "else blas.", identity="start", unused="nothing_in_float32",
+    )  # fmt: skip
     spread_weights: bool | None = setting(
-        None,
-        "Draw the last places of trained weights that bfloat16 holds exactly, within what it "
-        "rounds to the same number, so that small updates count from the first step; unset: on "
-        "the CPU.",
-        unused="nothing_to_spread",
-    )
+        None, "Vary trained weights within bfloat16 rounding, so that small updates count from the "
+        "first step. Unset: on the CPU.", unused="nothing_to_spread",
+    )  # fmt: skip
     enable_gradient_checkpointing: bool | None = setting(
         None,
-        "Recompute activations in the backward pass; unset: where memory is short.",
+        "Recompute activations in the backward pass to save memory. Unset: if memory is short.",
         identity="start",
-    )
+    )  # fmt: skip
     trust_remote_code: bool = setting(
         False, "Run Python code that comes with the model.", identity="start", consent=True
     )
     # LoRA.
     lora_rank: int = setting(
-        0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0,
-        identity="checkpoint",
+        0, "Rank of the LoRA adapter; 0 trains all weights.", flag="--lora_rank", ge=0,
+        identity="checkpoint", common=True,
     )  # fmt: skip
     lora_alpha: float = setting(
-        16.0, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0, unused="no_lora"
-    )
+        16.0, "The scale of the LoRA adapter is alpha / rank.", flag="--lora_alpha", gt=0,
+        unused="no_lora",
+    )  # fmt: skip
     target_modules: str | tuple[str, ...] = setting(
         "all-linear",
-        "Modules that LoRA adapts: all-linear, names (of experts and routers too), or a pattern.",
-        identity="checkpoint",
-        unused="no_lora",
-    )
+        "Modules that LoRA adapts: all-linear, names (of experts and routers too), or a "
+        "pattern.", identity="checkpoint", unused="no_lora",
+    )  # fmt: skip
     quantization: Literal["nf4"] | None = setting(
-        None, "Hold the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
+        None, "Store the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
         flag="--quantization", identity="checkpoint",
     )  # fmt: skip
     lora_merge: bool = setting(
-        False,
-        "Publish merged weights to the sampler; off, only the adapter travels.",
-        identity="start",
+        False, "Send merged weights to the sampler instead of the adapter.", identity="start",
         unused="no_adapter_sent",
-    )
+    )  # fmt: skip
     # How a learner computes.
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
         None,
-        "Attention kernel; unset: sdpa where a trial at the start gives the same numbers as eager.",
+        "Attention kernel. Unset: sdpa if a test at the start gives the same numbers as eager.",
         identity="start",
-    )
+    )  # fmt: skip
     packing: bool | None = setting(
-        None,
-        "Lay the rows of a learner's micro-batch end to end, without padding; unset: for a model "
-        "of plain attention, when a trial at the start gives the same numbers.",
-        identity="start",
-    )
+        None, "Concatenate the rows of a micro-batch without padding. Unset: for models with plain "
+        "attention, if a test at the start gives the same numbers.", identity="start",
+    )  # fmt: skip
     share_prompts: bool | None = setting(
-        None,
-        "Compute a prompt once for all its responses in a packed micro-batch, but for attention; "
-        "unset: on the CPU.",
-        identity="start",
-        unused="nothing_to_share",
-    )
+        None, "Compute a prompt once for all its responses in a packed micro-batch, except in "
+        "attention. Unset: on the CPU.", identity="start", unused="nothing_to_share",
+    )  # fmt: skip
 
 
 class Data(Section):
@@ -119,41 +105,51 @@ class Data(Section):
 
     # Files and batches.
     train_files: tuple[str, ...] = setting(
-        (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES",
-        files=True, identity="checkpoint",
+        (), "Training prompts: files or hub sets.", flag="--train_files", env="TRAIN_FILES",
+        files=True, identity="checkpoint", common=True,
     )  # fmt: skip
     val_files: tuple[str, ...] = setting(
-        (),
-        "Prompt files or hub sets to validate on.",
-        flag="--val_files",
-        env="VAL_FILES",
-        files=True,
-    )
+        (), "Validation prompts: files or hub sets.", flag="--val_files", env="VAL_FILES",
+        files=True, common=True,
+    )  # fmt: skip
     train_batch_size: int = setting(
-        256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1, identity="checkpoint"
-    )
+        256, "Prompts per step.", flag="--batch_size", env="BATCH_SIZE", ge=1,
+        identity="checkpoint", common=True,
+        advice="Raise it if the reward curve is noisy; lower it if steps take too long. 128 to "
+        "512 is usual.",
+    )  # fmt: skip
     gen_batch_size: int | None = setting(
-        None, "Prompts sampled at once under algorithm.filter_groups; unset is the batch.", ge=1
+        None, "Prompts sampled at once with algorithm.filter_groups. Unset: train_batch_size.", ge=1
     )
     # Lengths in tokens, and prompts that are too long.
     max_prompt_length: int = setting(
-        512, "Longest prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH", ge=1
-    )
-    max_response_length: int = setting(
-        512, "Longest response, in tokens.", flag="--max_response_length",
-        env="MAX_RESPONSE_LENGTH", ge=1,
+        512, "Maximum prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH",
+        ge=1, common=True,
+        advice="`ppo data check FILE` prints the lengths of your prompts; take the largest, or "
+        "drop longer prompts with data.filter_overlong_prompts=true.",
     )  # fmt: skip
-    filter_overlong_prompts: bool = setting(False, "Drop prompts that are too long, and say so.")
-    truncation: Literal["error", "left", "right"] = setting(
-        "error", "What to do with a prompt that is too long."
+    max_response_length: int = setting(
+        512, "Maximum response, in tokens.", flag="--max_response_length",
+        env="MAX_RESPONSE_LENGTH", ge=1, common=True,
+        advice="Raise it if responses are cut off and good answers need the length; lower it "
+        "if sampling takes too long or only length grows.",
+    )  # fmt: skip
+    filter_overlong_prompts: bool = setting(
+        False, "Drop prompts longer than max_prompt_length, with a note."
     )
-    shuffle: bool = setting(True, "New seeded order each epoch.", identity="checkpoint")
+    truncation: Literal["error", "left", "right"] = setting(
+        "error",
+        "Treatment of a prompt that is too long: stop, or cut its start (left) or end (right).",
+    )  # fmt: skip
+    shuffle: bool = setting(
+        True, "Shuffle the prompts in each epoch, by the seed.", identity="checkpoint"
+    )
     system_prompt: str | None = setting(
-        None, "Put in front of prompts that have no system message.", flag="--system_prompt"
+        None, "System message for prompts without one.", flag="--system_prompt"
     )
     # How a row becomes a prompt.
     prompt_key: str = setting("prompt", "Column that holds the prompt.")
-    reward_fn_key: str = setting("data_source", "Column that chooses the rule.")
+    reward_fn_key: str = setting("data_source", "Column that selects the rule.")
     apply_chat_template: bool = setting(True, "Render prompts with the chat template.")
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the chat template, such as {enable_thinking: false}."
@@ -170,10 +166,14 @@ class Data(Section):
 class ValSampling(Section):
     """How validation samples."""
 
-    temperature: float = setting(0.0, "0 is greedy.", ge=0.0, le=10.0)
-    top_p: float = setting(1.0, "Nucleus size; 1 is off.", gt=0.0, le=1.0)
-    top_k: int = setting(-1, "Candidates; -1 is off.", ge=-1)
-    n: int = setting(1, "Responses a prompt.", ge=1)
+    temperature: float = setting(
+        0.0, "Sampling temperature in validation; 0 is greedy.", ge=0.0, le=10.0
+    )
+    top_p: float = setting(
+        1.0, "Nucleus sampling in validation: share of the probability; 1 is off.", gt=0.0, le=1.0
+    )
+    top_k: int = setting(-1, "Candidates per token in validation; -1 is off.", ge=-1)
+    n: int = setting(1, "Responses per prompt in validation.", ge=1)
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +185,9 @@ class EngineKwargs(Section):
     """Arguments of the samplers' own engines."""
 
     vllm: Annotated[dict[str, Any], AfterValidator(_drop_nulls)] = setting(
-        {},
-        "More arguments of vLLM's EngineArgs, by its names: {max_num_partial_prefills: 2}.",
+        {}, "Further arguments of vLLM's EngineArgs, such as {max_num_partial_prefills: 2}.",
         unused="hf_sampler",
-    )
+    )  # fmt: skip
 
 
 def _check_stop_texts(stop: tuple[str, ...]) -> None:
@@ -201,72 +200,70 @@ class Rollout(Section):
 
     # Which sampler, and how it draws.
     name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
-        None,
-        "Sampler; unset takes vllm on GPUs where it is installed and several work, else hf.",
+        None, "Sampler. Unset: vllm on GPUs if it is installed and there are several, else hf.",
         flag="--rollout_name",
-    )
-    n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)
+    )  # fmt: skip
+    n: int = setting(
+        1, "Responses per prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1, common=True,
+        advice="With a critic 1 is enough; grpo and other group estimators need 4 to 16. Raise "
+        "it if few responses are right; lower it if sampling takes too long.",
+    )  # fmt: skip
     temperature: float = setting(
         1.0, "Sampling temperature.", flag="--temperature", env="ROLLOUT_TEMPERATURE",
-        usual=(0.3, 1.5), gt=0.0, le=10.0,
+        usual=(0.3, 1.5), gt=0.0, le=10.0, common=True,
+        advice="Keep 1.0. Raise it if all responses to a prompt are alike; lower it if "
+        "responses are noise.",
     )  # fmt: skip
-    top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
-    top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)
-    stop: Annotated[tuple[str, ...], checked(_check_stop_texts)] = setting(
-        (), "Texts that end a response, which keeps them, in validation too: [Observation:]."
+    top_p: float = setting(
+        1.0, "Nucleus sampling: share of the probability; 1 is off.", flag="--top_p", gt=0.0, le=1.0
     )
+    top_k: int = setting(-1, "Candidates per token; -1 is off.", flag="--top_k", ge=-1)
+    stop: Annotated[tuple[str, ...], checked(_check_stop_texts)] = setting(
+        (), "Texts that end a response, in validation too, such as [Observation:]. The response "
+        "keeps the text.",
+    )  # fmt: skip
     partial_tokens: int | None = setting(
         None,
-        "Most tokens that a response which is sampled ahead gets between two updates; longer ones "
-        "go on under newer weights. Unset: an update waits until all are whole.",
+        "Maximum tokens of a response sampled ahead between two updates; longer ones continue "
+        "with newer weights. Unset: updates wait until all responses are complete.",
         flag="--partial_tokens", ge=1,
     )  # fmt: skip
     tensor_model_parallel_size: int = setting(
-        1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1,
-        identity="start",
-    )  # fmt: skip
+        1, "GPUs per sampler.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1, identity="start"
+    )
     # Speed and memory of the sampler.
     gpu_memory_utilization: float = setting(
         0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
         env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start", unused="hf_sampler",
     )  # fmt: skip
     num_samplers: int | None = setting(
-        None, "Sampler processes without GPUs; unset is one.", flag="--num_samplers", ge=1,
+        None, "Sampler processes on CPUs. Unset: one.", flag="--num_samplers", ge=1,
         identity="start", unused="on_gpus",
     )  # fmt: skip
-    max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1, identity="start")
+    max_num_seqs: int = setting(256, "Maximum sequences sampled at once.", ge=1, identity="start")
     max_num_batched_tokens: int = setting(
-        8192,
-        "Token budget of a sampler's batch.",
-        ge=16,
-        identity="start",
-        unused="hf_sampler",
+        8192, "Token budget of a sampler's batch.", ge=16, identity="start", unused="hf_sampler"
     )
     enforce_eager: bool = setting(
-        False, "No compiled graphs in the sampler.", identity="start", unused="hf_sampler"
+        False, "Do not use compiled graphs in the sampler.", identity="start", unused="hf_sampler"
     )
     enable_prefix_caching: bool = setting(
-        True,
-        "Share the cache of equal prompts.",
-        identity="start",
-        unused="hf_sampler",
+        True, "Share the key-value cache of equal prompts.", identity="start", unused="hf_sampler"
     )
     # How the sampler gets new weights.
     weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
-        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) where the self-test has "
-        "proven it, else memory.",
-        identity="start",
-    )
+        "How new weights reach vLLM. auto: nccl, or ipc on shared GPUs, if the self-test has "
+        "proven it; else memory.", identity="start",
+    )  # fmt: skip
     sleep: Literal["auto", Sleep] = setting(
         "auto",
-        "Where vLLM's weights are while a shared GPU trains: keep (on it), offload (in host "
-        "memory), discard (nowhere, until they are sent again). auto: discard where the self-test "
-        "has passed, else keep where it fits, else offload.",
-        identity="start",
-    )
+        "Place of vLLM's weights while a shared GPU trains: keep (on the GPU), offload (host "
+        "memory), discard (sent again later). auto: discard if the self-test has passed, else "
+        "keep if they fit, else offload.", identity="start",
+    )  # fmt: skip
     engine_kwargs: EngineKwargs = section(EngineKwargs)
-    seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
+    seed: int | None = setting(None, "Seed of the sampler. Unset: trainer.seed.", ge=0)
     val_kwargs: ValSampling = section(ValSampling)
 
 
@@ -289,128 +286,113 @@ class Trainer(Section):
     identity: ClassVar[Identity] = "start"
     # Length of the run.
     total_epochs: int = setting(
-        1, "Passes over the training set.", flag="--epochs", env="TOTAL_EPOCHS", ge=1
-    )
-    total_training_steps: int | None = setting(
-        None, "Stop after this many steps, even in the middle of an epoch.", flag="--max_steps",
-        env="MAX_STEPS", ge=1,
+        1, "Passes over the training prompts.", flag="--epochs", env="TOTAL_EPOCHS", ge=1,
+        common=True,
     )  # fmt: skip
-    critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0, identity="run")
+    total_training_steps: int | None = setting(
+        None, "Stop after this number of steps.", flag="--max_steps", env="MAX_STEPS", ge=1,
+        common=True,
+    )  # fmt: skip
+    critic_warmup: int = setting(
+        0, "First steps that train only the critic.", ge=0, identity="run",
+        advice="Set 5 to 20 if explained variance starts below 0 and the reward falls in the "
+        "first steps.",
+    )  # fmt: skip
     # The run folder, and what happens to an earlier run in it.
     output_dir: Annotated[str, checked(refuse_address)] = setting(
-        "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1
+        "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1, common=True
     )
     resume_mode: str = setting(
-        "auto", "auto, never, or the checkpoint folder to go on from.", flag="--resume"
+        "auto", "auto, never, or a checkpoint folder.", flag="--resume", common=True
     )
     seed: int = setting(
-        42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31, identity="checkpoint"
-    )
+        42, "Seed of sampling, order and new weights.", flag="--seed", env="SEED", ge=0, lt=2**31,
+        identity="checkpoint", common=True,
+    )  # fmt: skip
     # Cadence of checkpoints and validations.
     save_freq: NotZero = setting(
-        50, "Steps between checkpoints; -1 saves only at the end.", flag="--save_freq", ge=-1
-    )
+        50, "Steps between checkpoints; -1: only at the end.", flag="--save_freq", ge=-1,
+        common=True,
+    )  # fmt: skip
     test_freq: NotZero = setting(
-        -1, "Steps between validations; -1 validates at start and end.", flag="--test_freq", ge=-1
+        -1, "Steps between validations; -1: start and end.", flag="--test_freq", ge=-1, common=True
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
-        3, "Newest checkpoints kept, beside the best; null keeps all.", ge=1
+        3, "Newest checkpoints to keep, in addition to the best; null keeps all.", ge=1
     )
     patience: int | None = setting(
-        None, "Validations without a new best after which the run ends.", flag="--patience", ge=1
+        None, "Stop after this number of validations without a new best.", flag="--patience", ge=1
     )
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
-    ] = setting(("console",), "Where metrics go beside metrics.jsonl.", flag="--logger")
+    ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
     # Names for trackers.
-    project_name: str = setting("ppo-cli", "Project name for W&B.")
-    experiment_name: str = setting("ppo", "Run name for W&B.")
+    project_name: str = setting("ppo-cli", "Project name for trackers.")
+    experiment_name: str = setting("ppo", "Run name for trackers.")
     max_nonfinite_steps: int = setting(
-        3, "Non-finite gradients in a row after which the run stops.", ge=1
+        3, "Consecutive non-finite gradients after which the run stops.", ge=1
     )
     # Devices, nodes and processes.
     engine: Literal["local", "ray", "verl"] | None = setting(
         None,
-        "Where the work runs; unset takes local for one device, ray for more; verl is another "
-        "program, which must be installed.",
-        flag="--engine",
-    )
-    n_gpus_per_node: int | None = setting(
-        None, "GPUs on each node; unset takes one, or as many as one sampler or layer spans.",
-        flag="--n_gpus", env="N_GPUS", ge=0, le=1024,
+        "Engine: local (one process), ray (several), or verl (must be installed). Unset: local "
+        "for one device, else ray.", flag="--engine",
     )  # fmt: skip
-    nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
+    n_gpus_per_node: int | None = setting(
+        None, "GPUs per node. Unset: one, or as many as one sampler or layer needs.",
+        flag="--n_gpus", env="N_GPUS", ge=0, le=1024, common=True,
+    )  # fmt: skip
+    nnodes: int = setting(1, "Number of nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
     node_rank: int | None = setting(
-        None,
-        "Rank of this node.",
-        flag="--node_rank",
-        env="NODE_RANK",
-        ge=0,
-        unused="one_node",
+        None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0, unused="one_node"
     )
     master_addr: str | None = setting(
-        None,
-        "Address of node 0.",
-        flag="--master_addr",
-        env="MASTER_ADDR",
-        unused="one_node",
+        None, "Address of node 0.", flag="--master_addr", env="MASTER_ADDR", unused="one_node"
     )
     master_port: int = setting(
-        6379,
-        "Port of node 0.",
-        flag="--master_port",
-        env="MASTER_PORT",
-        ge=1,
-        le=65535,
+        6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535,
         unused="one_node",
-    )
+    )  # fmt: skip
     num_workers: int | None = setting(
-        None, "Learner ranks without GPUs, over all nodes; unset is one a node.",
+        None, "Learner processes on CPUs, over all nodes. Unset: one per node.",
         flag="--num_workers", ge=1,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
-        1, "Learner ranks that share each layer.", flag="--tensor_parallel_size", ge=1
+        1, "Learner processes that share each layer.", flag="--tensor_parallel_size", ge=1
     )
     pipeline_parallel_size: int = setting(
-        1, "Pipelines are not offered; 1.", flag="--pipeline_parallel_size", ge=1
+        1, "Pipeline parallelism is not available: 1.", flag="--pipeline_parallel_size", ge=1
     )
     placement: str | None = setting(
-        None, "Which devices do what: train:0-5,rollout:6,reward:5,judge:7.", flag="--placement"
-    )
+        None, "Devices of each role, such as train:0-5,rollout:6,reward:5,judge:7.",
+        flag="--placement",
+    )  # fmt: skip
     profile_steps: Annotated[tuple[str, ...], checked(_check_steps)] = setting(
-        (), "Training steps to profile: 3, 2,5 or 2-4; traces and tables go to profile/.",
+        (), "Steps to profile, such as 3, 2,5 or 2-4; traces and tables are in profile/.",
         flag="--profile",
     )  # fmt: skip
     threads: int | None = setting(
         None,
-        "CPU threads of each process that computes; unset: OMP_NUM_THREADS, else one for each "
-        "core; a Ray worker takes one, or on GPUs their share of the node's cores. At most 4 a "
-        "core.",
-        ge=1,
-    )
+        "CPU threads per process. Unset: OMP_NUM_THREADS, else one per core; a Ray worker uses "
+        "one, or on GPUs its share of the node's cores. Maximum: 4 per core.", ge=1,
+    )  # fmt: skip
     async_steps: int = setting(
-        0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16,
+        0, "Steps by which sampling may run ahead of training.", flag="--async_steps", ge=0, le=16,
         identity="run",
     )  # fmt: skip
     # What a run survives.
     max_restarts: int = setting(
-        3,
-        "Lost workers or nodes after which the run stops.",
-        flag="--max_restarts",
-        ge=0,
+        3, "Maximum restarts after lost workers or nodes.", flag="--max_restarts", ge=0,
         unused="no_workers",
-    )
+    )  # fmt: skip
     worker_timeout: int = setting(
-        1800,
-        "Seconds that a worker may take for one thing.",
-        flag="--worker_timeout",
-        ge=1,
+        1800, "Maximum seconds of one task of a worker.", flag="--worker_timeout", ge=1,
         unused="no_workers",
-    )
+    )  # fmt: skip
     node_timeout: int = setting(
-        300, "Seconds to wait for nodes, at the start and when one is lost.",
-        flag="--node_timeout", ge=1, unused="no_workers",
+        300, "Seconds to wait for nodes, at the start and after a loss.", flag="--node_timeout",
+        ge=1, unused="no_workers",
     )  # fmt: skip
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(

@@ -414,8 +414,7 @@ def _translate_resume_path(state: TranslationState, entry: Entry, raw: Any) -> N
     state.demand(
         entry,
         lambda value: state.verl or state.resume_by_path,
-        "a checkpoint to go on from is taken with trainer.resume_mode=resume_path, or simply "
-        f"--resume {raw}.",
+        f"a checkpoint to resume from needs trainer.resume_mode=resume_path, or --resume {raw}.",
     )
 
 
@@ -437,8 +436,8 @@ def _translate_critic_switch(state: TranslationState, entry: Entry, on: bool) ->
     state.demand(
         entry,
         lambda value: on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
-        f"critic.enable={entry.raw} goes against algorithm.adv_estimator: only gae trains a "
-        "critic, and always does. Leave critic.enable out and choose with --adv_estimator.",
+        f"critic.enable={entry.raw} contradicts algorithm.adv_estimator: only gae has a "
+        "critic. Leave critic.enable out, and choose with --adv_estimator.",
     )
 
 
@@ -455,7 +454,7 @@ def _translate_reward_manager(state: TranslationState, entry: Entry, raw: Any) -
         state.problem(
             entry,
             f"the reward manager '{raw}' is not offered. Rules are chosen by data_source "
-            "(naive); --reward_function FILE takes one of your own, --rm_max_rpm limits a judge.",
+            "(naive); --reward_function FILE names your function, --rm_max_rpm limits a judge.",
         )
 
 
@@ -473,7 +472,7 @@ def _translate_overlong_switch(state: TranslationState, entry: Entry, on: bool) 
     state.demand(
         entry,
         lambda value: not on or value("reward.shaping.overlong_buffer") is not None,
-        "the over-long penalty is on without the length of its buffer: set "
+        "the over-long penalty needs the length of its buffer: set "
         f"{entry.name.removesuffix('enable')}len=64, or --overlong_buffer 64.",
     )
 
@@ -526,8 +525,8 @@ def _translate_device(state: TranslationState, entry: Entry, raw: Any) -> None:
     if str(raw).strip() != device:
         state.problem(
             entry,
-            f"trainer.device is '{raw}', but a run finds its device by itself, an NVIDIA GPU or "
-            f"the CPU, and here that is {device} (CUDA_VISIBLE_DEVICES= hides GPUs); leave it out.",
+            f"trainer.device is '{raw}', but a run selects an NVIDIA GPU or the CPU by "
+            f"itself, and here that is {device} (CUDA_VISIBLE_DEVICES= hides GPUs); leave it out.",
         )
 
 
@@ -575,7 +574,7 @@ def _translate_excluded_modules(state: TranslationState, entry: Entry, raw: Any)
     state.demand(
         entry,
         lambda value: value(f"{model}lora_rank") == 0,
-        f"{entry.name} is not offered; name what LoRA adapts in {model}target_modules.",
+        f"{entry.name} is not offered; list the modules that LoRA adapts in {model}target_modules.",
     )
 
 
@@ -615,7 +614,7 @@ def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) ->
     state.demand(
         entry,
         lambda value: word in ("auto", value("model.dtype") or usual),
-        f"{entry.name}={word}: trainer, reference and sampler compute alike; set --dtype {word}.",
+        f"{entry.name}={word}: trainer, reference and sampler share one precision; --dtype {word}.",
     )
 
 

@@ -5,10 +5,9 @@ from ppo_cli.engine.models.policy import (
     ValueModel,
     count_embeddings,
     load_policy,
-    load_tokenizer,
-    pad_token_id,
     stop_token_ids,
 )
+from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
 
 __all__ = [
     "Policy",

@@ -14,14 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_cli.engine.models.attention import PackedRows, Packing
-from ppo_cli.engine.models.loading import load_config, load_part, load_weights
+from ppo_cli.engine.models.loading import load_weights
+from ppo_cli.engine.pretrained import load_config
 from ppo_cli.errors import ModelError
 
 # Work on a model: tensors in, tensors out, so that FSDP2 can attach hooks to them.
@@ -135,30 +132,9 @@ class ValueModel(_SplitModel):
 Adapted = TypeVar("Adapted", Policy, ValueModel)
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
-    """Load a tokenizer; raises ModelError that names the flag."""
-    tokenizer = load_part(
-        AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code
-    )
-    if pad_token_id(tokenizer) is None:
-        raise ModelError(f"The tokenizer of {path} has neither a pad nor an end-of-text token.")
-    return tokenizer
-
-
 def count_embeddings(model: Any) -> int:
     """Return for how many tokens a model has embeddings."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def pad_token_id(tokenizer: Any, vocabulary_size: int | None = None) -> int:
-    """Return the id for padding: the pad token, else the end-of-text token.
-
-    The tokenizer itself is not changed, so checkpoints and exports keep it as it was. Token 0
-    replaces an id without an embedding; no other token attends to padding.
-    """
-    token_id: int = tokenizer.pad_token_id
-    token_id = tokenizer.eos_token_id if token_id is None else token_id
-    return token_id if vocabulary_size is None or token_id < vocabulary_size else 0
 
 
 def load_policy(

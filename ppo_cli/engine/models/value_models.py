@@ -20,8 +20,9 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-from ppo_cli.engine.models.loading import load_config, load_weights
+from ppo_cli.engine.models.loading import load_weights
 from ppo_cli.engine.models.policy import ValueModel, backbone_name
+from ppo_cli.engine.pretrained import load_config
 from ppo_cli.errors import ModelError
 
 CRITIC_FLAG = "--critic_model"

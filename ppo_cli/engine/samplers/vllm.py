@@ -50,8 +50,8 @@ from ppo_cli.engine.base import (
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import create_folder, list_rendezvous_files, remove
 from ppo_cli.engine.models import stop_token_ids
-from ppo_cli.engine.models.loading import load_config
 from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_adapter
+from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory

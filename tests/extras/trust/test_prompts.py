@@ -53,7 +53,7 @@ def drafts(bench: Bench) -> Drafts:
 def test_each_row_gets_criteria_that_can_be_read_and_edited(drafts: Drafts) -> None:
     out, err = drafts.make("--rm_price_input", "1", "--rm_price_output", "2")
     assert "1 row already with criteria. Asking for 3 drafts: at most" in err and "$0.0" in err
-    assert "4 written to" in out and "--rm_rubric extra_info.rubric" in out
+    assert "4 drafts written to" in out and "--rm_rubric extra_info.rubric" in out
     written, server = drafts.written(), drafts.server
     assert [row["prompt"] for row in written] == [f"{n} + 1 = ?" for n in range(10, 14)]
     assert written[0]["extra_info"]["rubric"] == [
@@ -109,7 +109,7 @@ def test_an_answer_in_another_form_is_no_draft(message: str) -> None:
 def test_a_row_without_a_draft_is_named_and_left_out(drafts: Drafts) -> None:
     drafts.server.score = lambda s, user: draft("Be.") if "\n12 + 1" in user else draft(TWELVE)
     out = drafts.make().out
-    assert "a.jsonl line 3: left out, form: " in out and "3 written" in out
+    assert "a.jsonl line 3: left out, form: " in out and "3 drafts written" in out
     prompts = [row["prompt"] for row in drafts.written()]
     assert prompts == ["10 + 1 = ?", "11 + 1 = ?", "13 + 1 = ?"]
 
