@@ -13,9 +13,10 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
+import typer
 import yaml
 
-from ppo_cli.cli.app import COMMANDS, main
+from ppo_cli.cli.app import COMMANDS, app, main, normalize_flag
 from ppo_cli.config import layers, placement
 from ppo_cli.config.checks import devices, runner
 from ppo_cli.config.schema.keys import find_key
