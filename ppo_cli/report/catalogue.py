@@ -169,12 +169,12 @@ METRICS = (
            "Correlation of the judge's scores with the labels that people gave.",
            label="correlation", **CORRELATION),
     # Time and speed.
-    *(Metric(f"time/{phase}_s", "Seconds by phase", "Where a step spends its time.", unit="s",
+    *(Metric(f"time/{phase}_s", "Time by phase", "Where a step spends its time.", unit="s",
              label=label, stacked=True, **COUNT) for phase, label in PHASES.items()),
     Metric("perf/agree_s", "Waiting between micro-batches", "Ranks wait for each other.", unit="s",
            **COUNT),
     Metric("perf/tokens_per_s", "Tokens a second", "Prompt and response tokens.",
-           "The longest of the seconds by phase shows what to change", unit="tokens/s", **COUNT),
+           "The longest phase shows what to change", unit="tokens/s", **COUNT),
 )  # fmt: skip
 MIN_CONSTANT = 3  # equal values from which a metric counts as constant
 

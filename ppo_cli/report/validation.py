@@ -112,11 +112,11 @@ def describe_choice(
         f"the best of {len(validations)}; "
     )
     if step in saved:
-        return f"{text}saved in checkpoints/step_{step:06d}"
+        return f"{text}saved as checkpoint step_{step:06d}"
     if not saved:
         return f"{text}no checkpoint is saved"
     near = min(saved, key=lambda other: (abs(other - step), other))
-    return f"{text}not saved, the nearest checkpoint is checkpoints/step_{near:06d}"
+    return f"{text}not saved, the nearest checkpoint is step_{near:06d}"
 
 
 def describe_gain(

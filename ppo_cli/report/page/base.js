@@ -4,6 +4,7 @@
 
 let DATA = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["--c0", "--c3", "--c2", "--c1", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const FINALS = ["reward_mean", "val/accuracy", "val/reward_mean", "kl_divergence", "response_length_mean", "entropy"];
 const $ = (id) => document.getElementById(id);
 
 /** What is shown, as #at=curves&from=3&to=9: a link to the page opens it as it was. */
@@ -85,8 +86,10 @@ function drawSentences() {
   const many = runs.length > 1;
   $("title").textContent = many ? `${runs.length} runs` : runs[0].name;
   document.title = `${runs.map((run) => run.name).join(", ")} – ppo-cli`;
+  const lastOf = (run, { title, unit, lines: [[key]] }) => [title, `${measured(run.series[key].findLast((v) => v != null), unit)} ${unit}`];
+  const finals = (run) => run.cards.filter(({ lines }) => FINALS.includes(lines[0][0])).map((card) => lastOf(run, card));
   // What all runs share is said once, the rest side by side.
-  const rowsOf = (run) => (many ? [...run.facts, ...run.answers, ...run.finals] : run.facts);
+  const rowsOf = (run) => (many ? [...run.facts, ...run.answers, ...finals(run)] : run.facts);
   const names = [...new Set(runs.flatMap((run) => rowsOf(run).map(([name]) => name)))];
   const textOf = (run, name) => rowsOf(run).find((row) => row[0] === name)?.[1] ?? "–";
   const shared = names.filter((name) => new Set(runs.map((run) => textOf(run, name))).size === 1);

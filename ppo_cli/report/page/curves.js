@@ -251,7 +251,7 @@ function specsOf() {
   for (const spec of DATA.runs.flatMap((run) => run.cards)) {
     // Phases stack up in one run; several runs are compared by the whole step.
     const shown = spec.stacked && DATA.runs.length > 1
-      ? { ...spec, stacked: false, title: "Seconds a step", what: "", lines: [["time/step_s", ""]] } : spec;
+      ? { ...spec, stacked: false, title: "Time of a step", what: "", lines: [["time/step_s", ""]] } : spec;
     const id = `${shown.other} ${shown.title}`;
     const known = specs.get(id) || { ...shown, lines: [], findings: [], constant: true };
     known.lines = [...known.lines, ...shown.lines.filter(([key]) => !known.lines.some((line) => line[0] === key))];
@@ -306,13 +306,14 @@ function follow() {
 /** Smoothing, scale and steps as the address has them; long runs are smoothed unless it says otherwise. */
 function readView() {
   const number = (name) => (address.get(name) == null ? null : Number(address.get(name)));
-  view.smooth = number("smooth") ?? (DATA.runs.some((run) => run.steps.length > SMOOTH_FROM) ? 0.9 : 0);
-  view.log = address.get("log") === "true";
-  [$("smooth").value, $("log").checked] = [view.smooth, view.log];
-  for (const card of cards.filter(({ figure }) => figure)) {
-    card.figure = card.shown = null;
+  const smooth = number("smooth") ?? (DATA.runs.some((run) => run.steps.length > SMOOTH_FROM) ? 0.9 : 0);
+  const log = address.get("log") === "true";
+  for (const card of cards.filter(({ figure }) => figure && (smooth !== view.smooth || log !== view.log))) {
+    card.figure = null;
     drawSoon(card);
   }
+  Object.assign(view, { smooth, log });
+  [$("smooth").value, $("log").checked] = [smooth, log];
   zoom(number("from"), number("to"));
 }
 

@@ -13,7 +13,7 @@ from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
-from ppo_cli.report.catalogue import METRICS, find_position, list_cards
+from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.drift import Opinion
 from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
 from ppo_cli.report.metrics import (
@@ -52,11 +52,6 @@ METRIC_OF_TROUBLE = {
     "never_answers": "thought/unclosed_share", "sampler": "rollout/logprob_diff",
     "judge_drift": "judge/drift", "judge_changed": "judge/label_drift",
 }  # fmt: skip
-# Metrics whose last values several runs show side by side.
-FINALS = (
-    "reward_mean", "val/accuracy", "val/reward_mean", "kl_divergence", "response_length_mean",
-    "entropy",
-)  # fmt: skip
 # A line of config.yaml: indentation, key, value, and the origin as a comment.
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
@@ -116,7 +111,6 @@ class RunData:
             "verdict": describe_verdict(summary, total, validations, findings, spent["usd"]),
             "facts": list_facts(self.folder, history, config, total, spent["usd"]),
             "answers": answer_questions(summary, known, saved, validations),
-            "finals": list_finals(series),
             "note": note,
             "steps": steps,
             "total": total,
@@ -247,17 +241,6 @@ def answer_questions(
         ("step to keep", describe_choice(validations, folder, config, saved), key),
         ("is the gain real?", describe_gain(validations, folder, config, doubtful=doubtful), key),
     ]
-
-
-def list_finals(series: Mapping[str, Sequence[float | None]]) -> list[tuple[str, str]]:
-    """Return the last values of the main metrics, which several runs show side by side."""
-    finals = []
-    for key in FINALS:
-        values = [value for value in series.get(key, ()) if value is not None]
-        metric = METRICS[find_position(key)]
-        if values:
-            finals.append((metric.plot, f"{_format_value(values[-1])} {metric.unit}".rstrip()))
-    return finals
 
 
 def describe_verdict(

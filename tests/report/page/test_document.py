@@ -208,7 +208,7 @@ def test_the_step_to_keep_and_the_gain_come_from_the_validations(tmp_path: Path)
     keep, gain = (text for _, text, _ in RunData(run, "run").read()["answers"])
     assert re.fullmatch(
         r"step 3: validation accuracy 0.8 \(95 % interval 0.6\d* to 0.9\d*\), the best of 3; not "
-        "saved, the nearest checkpoint is checkpoints/step_000004", keep
+        "saved, the nearest checkpoint is step_000004", keep
     )  # fmt: skip
     assert re.fullmatch(
         r"yes: validation accuracy \+0.55 from step 1 to 6 \(95 % interval \+0.3\d? to \+0.7\d?, "
@@ -217,7 +217,7 @@ def test_the_step_to_keep_and_the_gain_come_from_the_validations(tmp_path: Path)
     write_validation(run, 6, 5)
     (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "step_000003")
     keep, gain = (text for _, text, _ in RunData(run, "run").read()["answers"])
-    assert keep.endswith("the best of 3; saved in checkpoints/step_000003")
+    assert keep.endswith("the best of 3; saved as checkpoint step_000003")
     assert gain.startswith("it may be chance: validation accuracy +0.05 from step 1 to 6")
 
 
