@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from yaml import YAMLError
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.help import App, HelpCommand
@@ -141,21 +142,25 @@ def compare_runs(
 
 def differ(texts: Sequence[str | None]) -> bool:
     """Whether values of config.yaml differ: `16` and `16.0` do not."""
-    if len(set(texts)) == 1 or None in texts:
-        return len(set(texts)) > 1
-    values = [load_yaml(text) for text in texts if text is not None]
+    values: Sequence[Any] = texts
+    with suppress(YAMLError):  # of a file that another program has written
+        values = [text and load_yaml(text) for text in texts]
     return any(value != values[0] for value in values)
 
 
 def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
     """Pair the newest responses of the runs that have the same prompt and sample number.
 
-    They are of each run's last validation, else of its last training steps; `step` and `val`
-    choose others. Returns a dict for each pairing, the largest difference of scores first; empty
-    if the runs have no prompt in common.
+    They are of each run's last validation, else of its last training steps, else of the last step
+    that all have; `step` and `val` choose others. Returns a dict for each pairing, the largest
+    difference of scores first; empty if the runs have no prompt in common.
     """
-    for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
-        answers = [read_newest_answers(run, split, step) for run in folders]
+    shared = set.intersection(*(set(rollout_steps(run)) for run in folders))
+    choices = [("val", None), ("train", None), ("train", max(shared, default=None))]
+    if val or step is not None:
+        choices = [("val" if val else "train", step)]
+    for split, at in choices:
+        answers = [read_newest_answers(run, split, at) for run in folders]
         if common := [key for key in answers[0] if all(key in of_run for of_run in answers)]:
             break
     rows = []
@@ -181,7 +186,7 @@ def read_newest_answers(run: Path, split: str, step: int | None) -> dict[Any, Li
     steps = rollout_steps(run, split)
     chosen = steps[-RECENT if split == "train" else -1 :] if step is None else {step} & {*steps}
     return {
-        (line.get("uid"), line.get("sample"), line.get("prompt")): line
+        (line.get("uid"), line.get("sample"), line.get("prompt")): {**line, "step": at}
         for at in chosen
         for line in read_rollouts(run, at, split)
     }
@@ -189,7 +194,8 @@ def read_newest_answers(run: Path, split: str, step: int | None) -> dict[Any, Li
 
 def is_equal(row: Mapping[str, Any]) -> bool:
     """Whether all runs gave the same answer with the same score."""
-    return len({(answer["response"], answer["score"]) for answer in row["answers"]}) == 1
+    first, *others = ((answer["response"], answer["score"]) for answer in row["answers"])
+    return all(answer == first for answer in others)
 
 
 def format_comparison(compared: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder import replace_lines
+from ppo_cli.run_folder import replace_lines, rollout_file
 from tests.config.settling import settle
 from tests.golden import INPUTS
 
@@ -64,6 +64,23 @@ def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(
     assert "judge_drift" in kinds
     replace_lines(run / "labels.jsonl", [])
     assert "judge_drift" not in [finding["kind"] for finding in data.read()["findings"]]
+
+
+def test_runs_of_other_lengths_are_compared_at_their_last_common_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, steps, alpha in (("a", 12, "16"), ("b", 30, "16.0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(
+            f"lora_alpha: {alpha}  # flag\nx: [{name}  # f\n"
+        )
+        for step in range(1, steps + 1):
+            line = {"uid": step, "sample": 0, "prompt": f"p{step}", "response": [name], "score": 0}
+            replace_lines(rollout_file(tmp_path / name, step), [line])
+    assert main(["show", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in compared["prompts"]] == [12]
+    assert compared["settings"] == {"x": ["[a", "[b"]}  # which is not YAML
 
 
 def test_a_reader_that_needs_no_more_is_no_error(tmp_path: Path) -> None:
