@@ -275,30 +275,39 @@ def test_a_collapse_is_said_at_the_end_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "reward", "verdict", "troubles"),
+    ("run", "reward", "verdict", "troubles", "exploited"),
     [
-        ("length", {"function": "long.py"}, "Doubtful", ["kl_high", "length_pays"]),
+        # Hacked: a function that counts words, and a fork with a judge that does.
+        ("length", {"function": "f.py"}, "Doubtful", ["kl_high", "length_pays"], [2]),
+        ("fork", {"api": {"enable": True, "model": "m"}}, "Doubtful", ["length_pays"], [9]),
+        # Honest: what a sentence says, which makes it longer too; and the digits of sums.
+        ("honest", {"function": "f.py"}, "No clear change", ["kl_high"], []),
+        ("digits", {"function": "f.py"}, "Learned", [], []),
     ],
 )
 def test_summary_and_page_judge_recorded_runs_alike(
-    run: str, reward: dict[str, Any], verdict: str, troubles: list[str], tmp_path: Path
+    run: str,
+    reward: dict[str, Any],
+    verdict: str,
+    troubles: list[str],
+    exploited: list[int],
+    tmp_path: Path,
 ) -> None:
-    """Runs of SmolLM2-135M and of the bundled model, hacked and honest, to their last step."""
+    """Runs of SmolLM2-135M, and of the bundled model (`digits`), to their last step."""
     lines = [line for line in read_lines(HISTORIES) if line.pop("run") == run]
     replace_lines(tmp_path / "metrics.jsonl", lines)
-    (tmp_path / "config.yaml").write_text(json.dumps({"model": {"dtype": None}, "reward": reward}))
-    summary = summarise(
-        lines, tmp_path, run_settings(tmp_path), session=(14, 9.0), resume_command=""
-    )
+    settings = {"model": {"dtype": None}, "data": {"val_files": ["embedded"]}, "reward": reward}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    config = run_settings(tmp_path)
+    summary = summarise(lines, tmp_path, config, session=(14, 9.0), resume_command="")
     page = RunData(tmp_path, run).read()
     now = {span["kind"]: span["text"] for span in page["findings"] if span["now"]}
     assert sorted(now) == troubles and sorted(now.values()) == sorted(summary.warnings)
     assert summary.verdict == verdict and page["verdict"][0][0] == f"{verdict}: "
+    # Where reward and length rise at once, the second step is early enough to stop.
+    assert [s["from"] for s in page["findings"] if s["kind"] in EXPLOITS] == exploited
     # No other name for a validation whose scores all happen to be 1.
     assert {name for name, *_ in summary.measures} <= {"reward", "validation reward_mean"}
-    # An exploit is reported in the second step, the first in which reward and length rise.
-    exploits = [span["from"] for span in page["findings"] if span["kind"] in EXPLOITS]
-    assert exploits == ([2] if verdict == "Doubtful" else [])
 
 
 def test_small_amounts_are_not_nothing() -> None:
