@@ -219,7 +219,7 @@ def summarise(
     rose, fell = _find_changes(config, run_dir, rewards, measured, validations, few)
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     troubles = find_troubles(history, read_limits(run_dir, config))
-    verdict = _judge_change(rose, fell, len(validations) > 1)
+    doubtful = not troubles.keys().isdisjoint(EXPLOITS)
     return Summary(
         steps=steps,
         measures=[
@@ -232,12 +232,12 @@ def summarise(
         run_dir=run_dir,
         wall_seconds=seconds,
         averaged=few,
-        next_steps=_list_next_steps(config, run_dir, history, resume_command),
+        next_steps=_list_next_steps(config, run_dir, history, resume_command, doubtful=doubtful),
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
         judge=describe_judge_totals(run_dir, history),
         declined=fell,
-        verdict=DOUBTFUL if troubles.keys() & set(EXPLOITS) else verdict,
+        verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),
         warnings=tuple(troubles.values()),
     )
 
@@ -453,21 +453,25 @@ def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[st
 
 
 def _list_next_steps(
-    config: Config, run_dir: Path, history: Lines, resume_command: str
+    config: Config, run_dir: Path, history: Lines, resume_command: str, *, doubtful: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return what a user may want next: pairs of a purpose and its command."""
+    """Return what a user may want next: pairs of a purpose and its command.
+
+    If the verdict is `doubtful`, the responses to read are those that the reward likes.
+    """
     folder = shlex.quote(str(run_dir))
+    end, flag = ("highest", "--best") if doubtful else ("lowest", "--worst")
     steps = [
         ("the page: curves and all responses", ppo(f"view {folder}")),
-        ("the responses with the lowest scores", ppo(f"show {folder} --worst 5")),
+        (f"the responses with the {end} scores", ppo(f"show {folder} {flag} 5")),
     ]
-    # After the example run: own model and reward. After others: train longer.
+    # After the example run: own model and reward. After others: train longer, if that may help.
     if config.model.path == "embedded":
         train_own_model = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
         steps.append(("your model, your data", train_own_model))
         if not any(rule.function for rule in rules_of(config.reward)):
             steps.append(("your own reward", ppo("train --reward_function FILE.py")))
-    else:
+    elif not doubtful:
         total = 2 * int(history[-1]["step"]) if history else 0
         jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
         longer = replace_flag(resume_command, "--max_steps", str(total))

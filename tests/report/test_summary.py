@@ -296,7 +296,11 @@ def test_summary_and_page_judge_recorded_runs_alike(
     """Runs of SmolLM2-135M, and of the bundled model (`digits`), to their last step."""
     lines = [line for line in read_lines(HISTORIES) if line.pop("run") == run]
     replace_lines(tmp_path / "metrics.jsonl", lines)
-    settings = {"model": {"dtype": None}, "data": {"val_files": ["embedded"]}, "reward": reward}
+    settings = {
+        "model": {"path": "m", "dtype": None},
+        "data": {"val_files": ["embedded"]},
+        "reward": reward,
+    }
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
     config = run_settings(tmp_path)
     summary = summarise(lines, tmp_path, config, session=(14, 9.0), resume_command="")
@@ -304,6 +308,9 @@ def test_summary_and_page_judge_recorded_runs_alike(
     now = {span["kind"]: span["text"] for span in page["findings"] if span["now"]}
     assert sorted(now) == troubles and sorted(now.values()) == sorted(summary.warnings)
     assert summary.verdict == verdict and page["verdict"][0][0] == f"{verdict}: "
+    # More of the same would not help where the reward is exploited.
+    purposes = [purpose for purpose, _ in summary.next_steps]
+    assert ("go on from here" in purposes) is (not exploited)
     # Where reward and length rise at once, the second step is early enough to stop.
     assert [s["from"] for s in page["findings"] if s["kind"] in EXPLOITS] == exploited
     # No other name for a validation whose scores all happen to be 1.
