@@ -53,6 +53,18 @@ def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
     assert broken == []
 
 
+def test_every_page_can_be_reached_from_the_readme(root: Path) -> None:
+    reached, waiting = set[Path](), [root / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page.suffix != ".md" or page in reached:
+            continue
+        reached.add(page)
+        links = LINK.findall(page.read_text(encoding="utf-8"))
+        waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links if link]
+    assert {page for page in (root / "docs").glob("*.md") if page not in reached} == set()
+
+
 def messages(source: str) -> list[str]:
     """The strings of a module, without docstrings."""
     tree = ast.parse(source)
