@@ -36,7 +36,7 @@ WHOLE_PAGES = {"tutorial.md", "quickstart.md"}
 STAND_INS = {
     "RUN": "outputs", "RUN/labels.jsonl": "outputs/labels.jsonl",
     "RUN/config.yaml": "outputs/config.yaml", "BASE": "embedded", "qwen-plus": "embedded",
-    "FILE": "answers.jsonl", "KEY": "correct", "N": "20", "OTHER": "m", "DIR": "embedded",
+    "FILE": "answers.jsonl", "KEY": "correct", "N": "20", "OTHER": "m", "DIR": "other-run",
 }  # fmt: skip
 ANSWERS = (("The answer is 5.", 1), ("The answer is 6.", 0), ("5", 1), ("I do not know.", 0))
 
@@ -61,6 +61,8 @@ def fill_in(words: Sequence[str]) -> list[str]:
         before = words[place - 1] if place else ""
         if before == "--rm_model":
             filled[place] = "m"
+        elif (before, word) == ("--model", "DIR"):
+            filled[place] = "embedded"
         elif before == "--reward_function":
             filled[place] = "my_reward.py"
         elif before != "--out":
