@@ -53,12 +53,14 @@ const colour = (index) => getComputedStyle(document.documentElement)
 
 /** The mark of a line in a legend: its colour, and its dashes as lengths of line and gap. */
 function chip(index, dash = []) {
-  const made = el("span", { class: dash.length ? "chip dashes" : "chip" });
   const tone = `var(${COLOURS[index % COLOURS.length]})`;
-  let at = 0;
-  const stops = dash.map((length, i) => `${i % 2 ? "transparent" : tone} ${at}px ${(at += length)}px`);
-  made.style.background = dash.length ? `repeating-linear-gradient(90deg, ${stops})` : tone;
-  return made;
+  if (!dash.length) return el("span", { class: "chip", style: `background: ${tone}` });
+  const [picture, path] = ["svg", "path"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
+  picture.setAttribute("class", "chip dashes");
+  path.setAttribute("d", "M0 2h26");
+  path.setAttribute("style", `stroke: ${tone}; stroke-width: 3; stroke-dasharray: ${dash}`);
+  picture.append(path);
+  return picture;
 }
 
 /** A number in at most five characters or so: 0.4943, 12.3, 1,204, 1e-6. */
