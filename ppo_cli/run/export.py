@@ -427,7 +427,7 @@ def export(
         _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
     require_intact_model(folder, partial(_command_with_model, source, checkpoint))
-    if base is not None:
+    if base is not None and (folder / "adapter_config.json").exists():
         check_folder(model_folder(base), "--base")
     match = STEP_NAME.match(folder.parent.name)
     step = int(match.group(1)) if match else None
