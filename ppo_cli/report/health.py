@@ -395,10 +395,11 @@ def _usual_correlation(steps: History, key: str) -> float:
     Once nearly all responses get the same score it is chance, so such steps do not count.
     """
     spreads = [float(line.get("score/std") or 0.0) for line in steps]
+    least = TELLING_SPREAD * max(spreads)
     values = [
         float(line[key])
         for line, spread in zip(steps, spreads, strict=True)
-        if line.get(key) is not None and spread >= TELLING_SPREAD * max(spreads)
+        if line.get(key) is not None and spread >= least
     ]
     return fmean(values[-10:]) if len(values) > 1 else 0.0
 
@@ -410,8 +411,10 @@ def _find_paid_rise(
 
     None unless the reward can be gamed, rises, and pays for it within the steps.
     """
+    if not limits.can_be_gamed:
+        return None
     pays, rise = _usual_correlation(steps, f"score/{kind}_correlation"), _rise(steps, key)
-    if not limits.can_be_gamed or pays <= PAYS or rise is None or not _reward_rises(steps):
+    if pays <= PAYS or rise is None or not _reward_rises(steps):
         return None
     return pays, *rise
 
