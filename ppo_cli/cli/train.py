@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
+SHOWN_COUNTS = ("a step:", "the run:", "time: about")  # sentences of the plan at the start of a run
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
@@ -525,7 +526,7 @@ def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
     """Return what a run will do: names and facts, for the head of its output."""
     config, folder = resolved.config, resolved.config.trainer.output_dir
     plan_of_run, judge = _make_full_plan(resolved, make_prompt_reader(config))
-    counts = [line for line in plan_of_run.sentences if line.startswith(("a step:", "the run:"))]
+    counts = [line for line in plan_of_run.sentences if line.startswith(SHOWN_COUNTS)]
     # What a judge will cost, and whether its budget is enough.
     bill = [line for line in judge.sentences if "judge: " in line or "--rm_budget" in line]
     return [
