@@ -246,19 +246,16 @@ class OutputClosed(Interrupted):
     """Raised when the program that reads our output has closed the pipe."""
 
 
-def make_screen(file: TextIO | None = None, *, quiet: bool = False, debug: bool = False) -> Screen:
+def make_screen(file: TextIO | None = None, *, quiet: bool = False) -> Screen:
     """Return the screen for a file (default stdout): a live view on a terminal, else plain lines.
 
-    `quiet` gives a screen that prints only warnings and the summary, `debug` one that also gets
-    the details of how this machine computes.
+    `quiet` gives a screen that prints only warnings and the summary.
     """
     file = file or sys.stdout
     # A dumb terminal cannot move the cursor.
     live = file.isatty() and os.environ.get("TERM") != "dumb" and not quiet
     console = Console(file=file, highlight=False)
-    screen = TerminalScreen(console) if live else PlainScreen(file, quiet=quiet)
-    screen.debug = debug
-    return screen
+    return TerminalScreen(console) if live else PlainScreen(file, quiet=quiet)
 
 
 class PlainScreen(Screen):

@@ -491,7 +491,8 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
     """
     from ppo_cli.cli.screen import OutputClosed, align_columns, make_screen
 
-    screen = make_screen(quiet=bool(arguments.extras["quiet"]), debug=arguments.debug)
+    screen = make_screen(quiet=bool(arguments.extras["quiet"]))
+    screen.debug = arguments.debug
     if resolved.config.trainer.node_rank:
         from ppo_cli.cluster.nodes import join_cluster
 

@@ -34,12 +34,10 @@ def check_loggers(loggers: Sequence[str]) -> None:
     # Console and metrics.jsonl need no package.
     missing = [name for name in SINKS if name in loggers and find_spec(name) is None]
     if missing:
-        singular = len(missing) == 1
         raise MissingPart(
-            f"--logger {','.join(missing)} needs the package{'s' * (not singular)} "
-            f"{' and '.join(missing)}. Install {'it' if singular else 'them'} with "
-            f"`{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}`, or leave "
-            f"{'it' if singular else 'them'} out of --logger."
+            f"--logger {','.join(missing)} is not installed. Run "
+            f"`{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}`, or leave it out "
+            "of --logger."
         )
 
 
