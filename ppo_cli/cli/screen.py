@@ -314,6 +314,7 @@ CURVES = {
 FAILURES = ("score/failed", "val/score/failed")  # numbers of responses without a score
 MIN_VIEW_HEIGHT = 20  # rows of a terminal below which only the bars are shown
 WIDE = 64  # columns of a view below which its rows are abbreviated
+MIN_WIDTH = 20  # columns of a view, for a name, a number and a curve of one character
 # Columns that stay free: a terminal echoes `^C` there. In a full row the echo would begin another
 # row, and rich would erase one too few.
 FREE_COLUMNS = 5
@@ -475,7 +476,7 @@ class TerminalScreen(Screen):
 
     def _render_view(self) -> Constrain:
         """Return the view as rich renderables; rich calls this for each refresh."""
-        width, bars = self._console.width - FREE_COLUMNS, self._make_bars()
+        width, bars = max(MIN_WIDTH, self._console.width - FREE_COLUMNS), self._make_bars()
         rows: list[Text] = []
         if self._steps is not None and self._console.height >= MIN_VIEW_HEIGHT:
             # A quarter of the terminal is for the lines above the view.
