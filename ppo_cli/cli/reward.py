@@ -305,6 +305,7 @@ def _format_value(value: Any) -> str:
 
 reward_app = App(
     help="Score files with a reward, compare it with labels, or test it with attacks.",
+    epilog="ppo reward score outputs --rule math\nppo reward audit --reward_function my_reward.py",
 )
 
 

@@ -1,7 +1,6 @@
 """Resolve the name of a source: a file, a saved set, a set on the hub, or a folder of splits.
 
-A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted. A single word is a
-mistyped file more often than one of the hub's few old names, for which the hub would be asked.
+A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.errors import DataError, first_line
 
 HUB_NAME = re.compile(
-    r"(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
+    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
 )
 
 

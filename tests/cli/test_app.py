@@ -111,7 +111,7 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    parts = {"values", "arithmetic", "placement", "memory", "reward", "notes", "problems"}
+    parts = {"values", "arithmetic", "placement", "memory", "disk", "reward", "notes", "problems"}
     assert set(document) == parts
     assert set(document["values"]) == set(table())
     assert "No GPU and no --model" in document["notes"][0]

@@ -60,3 +60,9 @@ def test_a_plan_loads_the_rewards_that_it_names(root: Path, tmp_path: Path) -> N
     assert {"ppo_cli.rewards.judge.prompt", "ppo_cli.scoring.forecast"} <= set(modules)
     loaded = {name.split(".")[0] for name in modules}
     assert loaded.isdisjoint(HEAVY - {"numpy"} | {"google", "aiohttp"})
+
+
+def test_prompts_are_counted_without_torch(root: Path, tmp_path: Path) -> None:
+    modules = modules_of(root, tmp_path, "data", "check", "embedded", exit_code=0)
+    loaded = {name.split(".")[0] for name in modules}
+    assert "transformers" in loaded and loaded.isdisjoint({"torch", "datasets", "ray", "sympy"})
