@@ -221,7 +221,6 @@ OPENMP_SPINS = "10000"
 NO_WORK_FLAGS = {"-h", "--help", "--dry_run", "--dry-run", *HELP_ALL_WORDS}
 # Measured: `ppo reward score --rule` takes 190 MiB of addresses.
 MIN_ADDRESS_SPACE = 192 * 2**20
-ABOUT = "Train language models with PPO from one command."
 EPILOG = (
     "ppo train             # trains the bundled model on sums\n"
     "ppo train --help      # the common flags; --help-all: all of them\n"
@@ -302,7 +301,7 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(help=ABOUT, epilog=EPILOG)
+@app.callback(help="Train language models with PPO from one command.", epilog=EPILOG)
 def _declare_global_options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."

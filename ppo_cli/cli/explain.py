@@ -33,7 +33,7 @@ STEP_LINE_METRICS = {word: key for key, word in COLUMNS.items()} | {"val": "val/
 # Key of a fact -> its heading in the text.
 HEADINGS = {
     "key": "setting", "metric": "metric", "word": "word", "is": "is", "advice": "what to change",
-    "value_of": "value of", "needs": "needs", "type": "type", "range": "range", "usual": "usual",
+    "value_of": "value of", "type": "type", "range": "range", "usual": "usual",
     "default": "default", "flag": "flag", "variable": "variable", "stays_for": "stays for",
     "healthy": "healthy", "otherwise": "what to change", "plot": "plot",
     "no_effect": "no effect if", "related": "same group",
@@ -44,13 +44,6 @@ SYNONYMS = {
     "ppo": "vanilla", "reinforce": "reinforce_plus_plus", "gmpo": "geo_mean",
     "failures": "score/failed_share", "failed": "score/failed_share",
 }  # fmt: skip
-# Field of an estimator -> what the run needs for it.
-NEEDS = {
-    "critic": "a critic (--critic_lr, --critic_epochs)",
-    "grouped": "several responses per prompt: --rollout_n 4 or more",
-    "baseline": "a greedy response per prompt, which is sampled as well",
-    "parts": "names of parts of the reward: algorithm.gdpo_reward_keys=[a,b]",
-}
 
 
 def explain(
@@ -143,12 +136,12 @@ def find_word_facts(word: str) -> dict[str, Any]:
     if not settings:
         return {}
     kinds = [kinds[word] for kinds in (ESTIMATORS, POLICY_LOSSES) if word in kinds]
-    needs = [text for field, text in NEEDS.items() if any(getattr(k, field, 0) for k in kinds)]
     uses = [
         f"{key.name}: {key.help} ({f'{key.flag} ' if key.flag else f'{key.name}='}{word})"
         for key in settings
     ]
-    facts = {"word": word, "is": [k.summary for k in kinds], "needs": needs, "value_of": uses}
+    advice = [key.advice for key in settings if key.advice]
+    facts = {"word": word, "is": [k.summary for k in kinds], "advice": advice, "value_of": uses}
     return {what: fact for what, fact in facts.items() if fact}
 
 

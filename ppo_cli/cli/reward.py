@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
@@ -567,13 +566,6 @@ def _print_result(
     print_result(result, lambda: "\n".join(lines(result)), as_json=arguments.extras["json"])
 
 
-def _add_reward_command(
-    run: Callable[[Arguments], None], example: str, *extras: inspect.Parameter
-) -> None:
-    """Register a command whose help lists the settings of the reward."""
-    add_command(reward_app, run, example, [*extras, *_COMMON], ("reward.",))
-
-
 # Flags of several commands.
 _COMMON = (
     make_switch(
@@ -586,37 +578,40 @@ _FILE = make_file_argument("Rows with a `response`: JSON, JSONL (.gz too), parqu
 _RESPONSE_KEY = make_flag(
     "response_key", str, "response", "Column that holds the responses.", "COLUMN"
 )
-_add_reward_command(
-    score,
-    "ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
-    _FILE,
-    make_flag("out", str, None, "File for the scores; unset, FILE.scored.jsonl.", "OUT"),
-    make_flag(
-        "step", list[int], None, "With a run's folder as FILE: its steps; unset, the last.", "N"
-    ),
-    _RESPONSE_KEY,
-)
-_add_reward_command(
-    calibrate,
-    "ppo reward calibrate answers.jsonl --labels good --use_api_reward",
-    _FILE,
-    make_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
-    make_flag(
-        "criteria_labels", str, None, "Column with labels of criteria: {name: true}.", "COLUMN"
-    ),
-    make_flag("positive", str, None, "Which of two labels means good.", "VALUE"),
-    make_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
-    _RESPONSE_KEY,
-)
-_add_reward_command(
-    audit,
-    "ppo reward audit --use_api_reward --rm_prompt_preset math",
-    make_flag(
-        "data", str, None, "Rows to build attacks from, instead of the bundled ones.", "FILE"
-    ),
-    make_flag("rows", int, 6, "Maximum number of rows to build attacks from.", "N"),
-    make_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
-)
+add_command(
+    reward_app, score, "ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
+    [
+        _FILE,
+        make_flag("out", str, None, "File for the scores; unset, FILE.scored.jsonl.", "OUT"),
+        make_flag("step", list[int], None, "Steps of a run; unset, the last.", "N"),
+        _RESPONSE_KEY,
+        *_COMMON,
+    ],
+    ("reward.",),
+)  # fmt: skip
+add_command(
+    reward_app, calibrate, "ppo reward calibrate answers.jsonl --labels good --use_api_reward",
+    [
+        _FILE,
+        make_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
+        make_flag("criteria_labels", str, None, "Labels of criteria: {name: true}.", "COLUMN"),
+        make_flag("positive", str, None, "Which of two labels means good.", "VALUE"),
+        make_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
+        _RESPONSE_KEY,
+        *_COMMON,
+    ],
+    ("reward.",),
+)  # fmt: skip
+add_command(
+    reward_app, audit, "ppo reward audit --use_api_reward --rm_prompt_preset math",
+    [
+        make_flag("data", str, None, "Rows to build attacks from; unset, bundled ones.", "FILE"),
+        make_flag("rows", int, 6, "Maximum number of rows to build attacks from.", "N"),
+        make_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
+        *_COMMON,
+    ],
+    ("reward.",),
+)  # fmt: skip
 
 
 add_command(
@@ -626,7 +621,6 @@ add_command(
     [make_switch("json", "Print JSON.")],
     ("reward.api.type", "reward.api.base_url", "reward.api.key_env"),
 )
-FIT_EXAMPLE = "ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
 FIT_FLAGS = [
     make_flag(
@@ -773,4 +767,6 @@ def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:
     )
 
 
-reward_app.command("fit", epilog=FIT_EXAMPLE)(set_parameters(fit_model, FIT_FLAGS))
+reward_app.command(
+    "fit", epilog="ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
+)(set_parameters(fit_model, FIT_FLAGS))

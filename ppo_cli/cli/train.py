@@ -78,7 +78,6 @@ MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
 # Reads the prompts of a split; a plan and its checks share what it has read.
 PromptReader = Callable[[DataSplit], Sequence[Prompt]]
-PLAN_EPILOG = "ppo plan --preset gsm8k --batch_size 128"
 
 
 def plan(arguments: Arguments) -> None:
@@ -440,7 +439,7 @@ plan_app = App()
 add_command(
     plan_app,
     plan,
-    PLAN_EPILOG,
+    "ppo plan --preset gsm8k --batch_size 128",
     [
         make_switch("all", "Also show settings at their default."),
         FORK,
@@ -455,12 +454,6 @@ add_command(
         ),
     ],
 )  # fmt: skip
-
-
-TRAIN_EPILOG = (
-    "ppo train --model Qwen/Qwen2.5-0.5B --train_files train.jsonl --rule math\n"
-    "ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28"
-)
 
 
 def train(arguments: Arguments) -> None:
@@ -562,7 +555,8 @@ train_app = App()
 add_command(
     train_app,
     train,
-    TRAIN_EPILOG,
+    "ppo train --model Qwen/Qwen2.5-0.5B --train_files train.jsonl --rule math\n"
+    "ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28",
     [
         make_switch("dry_run", "Print the plan and stop."),
         make_switch("quiet", "Print warnings and the summary only."),

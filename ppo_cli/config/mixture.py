@@ -119,9 +119,8 @@ class MixPart(Section):
     mean: float | None = setting(None, "Mean of affine, center of sigmoid.")
     std: float | None = setting(None, "Standard deviation of affine, width of sigmoid.", gt=0.0)
     clip: float | None = setting(
-        None, "Limit of the scaled value, plus and minus. Unset: 5 with zscore, else off.",
-        gt=0.0,
-    )  # fmt: skip
+        None, "Limit of the scaled value, plus and minus. Unset: 5 with zscore, else off.", gt=0.0
+    )
     only_if: Annotated[str | None, checked(read_condition)] = setting(
         None, "Score the part only if another part's raw score is such: `format >= 1`."
     )

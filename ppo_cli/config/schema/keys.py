@@ -7,7 +7,6 @@ plan and the reference page use this table.
 from __future__ import annotations
 
 import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -286,23 +285,12 @@ def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[st
         for word in ("ge", "gt", "le", "lt", "min_length")
         if getattr(rule, word, None) is not None
     ]
+    # The other facts have the names of the fields of a key.
+    facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused}
     return Key(
-        name=name,
-        kind=kind,
-        optional=optional,
-        default=field.get_default(call_default_factory=True),
-        help=field.description or "",
-        flag=typing.cast("str | None", extra.get("flag")),
-        env=typing.cast("str | None", extra.get("env")),
-        limits=tuple(limits),
-        usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
-        identity=typing.cast("Identity", extra.get("identity", identity)),
-        files=bool(extra.get("files")),
-        consent=bool(extra.get("consent")),
-        common=bool(extra.get("common")),
-        advice=str(extra.get("advice", "")),
-        unused=unused,
-    )
+        name=name, kind=kind, optional=optional, help=field.description or "",
+        default=field.get_default(call_default_factory=True), limits=tuple(limits), **facts,
+    )  # fmt: skip
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
