@@ -64,7 +64,7 @@ EIGHT_RANKS = "trainer.num_workers=8 data.train_batch_size="
         ("trainer.async_steps=1", 0, "rollout_is is token unless you set it"),
         (f"trainer.async_steps=2 data.max_response_length=99 {BY_TOKEN}", 0, "partial_tokens 50"),
         (f"trainer.async_steps=1 rollout.partial_tokens=512 {BY_TOKEN}", 0, "512 has no effect"),
-        (f"trainer.async_steps=2 rollout.partial_tokens=100 {BY_TOKEN}", 0, "than 200 tokens is"),
+        (f"trainer.async_steps=2 rollout.partial_tokens=100 {BY_TOKEN}", 0, "over 200 tokens are"),
         ("trainer.placement=train:0,rollout:1,reward:2", 0, "no reward model runs on any of them"),
         (f"{EIGHT_RANKS}4 actor.ppo_mini_batch_size=4", 0, "makes 4 response(s) for 8 ranks"),
         (f"{EIGHT_RANKS}256 critic.ppo_mini_batch_size=4", 0, "critic.ppo_mini_batch_size makes 4"),
