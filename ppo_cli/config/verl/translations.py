@@ -436,8 +436,8 @@ def _translate_critic_switch(state: TranslationState, entry: Entry, on: bool) ->
     state.demand(
         entry,
         lambda value: on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
-        f"critic.enable={entry.raw} contradicts algorithm.adv_estimator: only gae has a "
-        "critic. Leave critic.enable out, and choose with --adv_estimator.",
+        f"critic.enable={entry.raw} contradicts algorithm.adv_estimator: gae has a critic, "
+        "and the others have none. Leave critic.enable out, and choose with --adv_estimator.",
     )
 
 
