@@ -63,7 +63,7 @@ PHASES = {
     "save": "saving",
 }  # fmt: skip
 # In the order of the page. Fields: key, plot, description, advice, band.
-METRICS = (
+DECIDING = (
     # What matters most.
     Metric("reward_mean", "Reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
@@ -92,11 +92,50 @@ METRICS = (
     Metric("score/failed_share", "Without a score", "Share of responses without one.",
            "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0),
            **SHARE),
-    # Policy and critic.
+    # Critic.
     Metric("explained_variance", "Explained variance",
            "How much of the returns the critic predicts; 1 is all.",
            "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
            lambda *_: (0.0, 1.0), **SHARE),
+    # Texts and thoughts.
+    Metric("response_length/clip_ratio", "Cut off", "Share of responses that hit the "
+           "length limit.", "raise --max_response_length",
+           lambda limits, _: (None, limits.truncated_share), **SHARE),
+    Metric("thought/length_mean", "Thought and answer length",
+           "Mean tokens of a thought.", "If it grows without reward: --thought_budget.",
+           label="thought", **TOKENS),
+    Metric("answer_length/mean", "Thought and answer length", label="answer", **TOKENS),
+    Metric("thought/length_max", "Thought and answer length", label="longest thought", **TOKENS),
+    Metric("thought/unclosed_share", "Thoughts not closed",
+           "Share of responses that end inside a thought, so have no answer.",
+           "raise --max_response_length, or set --thought_budget",
+           lambda limits, _: (None, limits.truncated_share), label="not closed", **SHARE),
+    Metric("thought/share", "Thoughts not closed", label="with a thought", **SHARE),
+    # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
+    Metric("judge*/error_rate", "Judge errors", "Share of calls that failed.",
+           "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05),
+           label="failed", **SHARE),
+    Metric("judge*/unread", "Judge errors", label="not read", **SHARE),
+    Metric("judge*/place_followed", "Verdicts that follow the position",
+           "Share of comparisons in which the same place won in both orders.",
+           "try another --rm_model, or say in the prompt what decides",
+           lambda *_: (None, 0.5), **SHARE),
+    Metric("judge*/win_rate", "Win rate", "Share of comparisons with a reference that were "
+           "won, or in validation with the first validation's response.", label="training",
+           **SHARE),
+    Metric("val/judge*/win_rate", "Win rate", label="validation", **SHARE),
+    Metric("judge*/cost_usd_total", "Judge cost", "Dollars so far.",
+           "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd.", unit="$",
+           label="cost", **COUNT),
+    Metric("judge/drift", "Drift of the judge",
+           "How much more the judge's scores have risen than people's labels, a second judge "
+           "or a rule.",
+           "The model learns to please the judge: use an earlier checkpoint or another prompt",
+           lambda *_: (None, DRIFTED)),
+)  # fmt: skip
+# Shown below the responses, unless there is a finding.
+DETAILS = (
+    # Updates of policy and critic.
     Metric("value_loss", "Value loss", "Error of the critic.",
            "Should fall, then follow the reward. If it rises, lower --critic_lr.", **COUNT),
     Metric("clip_fraction", "Clip fraction", "Share of tokens whose update was clipped.",
@@ -112,54 +151,20 @@ METRICS = (
     Metric("policy_loss", "Policy loss", "Near 0 by construction."),
     Metric("actor/lr", "Learning rate", label="actor", **COUNT),
     Metric("critic/lr", "Learning rate", label="critic", **COUNT),
-    # Texts and thoughts.
     Metric("response/repetition", "Repetition",
            "Share of word sequences that a response repeats.",
            "--repetition_penalty lowers the score of repeated text", **COUNT),
-    Metric("response_length/clip_ratio", "Cut off", "Share of responses that hit the "
-           "length limit.", "raise --max_response_length",
-           lambda limits, _: (None, limits.truncated_share), **SHARE),
-    Metric("thought/length_mean", "Thought and answer length",
-           "Mean tokens of a thought.", "If it grows without reward: --thought_budget.",
-           label="thought", **TOKENS),
-    Metric("answer_length/mean", "Thought and answer length", label="answer", **TOKENS),
-    Metric("thought/length_max", "Thought and answer length", label="longest thought", **TOKENS),
-    Metric("thought/unclosed_share", "Thoughts not closed",
-           "Share of responses that end inside a thought, so have no answer.",
-           "raise --max_response_length, or set --thought_budget",
-           lambda limits, _: (None, limits.truncated_share), label="not closed", **SHARE),
-    Metric("thought/share", "Thoughts not closed", label="with a thought", **SHARE),
     Metric("rollout/logprob_diff", "Sampler against trainer",
            "Log-probability gap between sampler and trainer.",
            "compare with --rollout_name hf and --dtype float32",
            lambda limits, _: (None, limits.logprob_diff), unit="nats a token", **COUNT),
-    # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
-    Metric("judge*/error_rate", "Judge errors", "Share of calls that failed.",
-           "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05),
-           label="failed", **SHARE),
-    Metric("judge*/unread", "Judge errors", label="not read", **SHARE),
+    # Judges.
     Metric("judge*/calls", "Judge calls", **COUNT),
     Metric("judge*/cached", "Judge calls", **COUNT),
     Metric("judge*/retries", "Judge calls", **COUNT),
-    Metric("judge*/place_followed", "Verdicts that follow the position",
-           "Share of comparisons in which the same place won in both orders.",
-           "try another --rm_model, or say in the prompt what decides",
-           lambda *_: (None, 0.5), **SHARE),
     Metric("judge*/ties", "Ties, failed comparisons", "Shares of comparisons.", **SHARE),
     Metric("judge*/failed_pairs", "Ties, failed comparisons", label="without a verdict", **SHARE),
-    Metric("judge*/win_rate", "Win rate", "Share of comparisons with a reference that were "
-           "won, or in validation with the first validation's response.", label="training",
-           **SHARE),
-    Metric("val/judge*/win_rate", "Win rate", label="validation", **SHARE),
-    Metric("judge*/cost_usd_total", "Judge cost", "Dollars so far.",
-           "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd.", unit="$",
-           label="cost", **COUNT),
     Metric("judge*/monitor_gap", "Lead of the judge over its monitor", label="gap"),
-    Metric("judge/drift", "Drift of the judge",
-           "How much more the judge's scores have risen than people's labels, a second judge "
-           "or a rule.",
-           "The model learns to please the judge: use an earlier checkpoint or another prompt",
-           lambda *_: (None, DRIFTED)),
     Metric("judge*/label_drift", "Judge on the same labelled responses",
            "How much its scores of the same responses have changed since the first reading.",
            "The model behind the judge's name has changed: name a fixed version",
@@ -176,6 +181,7 @@ METRICS = (
     Metric("perf/tokens_per_s", "Tokens a second", "Prompt and response tokens.",
            "The longest phase shows what to change", unit="tokens/s", **COUNT),
 )  # fmt: skip
+METRICS = DECIDING + DETAILS
 MIN_CONSTANT = 3  # equal values from which a metric counts as constant
 
 
@@ -189,23 +195,26 @@ def list_cards(
 ) -> list[dict[str, Any]]:
     """Return the cards of a run in the order of METRICS; those with a present finding come first.
 
-    Metrics that are not in METRICS come last, each with its own card. A constant card needs no
-    plot: each of its metrics has had the same value in several steps.
+    Metrics that are not in METRICS come last, each with its own card. A card's `place` is `main`,
+    `more` (below the responses) or `other`. A constant card needs no plot: each of its metrics has
+    had the same value in several steps.
     """
-    cards: dict[tuple[bool, str], dict[str, Any]] = {}
-    for place, key in sorted((find_position(key), key) for key in series):
-        other = place == len(METRICS)
-        metric = Metric(key, key) if other else METRICS[place]
-        card = cards.setdefault((other, metric.plot), {
+    cards: dict[tuple[str, str], dict[str, Any]] = {}
+    for position, key in sorted((find_position(key), key) for key in series):
+        place = ("main", "more", "other")[(position >= len(DECIDING)) + (position == len(METRICS))]
+        metric = Metric(key, key) if place == "other" else METRICS[position]
+        card = cards.setdefault((place, metric.plot), {
             "title": metric.plot, "what": metric.what, "unit": metric.unit, "axis": metric.axis,
             "band": metric.band(limits, series[key]) if metric.band else (None, None),
-            "stacked": metric.stacked, "other": other, "constant": not metric.stacked,
+            "stacked": metric.stacked, "place": place, "constant": not metric.stacked,
             "lines": [], "findings": [],
         })  # fmt: skip
         card["lines"].append((key, _label_line(metric, key)))
         values = [value for value in series[key] if value is not None]
         card["constant"] &= len(values) >= MIN_CONSTANT and len(set(values)) == 1
         card["findings"] += [span for span in findings if span["now"] and span["key"] == key]
+        if card["findings"]:
+            card["place"] = "main"
     return sorted(cards.values(), key=lambda card: not card["findings"])
 
 

@@ -252,30 +252,32 @@ function specsOf() {
     // Phases stack up in one run; several runs are compared by the whole step.
     const shown = spec.stacked && DATA.runs.length > 1
       ? { ...spec, stacked: false, title: "Time of a step", what: "", lines: [["time/step_s", ""]] } : spec;
-    const id = `${shown.other} ${shown.title}`;
+    const id = `${shown.place === "other"} ${shown.title}`;
     const known = specs.get(id) || { ...shown, lines: [], findings: [], constant: true };
     known.lines = [...known.lines, ...shown.lines.filter(([key]) => !known.lines.some((line) => line[0] === key))];
     known.findings = [...known.findings, ...shown.findings];
     known.constant &&= shown.constant;
+    if (shown.place === "main") known.place = "main"; // a finding of another run
     specs.set(id, known);
   }
   return [...specs.values()].sort((a, b) => (b.findings.length > 0) - (a.findings.length > 0));
 }
 
-const isConstant = ({ constant, findings, other }) => constant && !findings.length && !other;
+const isConstant = ({ constant, findings, place }) => constant && !findings.length && place !== "other";
 
 function layOut() {
   const specs = specsOf();
   cards = specs.filter((spec) => !isConstant(spec)).map(makeCard);
-  for (const [id, other] of [["plots", false], ["other-plots", true]]) {
-    $(id).replaceChildren(...cards.filter(({ spec }) => spec.other === other).map(({ box }) => box));
+  for (const place of ["main", "more", "other"]) {
+    $(`${place}-plots`).replaceChildren(...cards.filter(({ spec }) => spec.place === place).map(({ box }) => box));
   }
   $("others").hidden = !$("other-plots").children.length;
+  $("more").hidden = cards.every(({ spec }) => spec.place === "main");
   const texts = specs.filter(isConstant).map((spec) => {
     const values = spec.lines.map(([key, label]) => [spec.lines.length > 1 ? `${label} ` : "",
       ...new Set(linesOf(spec).filter((line) => line.key === key).map((line) => measured(line.y.at(-1), spec.unit)))]);
     const name = spec.title.replace(/^[A-Z](?=[a-z])/, (letter) => letter.toLowerCase());
-    return `${name} ${values.map(([label, ...each]) => label + each.join(" or ")).join(", ")}`;
+    return `${name}${spec.lines.length > 1 ? ":" : ""} ${values.map(([label, ...each]) => label + each.join(" or ")).join(", ")}`;
   });
   $("constant").textContent = texts.length ? `Constant: ${texts.join(" · ")}` : "";
   const { marks, findings } = DATA.runs[0];
@@ -284,7 +286,7 @@ function layOut() {
     findings.length && "dashed: a finding begins",
   ].filter(Boolean).join(" · ");
   point(null);
-  cards.filter(({ spec }) => !spec.other || $("others").open).forEach(drawSoon);
+  cards.filter(({ spec }) => spec.place !== "other" || $("others").open).forEach(drawSoon);
 }
 
 /** New values into the cards; another set of cards, or another finding, rebuilds the layout. */

@@ -167,7 +167,13 @@ def test_cards_follow_the_catalogue() -> None:
     assert [key for key, _ in cards["Parts of the reward, raw"]["lines"]] == [
         "reward/x", "reward/y"
     ]  # fmt: skip
-    assert [title for title, card in cards.items() if card["other"]] == ["new/key", "reward/x/std"]
+    places = {
+        place: [t for t, c in cards.items() if c["place"] == place] for place in ("more", "other")
+    }
+    assert places == {
+        "more": ["Learning rate", "Judge calls"],
+        "other": ["new/key", "reward/x/std"],
+    }
     assert [title for title, card in cards.items() if card["constant"]] == ["Learning rate"]
     assert cards["Validation accuracy"]["axis"] == (0.0, 1.0)
 
