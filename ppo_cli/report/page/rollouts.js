@@ -552,7 +552,8 @@ async function followRun() {
       follow();
       await Promise.all(DATA.runs.map((_, run) => readIndex(run)));
     }
-    $("state").textContent = "following";
+    const isRunning = DATA.runs.some(({ facts }) => facts.some(([name, value]) => name === "state" && value === "running"));
+    $("state").textContent = isRunning ? "following" : "";
   } catch (error) {
     $("state").textContent = "the server has ended";
   }
