@@ -230,7 +230,7 @@ def test_a_dead_node_0_is_named(
     head.error = RpcError("no answer")
     outcome = guest.outcome()
     assert isinstance(outcome, WorkerLost)
-    assert "node 0 (127.0.0.1:" in str(outcome) and "is gone" in str(outcome)
+    assert "node 0 (127.0.0.1:" in str(outcome) and "does not answer" in str(outcome)
     assert not head.ray_of(1).running
 
 
