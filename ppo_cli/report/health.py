@@ -451,20 +451,23 @@ def _check_repetition_pays(steps: History, limits: Limits) -> str:
 
 
 def _check_word_pays(steps: History, limits: Limits) -> str:
-    """Warn if a few words explain the scores of several steps, whatever the prompt."""
-    lines = [line for line in steps if line.get("score/word_correlation") is not None][-3:]
-    values = [float(line["score/word_correlation"]) for line in lines]
-    gamed = limits.can_be_gamed and len(values) == 3 and min(values) >= WORD_PAYS
-    if not gamed or limits.folder is None:
+    """Warn if a few words explained the scores of three steps in a row, whatever the prompt."""
+    key = "score/word_correlation"
+    lines = [line for line in steps if line.get(key) is not None]
+    pays = [float(line[key]) >= WORD_PAYS for line in lines]
+    # The newest such steps: later ones may have few responses without the words.
+    end = next((end for end in range(len(lines), 2, -1) if all(pays[end - 3 : end])), 0)
+    if not end or not limits.can_be_gamed or limits.folder is None:
         return ""
-    words = name_paid_words(limits.folder, [int(line["step"]) for line in lines])
+    paid = lines[end - 3 : end]
+    words = name_paid_words(limits.folder, [int(line["step"]) for line in paid])
     if not words:  # different words in each step are chance
         return ""
     quoted = " or ".join(f"'{word}'" for word in words)
     return (
         f"The score depends on whether a response contains {quoted} (correlation "
-        f"{fmean(values):.2f}), whatever the prompt: the model may learn only the word. "
-        + _exploit_advice(limits, "score what a good answer says")
+        f"{fmean(line[key] for line in paid):.2f}), whatever the prompt: the model may learn only "
+        "the word. " + _exploit_advice(limits, "score what a good answer says")
     )
 
 
