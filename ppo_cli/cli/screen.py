@@ -133,7 +133,7 @@ def format_step(
         if key in metrics and key not in HIDDEN_COLUMNS:
             parts = _format_parts(metrics) if key == "reward_mean" else ""
             fields[word] = f"{word} {_format_metric(metrics[key])}{parts}"
-    if (value := get_validation_value(metrics)) is not None:
+    if (value := metrics.get("val/reward_mean")) is not None:
         fields["val"] = f"val {format_number(value)}{_format_parts(metrics, 'val/')}"
     if "time/step_s" in metrics:
         fields["time"] = f"{metrics['time/step_s']:.1f} s"
@@ -152,14 +152,6 @@ def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
     """Return the raw means of a mixture's parts in brackets; empty if rewards are not mixed."""
     means = mixture_part_means(metrics, prefix)
     return f" ({', '.join(f'{n} {format_number(v)}' for n, v in means.items())})" if means else ""
-
-
-def get_validation_value(metrics: Mapping[str, float]) -> float | None:
-    """Return the main number of a validation: accuracy, else mean reward, else None."""
-    for name in ("val/accuracy", "val/reward_mean"):
-        if metrics.get(name) is not None:
-            return metrics[name]
-    return None
 
 
 def draw_sparkline(
@@ -219,7 +211,6 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     for name, before, after in summary.measures:
         change = _format_change(before, after, arrow, name in summary.declined)
         averaged = name.startswith("reward") and before is not None and summary.averaged > 1
-        name = name.replace("reward_mean", "reward")  # as on the page
         rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
     if summary.judge:
         rows.append(("judge", summary.judge))

@@ -20,7 +20,6 @@ from ppo_cli.cli.screen import (
     COLUMNS,
     align_columns,
     format_number,
-    get_validation_value,
     print_result,
     titled_table,
 )
@@ -40,7 +39,6 @@ from ppo_cli.report.metrics import (
 from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
 from ppo_cli.run_folder import (
     METRICS_FILE,
-    STEP_NAME,
     CheckpointStore,
     check_run_folder,
     paid_calls,
@@ -126,7 +124,7 @@ def compare_runs(
     differing = {k for k, v in values.items() if differ(v) and (None not in v or k in chosen)}
     # Metrics side by side.
     histories = [read_metrics(run) for run in folders]
-    validated = [[v for v in map(get_validation_value, h) if v is not None] for h in histories]
+    validated = [_list_values(history, "val/reward_mean") for history in histories]
     metrics = [recent_statistics(history, RECENT) for history in histories]
     names = sorted({name for run_means in metrics for name in run_means if name.endswith("_mean")})
     return {
@@ -138,6 +136,11 @@ def compare_runs(
         },
         "prompts": pair_answers(folders, step, val)[:max_prompts],
     }
+
+
+def _list_values(history: Sequence[Line], name: str) -> list[float]:
+    """Return the values of a metric, without steps that did not measure it."""
+    return [line[name] for line in history if line.get(name) is not None]
 
 
 def differ(texts: Sequence[str | None]) -> bool:
@@ -393,14 +396,10 @@ def format_steps_table(steps: Sequence[Line]) -> str:
     """Return steps as aligned columns; metrics that no step has are left out."""
     if not steps:
         return "No step is finished yet."
-    # The main metrics, then the validation if there was one.
-    keys = [k for k in COLUMNS if any(line.get(k) is not None for line in steps)]
-    rows = [["step", *(COLUMNS[k] for k in keys)]]
+    names = COLUMNS | {"val/reward_mean": "val"}
+    keys = [k for k in names if any(line.get(k) is not None for line in steps)]
+    rows = [["step", *(names[k] for k in keys)]]
     rows += [[str(line["step"]), *(format_number(line.get(k)) for k in keys)] for line in steps]
-    values = [get_validation_value(line) for line in steps]
-    if any(v is not None for v in values):
-        for row, cell in zip(rows, ["val", *map(format_number, values)], strict=True):
-            row.append(cell)
     return "\n".join(align_columns(rows, left_aligned=0))
 
 
@@ -513,19 +512,15 @@ def collect_run_facts(run: Path) -> dict[str, Any]:
         if file.exists():
             total = batch_arithmetic(run_settings(run))["total_steps"]
     step = max((int(line["step"]) for line in lines), default=0)
-    rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
-    values = [v for line in lines if (v := get_validation_value(line)) is not None]
-    # What --resume would start from.
-    saved = CheckpointStore(run / "checkpoints", 1).newest()
-    match = STEP_NAME.match(saved.name) if saved else None
+    rewards, validations = (_list_values(lines, k) for k in ("reward_mean", "val/reward_mean"))
     return {
         "run": str(run),
         "state": run_state(run, step, total),
         "step": step,
         "total_steps": total,
-        "saved_step": int(match.group(1)) if match else None,
+        "saved_step": CheckpointStore(run / "checkpoints", 1).newest_step(),  # --resume's start
         "reward": rewards[-1] if rewards else None,
-        "validation": values[-1] if values else None,
+        "validation": validations[-1] if validations else None,
         "cost_usd": sum(float(call["usd"]) for call in paid_calls(run)),
         "changed": (run / METRICS_FILE).stat().st_mtime,
     }

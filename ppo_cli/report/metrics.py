@@ -24,7 +24,7 @@ from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import compare_validations, list_validations
+from ppo_cli.report.validation import compare_validations, list_validations, name_measure
 from ppo_cli.run_folder import STEP_NAME, CheckpointStore, paid_calls, read_metrics
 from ppo_cli.spending import IN_FLIGHT
 
@@ -181,7 +181,7 @@ Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
 MIN_TREND_STEPS = 6  # with fewer, a change cannot be distinguished from noise
 DOUBTFUL = "Doubtful"  # the verdict on a run whose reward seems to be exploited
-VALIDATION_MEASURES = ("validation accuracy", "validation reward_mean")
+VALIDATION_MEASURES = ("validation accuracy", "validation reward")
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 BUDGET_MARGIN = 1.2  # factor on a budget, as later responses may be longer
 _JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
@@ -435,11 +435,9 @@ def _validation_means(lines: Lines) -> dict[str, float]:
     """Return the measures of validations by name; with several lines the last one counts."""
     statistics: dict[str, float] = {}
     for line in lines:
-        # The mean of right-or-wrong scores is the accuracy: do not show it twice.
-        name = "accuracy" if _is_measured(line, "val/accuracy") else "reward_mean"
-        parts = mixture_part_means(line, "val/")
-        if not parts or abs(line[f"val/{name}"]) > ROUNDING:
-            statistics[f"validation {name}"] = float(line[f"val/{name}"])
+        parts, mean = mixture_part_means(line, "val/"), float(line["val/reward_mean"])
+        if not parts or abs(mean) > ROUNDING:
+            statistics[name_measure(line)] = mean
         statistics |= {f"validation {n}": v for n, v in parts.items()}
     return statistics
 

@@ -26,11 +26,11 @@ from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ConfigError,
-    RewardError,
     UserError,
     command_line,
     first_line,
@@ -279,7 +279,7 @@ def _describe_reward(config: Config) -> list[str]:
         if api.rubric is not None:
             asked = f"rubric {_public_name(api.rubric)}"
         lines[-1] += f", {asked}, votes a response: {api.votes}"
-        lines += _list_criteria(api.rubric)
+        lines += _list_criteria(api)
     for model in models_of(reward):
         path = _public_name(str(model.settings.path))
         lines.append(f"- {model.name.removeprefix('the ').capitalize()}: {path}")
@@ -291,21 +291,15 @@ def _describe_reward(config: Config) -> list[str]:
     return lines
 
 
-def _list_criteria(rubric: str | None) -> Iterator[str]:
-    """Yield a line for each criterion of a rubric: name, weight and text."""
-    from ppo_cli.rewards.judge.prompt import load_rubric
+def _list_criteria(api: ApiReward) -> Iterator[str]:
+    """Yield a line for each criterion of a judge's rubric: name, weight and text."""
+    from ppo_cli.rewards.judge.prompt import describe_request
 
-    if rubric is None:
-        return
-    if rubric.startswith("extra_info."):
-        yield "  - the criteria of each row"
-        return
-    try:
-        rows = load_rubric(Path(rubric).expanduser()).as_rows()
-    except RewardError:
-        yield f"  - criteria {UNKNOWN}: the file is not there any more"
-        return
-    for row in rows:
+    request = describe_request(api, math.inf)
+    if api.rubric is not None and not request["criteria"]:
+        gone = f"criteria {UNKNOWN}: the file is not there any more"
+        yield f"  - {gone if request['problem'] else 'the criteria of each row'}"
+    for row in request["criteria"]:
         facts = [f"weight {row['weight']}", *(["must"] if row.get("must") else [])]
         facts += [f"levels 0 to {row['levels']}"] if "levels" in row else []
         yield f"  - {row['name']} ({', '.join(facts)}): {' '.join(row['text'].split())}"
@@ -356,8 +350,7 @@ def _curve_series(history: Lines) -> dict[str, Points]:
     for line in history:
         part_rewards = {f"reward {name}": line.get(f"reward/{name}") for name in sorted(kinds)}
         values = part_rewards or {"reward": line.get("reward_mean")}
-        accuracy = line.get("val/accuracy")
-        values["validation"] = line.get("val/reward_mean") if accuracy is None else accuracy
+        values["validation"] = line.get("val/reward_mean")
         for name, value in values.items():
             if value is not None:
                 series.setdefault(name, []).append((line["step"], float(value)))

@@ -23,7 +23,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
 
 def make_run(folder: Path, steps: int, *, total: int, usd: float = 0.0) -> Path:
     lines = [{"step": step, "reward_mean": step / 10} for step in range(1, steps + 1)]
-    replace_lines(folder / "metrics.jsonl", [{"step": 0, "val/accuracy": 0.5}, *lines])
+    replace_lines(folder / "metrics.jsonl", [{"step": 0, "val/reward_mean": 0.5}, *lines])
     (folder / "config.yaml").write_text(
         f"model: {{path: embedded}}\ntrainer: {{total_training_steps: {total}}}\n"
     )

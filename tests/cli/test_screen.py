@@ -385,7 +385,7 @@ def test_a_summary_of_little() -> None:
 
 
 def test_step_line() -> None:
-    line = format_step(7, 120, METRICS | {"val/reward_mean": 0.3, "val/accuracy": 0.25})
+    line = format_step(7, 120, METRICS | {"val/reward_mean": 0.25, "val/accuracy": 0.25})
     assert line == "step   7/120  reward 0.500  kl 1.2e-04  entropy 1.250  val 0.250  2.0 s"
     assert format_step(0, 5, {"val/reward_mean": 0.3}) == "step 0/5  val 0.300"
     assert (

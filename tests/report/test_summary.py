@@ -98,7 +98,17 @@ def test_a_mixture_whose_mean_is_0_by_itself_is_told_by_its_parts() -> None:
     assert end.measures == [("reward judge", 4.0, 6.0), ("validation judge", 4.0, 6.0)]
     plain = summary_of(mixture(1, 0.4, 4.0), mixture(2, 0.6, 6.0))
     assert plain.measures[0] == ("reward", 0.4, 0.6)
-    assert ("validation reward_mean", 0.4, 0.6) in plain.measures
+    assert ("validation reward", 0.4, 0.6) in plain.measures
+
+
+def test_scores_that_happen_to_be_1_in_the_last_validation_are_no_accuracy() -> None:
+    validations = [
+        {"step": 0, "reward_mean": 0.5, "val/reward_mean": 0.5},
+        {"step": 1, "reward_mean": 0.6, "val/reward_mean": 1.0, "val/accuracy": 1.0},
+    ]
+    assert ("validation reward", 0.5, 1.0) in summary_of(*validations).measures
+    each = [line | {"val/accuracy": line["val/reward_mean"]} for line in validations]
+    assert ("validation accuracy", 0.5, 1.0) in summary_of(*each).measures
 
 
 def test_a_run_without_any_score_is_not_done() -> None:
@@ -314,7 +324,7 @@ def test_summary_and_page_judge_recorded_runs_alike(
     # Where reward and length rise at once, the second step is early enough to stop.
     assert [s["from"] for s in page["findings"] if s["kind"] in EXPLOITS] == exploited
     # No other name for a validation whose scores all happen to be 1.
-    assert {name for name, *_ in summary.measures} <= {"reward", "validation reward_mean"}
+    assert {name for name, *_ in summary.measures} <= {"reward", "validation reward"}
 
 
 def test_small_amounts_are_not_nothing() -> None:

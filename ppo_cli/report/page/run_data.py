@@ -261,8 +261,8 @@ def describe_verdict(
     # First and last values of the main measures.
     measures = [
         (
-            f"{name.replace('reward_mean', 'reward')} "
-            f"{'' if before is None else f'{_format_value(before)} to '}{_format_value(after)}",
+            f"{name} {'' if before is None else f'{_format_value(before)} to '}"
+            f"{_format_value(after)}",
             _card_key(name, validations),
         )
         for name, before, after in summary.measures[:3]
@@ -284,11 +284,8 @@ def _join(pieces: Sequence[tuple[str, str]], separator: str) -> list[tuple[str, 
 
 def _card_key(measure: str, validations: Sequence[Mapping[str, Any]]) -> str:
     """Return the metric that shows a measure of the summary, such as `validation accuracy`."""
-    if measure == "reward":
-        return "reward_mean"
-    prefix = "val/" if measure.startswith("validation") else ""
-    if part := re.search("reward (.+)", measure):
-        return f"{prefix}reward/{part[1]}"
+    if measure.startswith("reward"):
+        return measure.replace(" ", "/", 1) if measure != "reward" else "reward_mean"
     accuracy = any(line.get("val/accuracy") is not None for line in validations)
     return "val/accuracy" if accuracy else "val/reward_mean" if validations else ""
 
