@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ppo_cli.errors import ConfigError, UserError, refuse_out_address
+
 # Prefix of hidden names; the process id and the number of the write follow.
 UNFINISHED = ".unfinished-"
 _WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-")
@@ -38,6 +40,34 @@ def atomic_replace(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             delete(fresh)
+
+
+def check_out_folder(out: Path) -> None:
+    """Raise UserError if a folder cannot be written to `--out`, before hours of work."""
+    refuse_out_address(out)
+    place = out.resolve()
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a folder.")
+    # The nearest existing parent must be writable.
+    parent = next(folder for folder in place.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")
+
+
+@contextmanager
+def replace_model(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder to fill with a model; it replaces `out` at the end."""
+    place = out.resolve()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_replace(place) as fresh:
+            fresh.mkdir()
+            yield fresh
+    except OSError as error:
+        raise UserError(
+            f"The model could not be written to {out}: {error.strerror or error}. Free some "
+            "space, or choose another --out."
+        ) from error
 
 
 def move_into_place(fresh: Path, path: Path) -> None:

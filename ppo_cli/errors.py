@@ -24,7 +24,7 @@ import resource
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -280,6 +280,12 @@ def first_line(error: BaseException) -> str:
 def shorten(text: str, limit: int) -> str:
     """Cut a text to at most `limit` characters, with … at the end."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def list_some(names: Sequence[str], limit: int) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

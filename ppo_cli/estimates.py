@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 RESAMPLES = 1000
 LEVEL = 0.95
+MIN_PAIRS = 3  # of a correlation
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ def wilson(share: float, count: int) -> Estimate:
     spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     half = spread / (1 + z * z / count)
     return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None for fewer than three pairs, or if a side is constant."""
+    import numpy as np
+
+    if len(left) < MIN_PAIRS or np.ptp(left) == 0 or np.ptp(right) == 0:
+        return None
+    return float(np.corrcoef(left, right)[0, 1])
 
 
 def estimate_mean(values: ArrayLike, *, share: bool = False) -> Estimate:

@@ -19,7 +19,6 @@ from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs
 from ppo_cli.config.layers import Resolved
-from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
@@ -28,6 +27,7 @@ from ppo_cli.errors import (
     MissingPart,
     UserError,
     collect_problems,
+    list_some,
     plural,
     ppo,
     refuse_out_address,
@@ -147,10 +147,9 @@ def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]
     names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in verl_words]
     verl_names = [name for name in dict.fromkeys(names) if name in text]
     if verl_names:
-        others = f" and {len(verl_names) - 2} more" if len(verl_names) > 2 else ""
         line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
         yield (
-            f"verl has {', '.join(verl_names[:2])}{others}: `{line} ...` runs this line on verl, "
+            f"verl has {list_some(verl_names, 2)}: `{line} ...` runs this line on verl, "
             f"and `{folder} ...` writes the scripts for it."
         )
 
@@ -187,8 +186,7 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
     allowed = missing_keys(config, os.environ)
     yield from (line for line in missing_inputs(config) if line not in allowed)
     yield from damaged_models(config)
-    if judges_of(config.reward) or any(r.function or r.rule for r in rules_of(config.reward)):
-        yield from collect_problems(file_checks(config.reward))
+    yield from collect_problems(file_checks(config.reward))
 
 
 def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:

@@ -109,9 +109,7 @@ def evaluate(arguments: Arguments) -> None:
     sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)
     screen = make_screen(sys.stderr)  # stdout is for the result
     with closing(screen):
-        for note in resolved.notes:
-            if note not in TRAINING_NOTES:
-                screen.note(note)
+        screen.notes(note for note in resolved.notes if note not in TRAINING_NOTES)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
         report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
     print_result(report, lambda: format_evaluation(report), as_json=extras["json"])
@@ -297,8 +295,7 @@ def generate(arguments: Arguments) -> None:
     with closing(screen), closing(SampledModel(config, source)) as sampled:
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
-            for note in notes:
-                screen.note(note)
+            screen.notes(notes)
             with screen.phase("generate", len(prompts) * sampling.n) as advance:
                 rows = generate_answers(sampled, prompts, sampling, advance)
             if extras["out"]:

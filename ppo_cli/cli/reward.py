@@ -118,7 +118,7 @@ def format_parts(facts: Facts) -> list[str]:
     pairs = [(" with ".join(c["parts"]), format_number(c["value"])) for c in facts["correlations"]]
     if mixed:
         pairs.append(("total with length", format_number(facts["length"])))
-        lines += ["", *titled_table("Correlations", pairs)]
+        lines += _section("Correlations", pairs)
     # Affine scalings with these numbers keep the scores comparable in later runs.
     scales = [f"  {n}: {{{f['affine']}}}" for n, f in parts.items() if f["affine"] is not None]
     if scales and (mixed or "model" in parts):
@@ -152,6 +152,11 @@ def _format_cell(key: str, value: Any) -> str:
 def _format_percent(value: float | None) -> str:
     """Return a share as a whole percentage, or a dash."""
     return "-" if value is None else f"{value:.0%}"
+
+
+def _section(title: str, rows: Pairs) -> list[str]:
+    """Return an empty line and a table."""
+    return ["", *titled_table(title, rows)]
 
 
 def _count_rows(summary: Facts) -> list[tuple[str, str]]:
@@ -203,35 +208,24 @@ def format_calibration(result: Facts) -> list[str]:
     """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
     rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
     lines = titled_table("Rows", rows)
-    lines += [
-        "",
-        *titled_table(
-            "Compared with the labels (95 % interval)", _estimate_rows(result["agreement"])
-        ),
-    ]
+    agreement = _estimate_rows(result["agreement"])
+    lines += _section("Compared with the labels (95 % interval)", agreement)
     for name, facts in result["parts"].items():
         if "agreement" in facts:
-            title = f"Part {name} alone"
-            lines += ["", *titled_table(title, _estimate_rows(facts["agreement"]))]
+            lines += _section(f"Part {name} alone", _estimate_rows(facts["agreement"]))
     # How parts and criteria contribute.
     lines += format_parts(result)
     if result["criteria"]:
         lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
-    lines += [
-        "",
-        *titled_table("Bias (rank correlation with the score)", _estimate_rows(result["bias"])),
-    ]
+    lines += _section("Bias (rank correlation with the score)", _estimate_rows(result["bias"]))
     # How much the verdicts vary when the judge is asked again.
     if result["repeated"] is not None:
-        lines += ["", *titled_table("Repeated verdicts", _repeated_rows(result["repeated"]))]
+        lines += _section("Repeated verdicts", _repeated_rows(result["repeated"]))
     for name, facts in result["parts"].items():
         if facts.get("repeated") is not None:
-            lines += [
-                "",
-                *titled_table(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"])),
-            ]
+            lines += _section(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"]))
     # What a run would pay.
-    lines += ["", *titled_table("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))]
+    lines += _section("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))
     return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
 
 
@@ -347,8 +341,7 @@ def score(arguments: Arguments) -> None:
     out = Path(arguments.extras["out"] or default_out(file)).expanduser()
     check_out(out, file)
     with closing(screen):
-        for note in responses.notes:
-            screen.note(note)
+        screen.notes(responses.notes)
         prompts = [row.rollout.prompt for row in responses.rows]
         with (
             open_reward(
@@ -402,8 +395,7 @@ def calibrate(arguments: Arguments) -> None:
     labelled = read_labels(responses, labels, arguments.extras["positive"])
     repeat = int(arguments.extras["repeat"])
     with closing(screen):
-        for note in (*responses.notes, *labelled.notes):
-            screen.note(note)
+        screen.notes([*responses.notes, *labelled.notes])
         prompts = [row.rollout.prompt for row in labelled.rows]
         with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
             result = run_calibration(
@@ -553,9 +545,8 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
         reward = use_batch_api(config.reward, arguments.extras["batch_hours"])
         config = config.model_copy(update={"reward": reward})
     screen = make_screen(sys.stderr)
-    for note in resolved.notes:
-        if note not in (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS):  # no model is trained here
-            screen.note(note)
+    of_training = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS)  # no model is trained here
+    screen.notes(note for note in resolved.notes if note not in of_training)
     return config, screen
 
 

@@ -29,7 +29,7 @@ from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.memory.disk import find_disk_shortage
-from ppo_cli.config.mixture import describe_reward, judges_of, rules_of
+from ppo_cli.config.mixture import describe_reward, judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
     check_folder,
@@ -338,6 +338,7 @@ def describe_unread_rows(config: Config) -> list[str]:
 def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield functions that raise UserError if a file, model or package of the run is missing."""
     from ppo_cli.report.loggers import check_loggers
+    from ppo_cli.scoring.sources import file_checks
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         yield partial(check_present, name)
@@ -347,11 +348,7 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
         if path is not None:
             yield partial(check_folder, model_folder(path), flag)
     # Files of the reward and packages of the loggers.
-    rules = rules_of(config.reward)
-    if judges_of(config.reward) or any(rule.function or rule.rule for rule in rules):
-        from ppo_cli.scoring.sources import file_checks
-
-        yield from file_checks(config.reward)
+    yield from file_checks(config.reward)
     yield partial(check_loggers, config.trainer.logger)
 
 
@@ -492,8 +489,7 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
         raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
     start = align_columns(_describe_start(resolved))
-    for note in (*start, *resolved.notes, *remarks(resolved)):
-        screen.note(note)
+    screen.notes([*start, *resolved.notes, *remarks(resolved)])
     steps = batch_arithmetic(resolved.config)["total_steps"]
     for shortage in find_disk_shortage(resolved.config, steps):
         screen.health(shortage)

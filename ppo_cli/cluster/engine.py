@@ -26,6 +26,7 @@ from ppo_cli.cluster.ray_session import node_answers
 from ppo_cli.cluster.serialise import prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
 from ppo_cli.errors import ConfigError, UserError, WorkerLost, plural
@@ -333,8 +334,7 @@ class ClusterEngine:
         """
         cluster, collect = self.cluster, self.cluster.waits.collect
         # Chosen here for all workers: the self-test records of other nodes may differ.
-        rollout = config.rollout.model_copy(update={"sleep": sleep_mode(config)})
-        config = config.model_copy(update={"rollout": rollout})
+        config = with_settings(config, {"rollout.sleep": sleep_mode(config)})
         shared = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         # Samplers load while learners import; only their results are waited for below.
         loading = [

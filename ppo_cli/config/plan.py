@@ -35,7 +35,7 @@ from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_o
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
 from ppo_cli.config.placement import PlanPart, data_ranks, plan_devices
 from ppo_cli.config.schema.algorithm import Trained
-from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError, plural
@@ -146,10 +146,7 @@ def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> 
 
 def _set_monitor(resolved: Resolved, values: Mapping[str, Any], origin: str) -> Resolved:
     """Return the settings with these values for the second judge."""
-    reward = resolved.config.reward
-    monitor = reward.api.monitor.model_copy(update=dict(values))
-    api = reward.api.model_copy(update={"monitor": monitor})
-    config = resolved.config.model_copy(update={"reward": reward.model_copy(update={"api": api})})
+    config = with_settings(resolved.config, {f"{_MONITOR}.{k}": v for k, v in values.items()})
     origins = resolved.origins | {f"{_MONITOR}.{name}": origin for name in values}
     return replace(resolved, config=config, origins=origins)
 

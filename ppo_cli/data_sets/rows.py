@@ -28,7 +28,7 @@ from ppo_cli.data_sets.files import (
     raise_problems,
 )
 from ppo_cli.data_sets.sources import read_source
-from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.errors import DataError, did_you_mean, list_some
 from ppo_cli.records import Message, Prompt
 
 
@@ -453,11 +453,9 @@ def sole(aliases: Iterable[str], names: Iterable[str]) -> str:
     return columns[0] if len(columns) == 1 else ""
 
 
-def list_names(names: Iterable[str], limit: int = 12) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Return the names in quotes, cut after the first dozen."""
-    quoted = [f"'{name}'" for name in names]
-    suffix = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
-    return (", ".join(quoted[:limit]) or "none") + suffix
+    return list_some([f"'{name}'" for name in names], 12) or "none"
 
 
 def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
-from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.keys import table, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.records import Scored
@@ -200,7 +200,7 @@ def summarise(
     `session` has the steps and seconds of this session.
     """
     # Rewards and parts of a mixture, as means over a tenth of the steps at each end.
-    measured = [line for line in history if _is_measured(line, "reward_mean")]
+    measured = [line for line in history if line.get("reward_mean") is not None]
     validations = list_validations(history)
     rewards = _step_rewards(measured)
     few = max(1, len(measured) // 10)
@@ -300,7 +300,7 @@ def _judge_change(rose: frozenset[str], fell: frozenset[str], has_validation: bo
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     """Raise RewardError if no response of the entire run got a score: nothing was learned."""
     steps = [line for line in history if line["step"] > 0]
-    if not steps or any(_is_measured(line, "reward_mean") for line in steps):
+    if not steps or any(line.get("reward_mean") is not None for line in steps):
         return
     look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
     raise RewardError(
@@ -376,8 +376,8 @@ def estimate_budget(
     Future responses are assumed to cost the average of past ones. In an interrupted step the
     number of responses is the number of calls divided by the votes per response.
     """
-    trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
-    sums = batch_arithmetic(config.model_copy(update={"trainer": trainer}))
+    config = with_settings(config, {"trainer.total_training_steps": total_steps})
+    sums = batch_arithmetic(config)
     # Calls per step and per validation, done so far and in total.
     votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
@@ -408,11 +408,6 @@ def format_dollars(amount: float) -> str:
     if amount >= 0.0995:
         return f"${amount:,.2f}"
     return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
-
-
-def _is_measured(line: Mapping[str, Any], name: str) -> bool:
-    """Whether a line has a value for a metric."""
-    return line.get(name) is not None
 
 
 def _step_rewards(lines: Lines) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,11 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Show a note."""
+
+    def notes(self, texts: Iterable[str]) -> None:
+        """Show several notes."""
+        for text in texts:
+            self.note(text)
 
     def health(self, text: str) -> None:
         """Show a warning about the metrics, with advice."""

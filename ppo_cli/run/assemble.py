@@ -32,6 +32,7 @@ from ppo_cli.config.memory.plan import cpu_plan, fill_dtype, fill_memory_setting
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
 from ppo_cli.config.plan import config_yaml, restore_second_judge
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.digests import NAMED_IN, require_resumable
@@ -306,8 +307,7 @@ class EngineFactory:
             stop_requested=self.stop_requested,
         )
         if engine.weight_transfer == "memory":  # a restart does not try the failed way again
-            rollout = self.config.rollout.model_copy(update={"weight_transfer": "memory"})
-            self.config = self.config.model_copy(update={"rollout": rollout})
+            self.config = with_settings(self.config, {"rollout.weight_transfer": "memory"})
         return engine
 
     def _upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
@@ -462,8 +462,7 @@ def _open_job(
         tell=screen.health, resume_command=_resume_command(start.resolved, begun=False),
     )  # fmt: skip
     # Everything has started: from here on the run folder belongs to this run.
-    for line in engines.details if screen.debug else ():
-        screen.note(line)
+    screen.notes(engines.details if screen.debug else ())
     _claim_folder(start, screen, engines.details)
     # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
@@ -566,8 +565,7 @@ def load_prompt_sets(
 
     def read(split: DataSplit) -> Sequence[Prompt]:
         prompt_set = read_prompts(config, tokenizer, *split_files(config, split))
-        for note in prompt_set.notes:
-            screen.note(note)
+        screen.notes(prompt_set.notes)
         return prompt_set.prompts
 
     return read("train"), read("val") if config.data.val_files else ()

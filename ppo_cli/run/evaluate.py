@@ -26,7 +26,7 @@ from ppo_cli.config.mixture import SCALINGS, mixture_of
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.models.folder import read_config, vocabulary_size
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.keys import value_of, with_settings
 from ppo_cli.config.schema.reward import Composite, Reward, Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import Place
@@ -94,8 +94,7 @@ class SampledModel:
                 path = merged
             if limited:
                 require_length(read_config(path), source.path, config.data)
-            model = config.model.model_copy(update={"path": path, "lora_rank": 0})
-            self.config = config.model_copy(update={"model": model})
+            self.config = with_settings(config, {"model.path": path, "model.lora_rank": 0})
             self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")
             self._open = opened.pop_all()
 
@@ -242,8 +241,7 @@ def evaluate(
             sampled = SampledModel(config, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
-            for note in notes:
-                screen.note(note)
+            screen.notes(notes)
             # All models share the folder, which the settings of the eval identify.
             if folder is None:
                 settings = _identity_settings(config, sampling, prompts)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from ppo_cli.atomic import atomic_replace
+from ppo_cli.atomic import check_out_folder, replace_model
 from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.layers import DEFAULT, describe_fork
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
@@ -35,7 +34,6 @@ from ppo_cli.errors import (
     command_line,
     first_line,
     plural,
-    refuse_out_address,
     replace_flag,
     replace_path,
     shell_name,
@@ -427,7 +425,8 @@ def export(
     run = folder.parents[2]
     card = step is not None and (run / "config.yaml").is_file()
     # A card needs the run's config.yaml and metrics.
-    with _replace_folder(out.expanduser(), folder, force=force) as fresh:
+    _check_target(out.expanduser(), folder, force=force)
+    with replace_model(out.expanduser()) as fresh:
         from ppo_cli.engine.export import write_model  # torch, which takes seconds
 
         written = write_model(
@@ -532,32 +531,14 @@ def _is_critic(out: Path, source: Path) -> bool:
     return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
-@contextmanager
-def _replace_folder(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a hidden folder to fill; at the end it replaces `out`."""
-    place = out.resolve()
-    _check_target(out, place, source, force=force)
-    try:
-        with atomic_replace(place) as fresh:
-            fresh.mkdir(parents=True)
-            yield fresh
-    except OSError as error:
-        raise UserError(
-            f"The model could not be written to {out}: {error.strerror or error}. Free some "
-            "space, or choose another --out."
-        ) from error
+def _check_target(out: Path, source: Path, *, force: bool) -> None:
+    """Raise UserError if the model cannot be written to `--out`, or would replace something else.
 
-
-def _check_target(out: Path, place: Path, source: Path, *, force: bool) -> None:
-    """Raise ConfigError if the model cannot be written to `--out`, or would replace something else.
-
-    `place` is the absolute path of `out`; `source` is the model to export. With `force`, a folder
-    with a model may be replaced.
+    `source` is the model to export. With `force`, a folder with a model may be replaced.
     """
     # --force replaces only models.
-    refuse_out_address(out)
-    if place.exists() and not place.is_dir():
-        raise ConfigError(f"--out {out} is a file; name a folder.")
+    check_out_folder(out)
+    place = out.resolve()
     if source.is_relative_to(place) or place.is_relative_to(source):
         raise ConfigError(f"--out {out} contains {source}, or is in it. Name another folder.")
     if place.is_dir() and any(place.iterdir()):
@@ -570,7 +551,3 @@ def _check_target(out: Path, place: Path, source: Path, *, force: bool) -> None:
                 f"--out {out} holds no model but other files, and --force would delete them all. "
                 "Name another folder."
             )
-    # The nearest existing parent must be writable.
-    parent = next(folder for folder in place.parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")

@@ -25,8 +25,9 @@ from ppo_cli.config.memory.devices import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.memory.plan import fill_memory_settings, format_size, with_settings
+from ppo_cli.config.memory.plan import fill_memory_settings, format_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
 

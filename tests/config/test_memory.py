@@ -24,9 +24,9 @@ from ppo_cli.config.memory.plan import (
     fill_memory_settings,
     find_smallest_change,
     memory_plan,
-    with_settings,
 )
 from ppo_cli.config.models.shape import Device, Shape
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 from tests.config.settling import load_table

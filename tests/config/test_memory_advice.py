@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.memory.advice import Cause, advise_memory
-from ppo_cli.config.memory.plan import with_settings
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")

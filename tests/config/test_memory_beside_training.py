@@ -16,9 +16,10 @@ from ppo_cli.config.memory.devices import (
     host_memory,
     host_of_gpus,
 )
-from ppo_cli.config.memory.plan import estimate_memory, find_smallest_change, with_settings
+from ppo_cli.config.memory.plan import estimate_memory, find_smallest_change
 from ppo_cli.config.memory.publishing import CHUNK_BYTES
 from ppo_cli.config.models.shape import Shape
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 
 GB = 10**9

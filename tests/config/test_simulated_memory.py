@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.memory.devices import ModelShapes
-from ppo_cli.config.memory.plan import estimate_memory, with_settings
+from ppo_cli.config.memory.plan import estimate_memory
 from ppo_cli.config.models.shape import Shape
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("simulated_memory.json").read_text())

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.torch_build import (
@@ -25,7 +24,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.models.weight_files import read_json, text_config
 from ppo_cli.config.placement import gpus_per_node, has_package, judge_devices, local_judge
-from ppo_cli.config.schema.keys import Clash
+from ppo_cli.config.schema.keys import Clash, with_settings
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 
@@ -168,10 +167,7 @@ def judge_server_remarks(config: Config) -> Iterator[str]:
 
 def with_judge_devices(config: Config) -> Reward:
     """Return the settings of the reward with the GPUs that the placement gives the judge."""
-    api, devices = config.reward.api, judge_devices(config)
-    local = api.local.model_copy(update={"devices": devices})
-    update: dict[str, Any] = {"api": api.model_copy(update={"local": local})}
-    return config.reward.model_copy(update=update)
+    return with_settings(config, {"reward.api.local.devices": judge_devices(config)}).reward
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ppo_cli.config.layers import DEFAULT, Resolved
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
-from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
 
@@ -323,8 +323,7 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
     """Return what to refuse, and what only to remark on, of settings that have no effect."""
     config = resolved.config
     # With the number of GPUs filled in, no condition has to count them.
-    counts = {"n_gpus_per_node": gpus_per_node(config, gpus)}
-    counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
+    counted = with_settings(config, {"trainer.n_gpus_per_node": gpus_per_node(config, gpus)})
     # (origin, text) -> settings, so that one sentence names them all.
     refused: dict[tuple[str, str], list[str]] = {}
     remarked: dict[tuple[str, str], list[str]] = {}

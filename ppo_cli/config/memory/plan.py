@@ -43,6 +43,7 @@ from ppo_cli.config.placement import (
     sampler_name,
     sleep_mode,
 )
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
 
@@ -377,19 +378,6 @@ def _more_devices(config: Config) -> Iterator[Settings]:
             yield {"trainer.n_gpus_per_node": count}
         elif count % 8 == 0:
             yield {"trainer.n_gpus_per_node": 8, "trainer.nnodes": count // 8}
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """Return the configuration with new values at these keys; the values must be valid."""
-    for key, value in settings.items():
-        config = _replace_setting(config, key.split("."), value)
-    return config
-
-
-def _replace_setting(section: Any, names: list[str], value: Any) -> Any:
-    name, *below = names
-    inner = _replace_setting(getattr(section, name), below, value) if below else value
-    return section.model_copy(update={name: inner})
 
 
 def _describe_device(place: DeviceNeeds) -> Iterator[str]:

@@ -183,6 +183,19 @@ def value_of(config: Config, key: str) -> Any:
     return node
 
 
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with new values at these keys; the values must be valid."""
+    for key, value in settings.items():
+        config = _replace_setting(config, key.split("."), value)
+    return config
+
+
+def _replace_setting(section: Any, names: list[str], value: Any) -> Any:
+    name, *below = names
+    inner = _replace_setting(getattr(section, name), below, value) if below else value
+    return section.model_copy(update={name: inner})
+
+
 def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:
     """Put a value into a tree of groups; return the name of a plain value that blocks it, or ""."""
     *path, leaf = name.split(".")

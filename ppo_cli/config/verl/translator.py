@@ -31,6 +31,7 @@ from ppo_cli.config.verl.translations import (
     TranslationState,
     normalize,
 )
+from ppo_cli.errors import list_some
 
 # verl puts model, actor, rollout and ref into this group.
 WRAPPER = "actor_rollout_ref."
@@ -295,9 +296,9 @@ class Translator(TranslationState):
     def flush(self) -> None:
         """Add the collected refusals and remarks of one layer to the lists."""
         for (origin, reason), keys in self._refused.items():
-            self.problems.append(f"{origin}: {_shorten_list(keys)} {reason}.")
+            self.problems.append(f"{origin}: {list_some(keys, 4)} {reason}.")
         for (origin, reason), keys in self._remarks.items():
-            self.notes.append(f"{origin}: {_shorten_list(keys)}: {reason}.")
+            self.notes.append(f"{origin}: {list_some(keys, 4)}: {reason}.")
         self._refused, self._remarks = {}, {}
 
     def _translate_entry(self, entry: Entry) -> None:
@@ -446,8 +447,3 @@ def _nearest_row(rows: Mapping[str, str], name: str) -> str:
     parts = name.split(".")
     groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts), 0, -1))
     return next((rows[group] for group in groups if group in rows), "")
-
-
-def _shorten_list(keys: list[str]) -> str:
-    """List up to four keys; of more, three and the number of the others."""
-    return ", ".join(keys) if len(keys) < 5 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ppo_cli.atomic import atomic_replace
+from ppo_cli.atomic import atomic_replace, check_out_folder, replace_model
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
@@ -30,9 +29,7 @@ from ppo_cli.errors import (
     DataError,
     Interrupted,
     ModelError,
-    UserError,
     plural,
-    refuse_out_address,
     replace_path,
 )
 from ppo_cli.extras.fitting.preferences import (
@@ -68,12 +65,10 @@ class ModelFolder:
     """The folder of the best model so far; ConfigError at once if it must not be written."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
-        refuse_out_address(out)
         self.path = out.expanduser()
+        check_out_folder(self.path)
         self._place = self.path.resolve()
         # A fit replaces the whole folder, so refuse one with files that it did not write.
-        if self._place.exists() and not self._place.is_dir():
-            raise ConfigError(f"--out {self.path} is a file; name a folder.")
         if self._place.is_dir() and any(self._place.iterdir()):
             if not (self._place / RECORD_FILE).exists():
                 raise ConfigError(
@@ -85,25 +80,12 @@ class ModelFolder:
                     f"--out {self.path} already has a fitted model. Name another folder, or "
                     "replace the model with --overwrite."
                 )
-        # The nearest folder that exists must allow writing: a long fit would fail at its end
-        # otherwise.
-        parent = next(p for p in self._place.parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
 
     def write(self, save: Callable[[Path], object], record: Mapping[str, Any]) -> None:
         """Replace the folder by what `save` writes, plus the record."""
-        try:
-            self._place.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_replace(self._place) as fresh:
-                fresh.mkdir()
-                save(fresh)
-                _write_record(fresh, record)
-        except OSError as error:
-            raise UserError(
-                f"The model could not be written to {self.path}: {error.strerror or error}. Free "
-                "some space, or choose another --out."
-            ) from error
+        with replace_model(self.path) as fresh:
+            save(fresh)
+            _write_record(fresh, record)
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Replace the record of the saved model."""
@@ -151,7 +133,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
             encoded = encode_pairs(form, pairs, network.max_length, advance)
             if not settings.skip_bad_rows:
                 raise_if_unrenderable(encoded)
-            show_notes(screen, describe_left_out(encoded, what, network.max_length))
+            screen.notes(describe_left_out(encoded, what, network.max_length))
             dropped.update(too_long=len(encoded.too_long), refused=len(encoded.refused))
             sides.append(encoded.pairs)
     return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
@@ -160,7 +142,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
 def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
     """Read and split the pairs; also return how many were dropped, by reason."""
     loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
-    show_notes(screen, loaded.notes)
+    screen.notes(loaded.notes)
     if not loaded.pairs:
         raise DataError("--data has no usable pairs.")
     dropped = Counter(loaded.dropped)
@@ -168,7 +150,7 @@ def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[st
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
-    show_notes(screen, held_out.notes)
+    screen.notes(held_out.notes)
     if not held_out.pairs:
         raise DataError("--val_data has no usable pairs.")
     # A prompt in both files would make the held-out accuracy too good.
@@ -209,7 +191,7 @@ class Fit:
         """Run all steps, or stop after a signal; the best model is saved in the folder."""
         # Announce what is trained, on how much, and at which rate.
         recipe = self._settings.recipe
-        show_notes(self._screen, self._network.notes)
+        self._screen.notes(self._network.notes)
         size = self._network.size()
         chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
         what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
@@ -328,9 +310,3 @@ class Fit:
             "max_length": self._network.max_length,
             "torch": torch.__version__.split("+")[0],
         }  # fmt: skip
-
-
-def show_notes(screen: Screen, notes: Sequence[str]) -> None:
-    """Print notes."""
-    for note in notes:
-        screen.note(note)

@@ -27,10 +27,11 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
+from ppo_cli.rewards.judge.cache import cache_key
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient, reach_judge
-from ppo_cli.rewards.judge.costs import Spending, build_ledger
+from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge
+from ppo_cli.rewards.judge.costs import Spending
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
     RUBRIC_SCALE,
@@ -46,12 +47,11 @@ from ppo_cli.rewards.judge.prompt import (
     rubric_reader,
     visible_text,
 )
-from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, provider_class, resolve_base_url
+from ppo_cli.rewards.judge.providers import NO_KEY, provider_class, resolve_base_url
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
 from ppo_cli.rewards.remote.event_loop import LoopThread
-from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
@@ -194,7 +194,6 @@ REQUESTS = (
 )
 DRAFT_ROWS = 8  # rows that criteria for a whole run are drafted from
 MAX_TEXT_CHARS = 3000  # of each text of these rows
-DRAIN_S = 20.0  # for calls in progress at the end
 
 
 @dataclass(frozen=True)
@@ -341,11 +340,8 @@ def ask_all(
     if not questions:
         return Drafts((), Spending())
     # The same provider, budget and cache as a judge in training.
-    provider = build_provider(api, environ=environ)
-    ledger = build_ledger(api)
-    path = cache_path(api, environ)
-    cache = None if path is None else VerdictCache(path)
-    client = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)
+    connection = connect_judge(api, environ)
+    provider, cache, client = connection.provider, connection.cache, connection.direct
     loop, stopped = LoopThread(), ""
     futures: list[Future[Verdict | JudgeError]] = []
     try:
@@ -375,14 +371,14 @@ def ask_all(
         stopped = STOPPED_BY_CTRL_C
     finally:
         # Let calls in progress finish, within DRAIN_S.
-        loop.call(client.close(DRAIN_S), timeout=2 * DRAIN_S)
+        loop.call(connection.close(), timeout=2 * DRAIN_S)
         loop.close()
         provider.stop_server()
         if cache is not None:
             cache.close()
     # After a stop, questions that were not submitted have no answer.
     futures += [Future() for _ in questions[len(futures) :]]
-    return Drafts(tuple(map(_answer_if_done, futures)), ledger.total, stopped)
+    return Drafts(tuple(map(_answer_if_done, futures)), connection.ledger.total, stopped)
 
 
 async def _ask(

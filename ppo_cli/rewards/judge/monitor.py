@@ -17,6 +17,7 @@ from ppo_cli.config.checks.rewards import scale_labels
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import PpoError, RewardError
+from ppo_cli.estimates import correlate
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
@@ -60,8 +61,7 @@ class StepReport:
         }
         if self.spreads:
             metrics["judge/vote_spread"] = float(np.mean(self.spreads))
-        correlation = correlate(self.lengths, self.values)
-        if correlation is not None:
+        if (correlation := correlate(self.lengths, self.values)) is not None:
             metrics["judge/length_correlation"] = correlation
         return metrics
 
@@ -91,13 +91,6 @@ def call_metrics(counters: Counters) -> dict[str, float]:
         p50, p95 = np.percentile(counters.latencies, [50, 95])
         metrics |= {"judge/latency_p50_s": float(p50), "judge/latency_p95_s": float(p95)}
     return metrics
-
-
-def correlate(xs: list[int] | list[float], ys: list[float]) -> float | None:
-    """Return Pearson's correlation; None where one of the two does not vary."""
-    if len(xs) < 3 or np.ptp(xs) == 0 or np.ptp(ys) == 0:
-        return None
-    return float(np.corrcoef(xs, ys)[0, 1])
 
 
 class Canaries:
@@ -202,8 +195,7 @@ class LabelledCheck:
         self._metrics["judge/label_gap"] = float(np.mean(scores) - np.mean(labels))
         self._metrics["judge/label_drift"] = float(np.mean(moved))
         self._metrics["judge/label_noise"] = float(np.std(moved) / math.sqrt(len(moved)))
-        agreement = correlate(labels, scores)
-        if agreement is not None:
+        if (agreement := correlate(labels, scores)) is not None:
             self._metrics["judge/label_correlation"] = agreement
 
     def pop_metrics(self) -> dict[str, float]:
@@ -324,8 +316,7 @@ class Monitor:
             first, second = [p[0] for p in pairs], [p[1] for p in pairs]
             metrics["judge/monitor_mean"] = float(np.mean(second))
             metrics["judge/monitor_gap"] = float(np.mean(first) - np.mean(second))
-            agreement = correlate(first, second)
-            if agreement is not None:
+            if (agreement := correlate(first, second)) is not None:
                 metrics["judge/monitor_correlation"] = agreement
         return metrics
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.models.known_models import announce_download
 from ppo_cli.config.models.weight_files import SAFETENSORS, has_weights, weight_files
-from ppo_cli.errors import ModelError, first_line
+from ppo_cli.errors import ModelError, first_line, list_some
 
 # What is downloaded: small files, and the weights in the first format that the hub has.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -155,11 +155,9 @@ def is_unneeded(name: str) -> bool:
     )
 
 
-def list_names(names: Iterable[str], limit: int = 4) -> str:
-    """Return the first names and the number of others, as text."""
-    every = sorted(names)
-    suffix = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + suffix
+def list_names(names: Iterable[str]) -> str:
+    """Return the first names of tensors and the number of others, as text."""
+    return list_some(sorted(names), 4)
 
 
 def _read_state_dict(file: Path) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, merge_annotations
-from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
 from ppo_cli.engine.learner import Learner

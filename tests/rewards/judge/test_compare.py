@@ -17,6 +17,7 @@ import pytest
 
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.estimates import correlate
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge.compare import (
     PRIOR,
@@ -28,7 +29,6 @@ from ppo_cli.rewards.judge.compare import (
     pair_outcomes,
     win_chances,
 )
-from ppo_cli.rewards.judge.monitor import correlate
 from ppo_cli.rewards.judge.prompt import Material, load_preset
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer

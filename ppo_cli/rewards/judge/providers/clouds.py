@@ -48,14 +48,23 @@ class Vertex(gemini.Judge):
         }
 
 
-class VertexClaude(claude.Judge):
+class _CloudClaude(claude.Judge):
+    """Claude at a cloud, whose credentials the SDK finds."""
+
+    uses_aiohttp = False  # the SDK signs requests as httpx sends them
+    batch_rows = 0
+    lists_models = False
+
+    def credentials(self, key: str) -> dict[str, Any]:
+        """Return the address alone."""
+        return {"base_url": self.base_url}
+
+
+class VertexClaude(_CloudClaude):
     """Claude at Vertex AI, with Google's own credentials."""
 
     name = "vertex-claude"
     client_class = "AsyncAnthropicVertex"
-    uses_aiohttp = False  # the SDK signs requests as httpx sends them
-    batch_rows = 0
-    lists_models = False
     redundant_path = r"/projects(/.*)?$"
     default_path = "/v1"
 
@@ -64,19 +73,12 @@ class VertexClaude(claude.Judge):
         """Return the address of the region."""
         return f"{vertex_address(environ['CLOUD_ML_REGION'])}/v1"
 
-    def credentials(self, key: str) -> dict[str, Any]:
-        """Return the address alone; the SDK finds the credentials."""
-        return {"base_url": self.base_url}
 
-
-class Bedrock(claude.Judge):
+class Bedrock(_CloudClaude):
     """Claude at Bedrock: a bearer token, or the credentials of AWS that boto3 finds."""
 
     name = "bedrock"
     client_class = "AsyncAnthropicBedrock"
-    uses_aiohttp = False  # the SDK signs requests as httpx sends them
-    batch_rows = 0
-    lists_models = False
     redundant_path = r"/model(/.*)?$"
 
     @classmethod
@@ -84,10 +86,6 @@ class Bedrock(claude.Judge):
         """Return the address of the region."""
         region = environ.get("AWS_REGION", "").strip() or environ["AWS_DEFAULT_REGION"].strip()
         return f"https://bedrock-runtime.{region}.amazonaws.com"
-
-    def credentials(self, key: str) -> dict[str, Any]:
-        """Return the address alone; the token follows."""
-        return {"base_url": self.base_url}
 
     def connect(self, key: str) -> Any:
         """Return an AsyncAnthropicBedrock client without retries."""
