@@ -109,7 +109,7 @@ def evaluate(arguments: Arguments) -> None:
     sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)
     screen = make_screen(sys.stderr)  # stdout is for the result
     with closing(screen):
-        screen.notes(note for note in resolved.notes if note not in TRAINING_NOTES)
+        screen.note_all(note for note in resolved.notes if note not in TRAINING_NOTES)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
         report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
     print_result(report, lambda: format_evaluation(report), as_json=extras["json"])
@@ -295,7 +295,7 @@ def generate(arguments: Arguments) -> None:
     with closing(screen), closing(SampledModel(config, source)) as sampled:
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
-            screen.notes(notes)
+            screen.note_all(notes)
             with screen.phase("generate", len(prompts) * sampling.n) as advance:
                 rows = generate_answers(sampled, prompts, sampling, advance)
             if extras["out"]:

@@ -341,7 +341,7 @@ def score(arguments: Arguments) -> None:
     out = Path(arguments.extras["out"] or default_out(file)).expanduser()
     check_out(out, file)
     with closing(screen):
-        screen.notes(responses.notes)
+        screen.note_all(responses.notes)
         prompts = [row.rollout.prompt for row in responses.rows]
         with (
             open_reward(
@@ -395,7 +395,7 @@ def calibrate(arguments: Arguments) -> None:
     labelled = read_labels(responses, labels, arguments.extras["positive"])
     repeat = int(arguments.extras["repeat"])
     with closing(screen):
-        screen.notes([*responses.notes, *labelled.notes])
+        screen.note_all([*responses.notes, *labelled.notes])
         prompts = [row.rollout.prompt for row in labelled.rows]
         with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
             result = run_calibration(
@@ -546,7 +546,7 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
         config = config.model_copy(update={"reward": reward})
     screen = make_screen(sys.stderr)
     of_training = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS)  # no model is trained here
-    screen.notes(note for note in resolved.notes if note not in of_training)
+    screen.note_all(note for note in resolved.notes if note not in of_training)
     return config, screen
 
 

@@ -489,7 +489,7 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
         raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
     start = align_columns(_describe_start(resolved))
-    screen.notes([*start, *resolved.notes, *remarks(resolved)])
+    screen.note_all([*start, *resolved.notes, *remarks(resolved)])
     steps = batch_arithmetic(resolved.config)["total_steps"]
     for shortage in find_disk_shortage(resolved.config, steps):
         screen.health(shortage)

@@ -94,7 +94,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Show a note."""
 
-    def notes(self, texts: Iterable[str]) -> None:
+    def note_all(self, texts: Iterable[str]) -> None:
         """Show several notes."""
         for text in texts:
             self.note(text)

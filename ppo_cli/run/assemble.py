@@ -462,7 +462,7 @@ def _open_job(
         tell=screen.health, resume_command=_resume_command(start.resolved, begun=False),
     )  # fmt: skip
     # Everything has started: from here on the run folder belongs to this run.
-    screen.notes(engines.details if screen.debug else ())
+    screen.note_all(engines.details if screen.debug else ())
     _claim_folder(start, screen, engines.details)
     # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
@@ -565,7 +565,7 @@ def load_prompt_sets(
 
     def read(split: DataSplit) -> Sequence[Prompt]:
         prompt_set = read_prompts(config, tokenizer, *split_files(config, split))
-        screen.notes(prompt_set.notes)
+        screen.note_all(prompt_set.notes)
         return prompt_set.prompts
 
     return read("train"), read("val") if config.data.val_files else ()

@@ -241,7 +241,7 @@ def evaluate(
             sampled = SampledModel(config, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
-            screen.notes(notes)
+            screen.note_all(notes)
             # All models share the folder, which the settings of the eval identify.
             if folder is None:
                 settings = _identity_settings(config, sampling, prompts)

@@ -133,7 +133,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
             encoded = encode_pairs(form, pairs, network.max_length, advance)
             if not settings.skip_bad_rows:
                 raise_if_unrenderable(encoded)
-            screen.notes(describe_left_out(encoded, what, network.max_length))
+            screen.note_all(describe_left_out(encoded, what, network.max_length))
             dropped.update(too_long=len(encoded.too_long), refused=len(encoded.refused))
             sides.append(encoded.pairs)
     return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
@@ -142,7 +142,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
 def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
     """Read and split the pairs; also return how many were dropped, by reason."""
     loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
-    screen.notes(loaded.notes)
+    screen.note_all(loaded.notes)
     if not loaded.pairs:
         raise DataError("--data has no usable pairs.")
     dropped = Counter(loaded.dropped)
@@ -150,7 +150,7 @@ def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[st
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
-    screen.notes(held_out.notes)
+    screen.note_all(held_out.notes)
     if not held_out.pairs:
         raise DataError("--val_data has no usable pairs.")
     # A prompt in both files would make the held-out accuracy too good.
@@ -191,7 +191,7 @@ class Fit:
         """Run all steps, or stop after a signal; the best model is saved in the folder."""
         # Announce what is trained, on how much, and at which rate.
         recipe = self._settings.recipe
-        self._screen.notes(self._network.notes)
+        self._screen.note_all(self._network.notes)
         size = self._network.size()
         chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
         what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
