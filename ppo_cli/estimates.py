@@ -1,4 +1,7 @@
-"""Numbers with their 95 % interval: means of rows by bootstrap, shares by Wilson's formula."""
+"""Numbers with their 95 % interval: means of rows by bootstrap, shares by Wilson's formula.
+
+Also correlations and repetition, which training and its reports measure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +80,13 @@ def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
     if len(left) < MIN_PAIRS or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
     return float(np.corrcoef(left, right)[0, 1])
+
+
+def repeated_share(items: Sequence[Any], n: int) -> float:
+    """Return the share of n-grams that occurred before in a sequence; 0 if it is shorter than n."""
+    # Each n-gram counts once; the others are repetitions.
+    grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def estimate_mean(values: ArrayLike, *, share: bool = False) -> Estimate:

@@ -274,17 +274,13 @@ def _find_changes(
         # A difference of two steps has twice the variance of one; `few` steps are averaged.
         jumps = median(abs(b - a) for a, b in pairwise(values))
         error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
-        changes[name] = _beyond(fmean(values[-few:]) - fmean(values[:few]), 2 * error)
+        change = fmean(values[-few:]) - fmean(values[:few])
+        changes[name] = change if abs(change) > 2 * error + ROUNDING else 0.0
     if len(validations) > 1:
         comparison = compare_validations(config, run_dir, validations[0], validations[-1])
         changes |= dict.fromkeys(VALIDATION_MEASURES, comparison.sign)
     rose = frozenset(name for name, change in changes.items() if change > 0)
     return rose, frozenset(name for name, change in changes.items() if change < 0)
-
-
-def _beyond(change: float, noise: float) -> float:
-    """Return a change if it is larger than the noise, else 0."""
-    return change if abs(change) > noise + ROUNDING else 0.0
 
 
 def _judge_change(rose: frozenset[str], fell: frozenset[str], has_validation: bool) -> str:

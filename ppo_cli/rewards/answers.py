@@ -356,16 +356,12 @@ def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
         elif not _NOT_ANNOUNCED.search(text[max(0, start - 40) : start]):
             after = text[int(content) : int(content) + LAST_CHARS]
             if not _NOT_CONTENT.match(after):
-                yield kind, _first_sentence_after(after) if kind == "announced" else after[:200]
-
-
-def _first_sentence_after(rest: str) -> str:
-    """Return the sentence after an announcement, which may start on the next line."""
-    rest = re.sub(r"^(?:[\s*_:`]|<br>)+", "", rest)
-    return _first_sentence(rest)
+                yield kind, _first_sentence(after) if kind == "announced" else after[:200]
 
 
 def _first_sentence(text: str) -> str:
+    """Return the sentence after an announcement, which may start on the next line."""
+    text = re.sub(r"^(?:[\s*_:`]|<br>)+", "", text)
     for end in _SENTENCE_END.finditer(text[:LAST_CHARS]):
         if end[1] is None:
             return text[: end.start()] + ("?" if end.group() == "?" else "")

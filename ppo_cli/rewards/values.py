@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+
+from ppo_cli.estimates import repeated_share
 
 LONGEST_NUMBER = 60
 LARGEST_EXPONENT = 400
@@ -407,8 +408,6 @@ def contains_answer(text: str, answer: str) -> bool:
     return re.search(before + re.escape(wanted_text) + after, normalise_words(text)) is not None
 
 
-def repetition(text: str, size: int = 4) -> float:
-    """Return the share of word n-grams that repeat an earlier one, 0 to 1."""
-    tokens: Sequence[str] = normalise_words(text).split()
-    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+def repetition(text: str) -> float:
+    """Return the share of sequences of four words that repeat an earlier one, 0 to 1."""
+    return repeated_share(normalise_words(text).split(), 4)

@@ -30,9 +30,9 @@ from ppo_cli.config.schema.algorithm import Algorithm
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import RewardError
+from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Affine, Moments, clip, standardise
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
-from ppo_cli.report.exploits import repeated_share
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
 

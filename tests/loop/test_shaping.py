@@ -16,9 +16,9 @@ from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Moments
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
-from ppo_cli.report.exploits import repeated_share
 from ppo_cli.step.shaping import (
     ShapedStep,
     overlong_share,

@@ -52,8 +52,9 @@ def _exempts(entry: str, address: SplitResult) -> bool:
     host = (address.hostname or "").lower()
     # An address or a network, such as 10.0.0.0/8.
     if (network := _network(rest)) is not None:
-        host_network = _network(host)
-        return host_network is not None and _contains(network, host_network)
+        # Networks of different versions cannot be compared.
+        inner = _network(host)
+        return inner is not None and inner.version == network.version and inner[0] in network
     try:
         parts = urlsplit(f"//{rest}")
         name, port = parts.hostname or "", parts.port
@@ -78,7 +79,3 @@ def _network(text: str) -> _Network | None:
         return ipaddress.ip_network(text.strip("[]"), strict=False)
     except ValueError:
         return None
-
-
-def _contains(network: _Network, host: _Network) -> bool:
-    return network.version == host.version and host.network_address in network
