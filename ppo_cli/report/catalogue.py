@@ -152,7 +152,7 @@ DETAILS = (
     Metric("actor/lr", "Learning rate", label="actor", **COUNT),
     Metric("critic/lr", "Learning rate", label="critic", **COUNT),
     Metric("response/repetition", "Repetition",
-           "Share of word sequences that a response repeats.",
+           "Share of the words of a response that occurred in it before.",
            "--repetition_penalty lowers the score of repeated text", **COUNT),
     Metric("rollout/logprob_diff", "Sampler against trainer",
            "Log-probability gap between sampler and trainer.",

@@ -33,7 +33,7 @@ PAYS = 0.6  # correlation of score and length, or repetition, from which the rew
 TELLING_SPREAD = 0.25  # share of the largest spread of scores from which a correlation counts
 WORD_PAYS = 0.95  # correlation of score and the presence of one of a few words
 LONGER = 1.25  # factor of the mean length over the run
-MORE_REPETITION = 0.1  # rise of the share of repeated word sequences
+MORE_REPETITION = 0.1  # rise of the share of repeated words
 EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
 EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
 # Checks that a collapse also triggers; they are not reported next to it.
@@ -426,7 +426,8 @@ def _check_length_pays(steps: History, limits: Limits) -> str:
         return ""
     pays, before, after = paid_rise
     # Repeated text is long too: the stronger cause is reported.
-    if after < LONGER * before or _usual_correlation(steps, "score/repetition_correlation") > pays:
+    repeats = _usual_correlation(steps, "score/repetition_correlation")
+    if after < LONGER * before or (repeats > pays and _check_repetition_pays(steps, limits)):
         return ""
     return (
         f"The reward rises with length (correlation {pays:.2f}, {before:.0f} -> "
@@ -445,7 +446,7 @@ def _check_repetition_pays(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"The reward rises with repetition (correlation {pays:.2f}, {before:.0%} -> "
-        f"{after:.0%} repeated word sequences): it may pay for repeated text. "
+        f"{after:.0%} repeated words): it may pay for repeated text. "
         + _exploit_advice(limits, "--repetition_penalty lowers its score")
     )
 
