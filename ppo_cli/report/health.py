@@ -42,13 +42,8 @@ SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", 
 EXPLAINED_BY_LENGTH = ("too_long", "judge_length")
 # Troubles that put a rise of the reward in doubt.
 EXPLOITS = (
-    "collapsed",
-    "length_pays",
-    "repetition_pays",
-    "word_pays",
-    "judge_fooled",
-    "judge_drift",
-)
+    "collapsed", "length_pays", "repetition_pays", "word_pays", "judge_fooled", "judge_drift",
+)  # fmt: skip
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
@@ -146,6 +141,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     if findings["length_pays"] or findings["repetition_pays"]:
         findings |= dict.fromkeys(EXPLAINED_BY_LENGTH, "")
+    if findings["kl_high"]:
+        findings["clip_low"] = ""  # it asks for the opposite
     return {kind: line for kind, line in findings.items() if line}
 
 

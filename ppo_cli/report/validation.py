@@ -122,13 +122,15 @@ def describe_choice(
 def describe_gain(
     validations: Sequence[Line], run_dir: Path, config: Config, *, doubtful: bool
 ) -> str:
-    """Return in words whether the change over the validations of a run is more than chance.
+    """Return in words whether the step to keep is better than the first by more than chance.
 
-    With `doubtful`, the reward that measures it seems to be exploited.
+    If the first validation is the best, the last one is compared. With `doubtful`, the reward that
+    measures it seems to be exploited.
     """
     if len(validations) < 2:
         return "not known without a second validation"
-    first, last = validations[0], validations[-1]
+    first, best = validations[0], find_best(validations)
+    last = validations[-1] if best is first else best
     comparison = compare_validations(config, run_dir, first, last)
     verdicts = {1: "yes", -1: "no, it fell", 0: "it may be chance"}
     verdict = verdicts[comparison.sign]

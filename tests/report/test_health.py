@@ -339,6 +339,9 @@ def test_advice_follows_the_settings() -> None:
     twice = {"actor": {"ppo_mini_batch_size": 256, "ppo_epochs": 2}}
     limits_of_two = make_limits(Config.model_validate(twice))
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits_of_two) == {"clip_low"}
+    # Smaller and larger updates are never asked for at once.
+    far = always(clip_fraction=0.0, kl_divergence=0.3, **FLAT)
+    assert kinds(60, far, limits_of_two) == {"kl_high"}
     flat_history = always(kl_divergence=0.0, **FLAT)
     assert kinds(30, flat_history, limits) == set() and kinds(40, flat_history, limits) == {
         "kl_low"

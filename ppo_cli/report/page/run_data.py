@@ -258,14 +258,18 @@ def describe_verdict(
     if not steps and not validations:
         return [("No step is finished yet.", "")]
     length = f"{steps} of {total} steps" if total and steps < total else plural(steps, "step")
-    # First and last values of the main measures.
+    if summary.first_step > 1:  # a fork counts on from its run
+        length = f"steps {summary.first_step} to {steps}"
+    # First and last values of the main measures; the verdict follows from the validation.
     measures = [
         (
             f"{name} {'' if before is None else f'{_format_value(before)} to '}"
             f"{_format_value(after)}",
             _card_key(name, validations),
         )
-        for name, before, after in summary.measures[:3]
+        for name, before, after in sorted(
+            summary.measures, key=lambda measure: not measure[0].startswith("validation")
+        )[:3]
     ]
     # The first sentence of each finding; its card and the list below the curves have the advice.
     checks = [
