@@ -167,13 +167,14 @@ def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) 
 
 
 LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
+JUDGES_FILE = "judges.jsonl"  # what each judge is asked, as the run read it at its start
 WRITTEN_BY = "# Written by "  # first line of config.yaml, followed by versions and machine
 FORK_LINE = "# Fork of {} at step {}\n"  # the second one of a fork, with its run
 _FORK = re.compile(FORK_LINE.strip().format("(.+)", r"(\d+)"))
 # What `set_aside` moves: everything that belongs to one run.
 PARTS = (
     "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
-    LABELS_FILE,
+    LABELS_FILE, JUDGES_FILE,
 )  # fmt: skip
 
 LOCK = ".lock"  # locked while a run is active

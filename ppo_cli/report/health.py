@@ -362,7 +362,7 @@ def _check_critic(steps: History, limits: Limits) -> str:
     if not explained or max(explained) > EXPLAINS_NOTHING:
         return ""
     return (
-        f"explained_variance has stayed near 0 for {STUCK_STEPS} steps ({explained[-1]:.2f} now): "
+        f"explained_variance has stayed near 0 for {STUCK_STEPS} steps ({explained[-1]:z.2f} now): "
         "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, set "
         "trainer.critic_warmup, or use an estimator without a critic (--adv_estimator rloo)."
     )

@@ -29,6 +29,7 @@ from ppo_cli.config.checks.judge_server import with_judge_devices
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.memory.plan import cpu_plan, fill_dtype, fill_memory_settings
+from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
 from ppo_cli.config.plan import config_yaml, restore_second_judge
@@ -56,6 +57,7 @@ from ppo_cli.run.identity import find_differences, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
     FORK_LINE,
+    JUDGES_FILE,
     STEP_NAME,
     WRITTEN_BY,
     CheckpointStore,
@@ -63,6 +65,7 @@ from ppo_cli.run_folder import (
     find_resume,
     read_fork,
     read_metrics,
+    replace_lines,
 )
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
@@ -492,7 +495,9 @@ def _open_job(
 
 
 def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
-    """Set an earlier run aside, unless this one continues it, and write config.yaml."""
+    """Set an earlier run aside, unless this one continues it; write what describes this one."""
+    from ppo_cli.rewards.judge.prompt import describe_request
+
     folder, resume_from = start.folder, start.resume_from
     fork = read_fork(folder.path)
     if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
@@ -506,6 +511,10 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
         fork = (resume_from.parents[1], int(match[1])) if resume_from and match else None
     head = f"{WRITTEN_BY}{describe_machine()}\n" + (FORK_LINE.format(*fork) if fork else "")
     head += "".join(f"# {line}\n" for line in details)
+    # The files of the judges may change later, and relative paths to them lead nowhere elsewhere.
+    if judges := judges_of(start.config.reward):
+        requests = ({"part": j.part} | describe_request(j.settings, time.time()) for j in judges)
+        replace_lines(folder.path / JUDGES_FILE, requests)
     folder.write_config(head + config_yaml(start.resolved))
 
 

@@ -46,7 +46,7 @@ from ppo_cli.report.metrics import (
     mixture_part_means,
     summarise,
 )
-from ppo_cli.report.page.run_data import read_run_config, read_settings
+from ppo_cli.report.page.run_data import read_requests, read_run_config, read_settings
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder import (
     STEP_NAME,
@@ -124,7 +124,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
         *("\n".join(lines) for lines in (
             ["## Base model", "", *base_lines],
             ["## Data", "", *(_describe_data(config) if config else [UNREADABLE])],
-            ["## Reward", "", *(_describe_reward(config) if config else [UNREADABLE])],
+            ["## Reward", "", *(_describe_reward(run, config) if config else [UNREADABLE])],
             ["## Use it", "", *_list_uses(out, name, critic=critic)],
             ["## Results", "", *_results_table(summarise_lines(history), history)],
             [f"![Reward by step]({CURVE})"] if picture else [],
@@ -264,20 +264,20 @@ def _describe_data(config: Config) -> list[str]:
     return lines
 
 
-def _describe_reward(config: Config) -> list[str]:
+def _describe_reward(run: Path, config: Config) -> list[str]:
     """Return a line for each judge, reward model, rule and function."""
     reward = config.reward
     # A mixture is one line, followed by its parts.
     mixed = mixture_of(reward)
     lines = [f"- Mixture: {mixture_line(mixed)}"] if mixed else []
-    for judge in judges_of(reward):
+    for judge, request in zip(judges_of(reward), read_requests(run, config), strict=True):
         api = judge.settings
         lines.append(f"- LLM {judge.name.removeprefix('the ')}: {api.model} ({api.type})")
         asked = f"prompt {_public_name(api.prompt_file or api.prompt_preset)}"
         if api.rubric is not None:
             asked = f"rubric {_public_name(api.rubric)}"
         lines[-1] += f", {asked}, votes a response: {api.votes}"
-        lines += _list_criteria(api)
+        lines += _list_criteria(api, request)
     for model in models_of(reward):
         path = _public_name(str(model.settings.path))
         lines.append(f"- {model.name.removeprefix('the ').capitalize()}: {path}")
@@ -289,11 +289,8 @@ def _describe_reward(config: Config) -> list[str]:
     return lines
 
 
-def _list_criteria(api: ApiReward) -> Iterator[str]:
+def _list_criteria(api: ApiReward, request: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each criterion of a judge's rubric: name, weight and text."""
-    from ppo_cli.rewards.judge.prompt import describe_request
-
-    request = describe_request(api, math.inf)
     if api.rubric is not None and not request["criteria"]:
         gone = f"criteria {UNKNOWN}: the file is not there any more"
         yield f"  - {gone if request['problem'] else 'the criteria of each row'}"

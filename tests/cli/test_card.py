@@ -19,6 +19,7 @@ import yaml
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path, prompt_files
 from ppo_cli.report.metrics import format_dollars
+from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run.export import _describe_base
 from ppo_cli.run_folder import read_lines, read_metrics, rollout_file
 from tests.hub_server import HubServer, Repository
@@ -185,13 +186,20 @@ def test_the_card_of_a_fork_counts_from_the_base_model(
 ) -> None:
     """Its judge scores by a rubric; the steps before the fork are part of cost and results."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    (tmp_path / "kind.yaml").write_text(RUBRIC)
+    monkeypatch.chdir(tmp_path)
+    Path("kind.yaml").write_text(RUBRIC)
     answer = '{"c1": {"reason": "", "met": true}, "c2": {"reason": "", "present": false}}'
     with JudgeServer(lambda system, user: answer) as judge:
         args = ["train", "--fork", f"{run}@1", "--output_dir", str(tmp_path / "fork")]
-        args += ["--rm_rubric", str(tmp_path / "kind.yaml"), "--rm_base_url", judge.url("openai")]
+        args += ["--rm_rubric", "kind.yaml", "--rm_base_url", judge.url("openai")]
         assert main([*args, "reward.api.prompt_file=null", "--max_steps", "3"]) == 0
+    # Card and page need neither the folder in which the run started nor the rubric's file.
+    Path("kind.yaml").unlink()
+    monkeypatch.chdir("/")
     assert read_output(tmp_path / "fork", "--out", tmp_path / "m")[0] == 0
+    (asked,) = RunData(tmp_path / "fork", "fork").read()["reward"]["judges"]
+    assert (asked["summary"], asked["problem"]) == ("2 criteria", "")
+    assert [row["text"] for row in asked["criteria"]] == ["The response is short.", "It is rude."]
     _, body = card_of(tmp_path / "m")
     first, last = read_metrics(run), read_metrics(tmp_path / "fork")
     before = math.fsum(

@@ -81,7 +81,7 @@ def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -
     assert (tmp_path / "earlier_1" / "metrics.jsonl").read_text() == "first"
     assert (tmp_path / "earlier_2" / "metrics.jsonl").read_text() == "second"
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "logs").exists()
-    names = {"checkpoints", "config.yaml", "tensorboard", "report.html", "rollouts"}
+    names = {"checkpoints", "config.yaml", "tensorboard", "report.html", "rollouts", "judges.jsonl"}
     for name in names:
         (tmp_path / name).mkdir()
     assert folder.set_aside() == tmp_path / "earlier_3"

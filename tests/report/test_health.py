@@ -83,7 +83,11 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "sampler": (1, always(rollout__logprob_diff=2e-3), "--rollout_name hf"),
     "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--rule"),
     "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
-    "critic": (20, always(explained_variance=0.01), "--critic_lr"),
+    "critic": (
+        20,
+        always(explained_variance=-0.001),
+        "(0.00 now): the critic predicts no better than the mean. Raise --critic_lr",
+    ),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
     "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),

@@ -21,12 +21,16 @@ const address = {
   },
 };
 
+/** Whether the pane of a response is below the table. */
+const isNarrow = () => matchMedia("(max-width: 860px)").matches;
+
 /** A link within the page is a plain #section; the state is added to it. */
 function readAddress() {
   const text = location.hash.slice(1);
   if (text.includes("=")) parameters = new URLSearchParams(text);
   else if (text) address.set({ at: text });
-  $(address.get("at"))?.scrollIntoView();
+  const at = address.get("at");
+  $(at === "rollouts" && address.get("response") && isNarrow() ? "pane" : at)?.scrollIntoView();
 }
 
 /** An element with attributes and children; strings become text nodes. */
@@ -47,6 +51,9 @@ function prose(text) {
   text.split(/(--?[A-Za-z]\w+|[\w.]+\.md\S*)/).forEach((piece, i) => made.append(i % 2 ? el("span", { class: "flag" }, piece) : piece));
   return made;
 }
+
+/** The key of a setting, which a narrow column breaks after a dot or an underscore only. */
+const keyName = (text) => el("span", {}, ...text.split(/(?<=[._])/).flatMap((piece) => [piece, el("wbr")]));
 
 const colour = (index) => getComputedStyle(document.documentElement)
   .getPropertyValue(COLOURS[index % COLOURS.length]).trim();
@@ -118,16 +125,17 @@ function drawSettings() {
   const tables = runs.map((run) => new Map(run.settings.map(([key, value]) => [key, value])));
   const keys = [...new Set(tables.flatMap((found) => [...found.keys()]))];
   const differ = keys.filter((key) => new Set(tables.map((found) => found.get(key))).size > 1);
+  const rowsOf = (settings) => settings.map(([key, ...cells]) => [keyName(key), ...cells]);
   const set = (run) => run.settings.filter(([, , origin]) => !["default", "fork"].includes(origin));
   fill($("settings"), el("h2", {}, "Settings"),
     runs.length > 1 ? el("h3", {}, "Settings that differ") : null,
     runs.length > 1 ? table("settings", ["setting", ...runs.map((run) => run.name)],
-      differ.map((key) => [key, ...tables.map((found) => found.get(key) ?? "–")])) : null,
+      differ.map((key) => [keyName(key), ...tables.map((found) => found.get(key) ?? "–")])) : null,
     ...runs.flatMap((run) => [
       el("h3", {}, runs.length > 1 ? `Set in ${run.name}` : "Set for this run"),
-      table("settings", ["setting", "value", "origin"], set(run)),
+      table("settings", ["setting", "value", "origin"], rowsOf(set(run))),
       el("details", {}, el("summary", {}, `All ${run.settings.length} settings`),
-        table("settings", ["setting", "value", "origin"], run.settings)),
+        table("settings", ["setting", "value", "origin"], rowsOf(run.settings))),
     ]));
 }
 

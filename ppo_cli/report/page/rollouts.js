@@ -80,9 +80,9 @@ const promptOf = (row) => `${row.split} ${row.uid}`;
 /** Of the rows of a prompt, the one at the step of another row; of several samples the one like `row`. */
 const sampleAt = (rows, end, row) => rows.find((other) => other.step === end.step && other.sample === row.sample) || end;
 const firstOf = (row) => sampleAt(row.history.rows, row.history.rows[0], row);
-/** A row of the newest step, of training or else of validation, if its prompt was seen in the first half of the steps. */
-const newestSeenBefore = (rows) => Object.keys(SPLITS).map((split) => rows.findLast((row) => row.split === split))
-  .find((row) => row && row.step && row.history.rows[0].step <= row.step / 2);
+/** The newest row whose prompt has a response at an earlier step: of validation, which repeats its prompts, or else of training. */
+const newestSeenBefore = (rows) => ["val", "train"].map((split) => rows.findLast((row) => row.split === split && row.history.rows[0].step < row.step))
+  .find(Boolean);
 
 /** Text as text: controls, and marks that turn its direction, are shown by their code. */
 function textOf(value) {
@@ -260,7 +260,8 @@ function listColumns() {
   const start = commonStart(now.rows.map((row) => oneLine(row.prompt)));
   const score = (row) => (row.score == null ? el("span", { class: "failed", title: row.failure }, "none") : digits(row.score));
   const steps = new Set(now.rows.map((row) => row.start?.step));
-  const at = steps.size === 1 ? `at step ${[...steps][0]}` : "at the start";
+  const first = steps.size === 1 ? `at step ${[...steps][0]}` : "first";
+  const latest = now.against && !differ("step") && now.rows.length ? ` at step ${now.rows[0].step}` : "";
   return [
     (differ("step") || !now.against) && ["step", "step", "n", (row) => row.step],
     differ("split") && ["split", null, "wide", (row) => SPLITS[row.split]],
@@ -268,9 +269,9 @@ function listColumns() {
     ["score", "score", "n", (row) => el("span", {}, score(row), labelMark(row))],
     !now.against && ["tokens", "tokens", "n wide", (row) => row.tokens],
     differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start))],
-    ["response", null, "", (row) => snippet(oneLine(row.response))],
-    now.against && [at, null, "n", ({ start: first }) => el("span", { title: `step ${first.step}` }, score(first))],
-    now.against && [`response ${at}`, null, "", ({ start: first }) => snippet(oneLine(first.response))],
+    [`response${latest}`, null, "", (row) => snippet(oneLine(row.response))],
+    now.against && [first, null, "n", ({ start }) => el("span", {}, score(start), steps.size > 1 ? el("div", { class: "dim" }, `step ${start.step}`) : null)],
+    now.against && [steps.size === 1 ? `response ${first}` : "first response", null, "", ({ start }) => snippet(oneLine(start.response))],
   ].filter(Boolean);
 }
 
@@ -327,8 +328,7 @@ async function choose(place) {
   await read(now.rows[place].id);
   drawTable();
   document.querySelectorAll("#table tbody tr")[place].focus();
-  // On a narrow screen the pane is below the table.
-  if (matchMedia("(max-width: 860px)").matches) $("pane").scrollIntoView();
+  if (isNarrow()) $("pane").scrollIntoView();
 }
 
 async function read(id, whole = false) {
@@ -403,7 +403,7 @@ function drawPane(line) {
       ` · step ${line.step}, ${SPLITS[line.split]} · ${line.tokens} token${line.tokens === 1 ? "" : "s"}${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source ? `${line.data_source} · ` : ""}${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `no score: ${line.failure}`) : null,
     !DATA.live && labelOf(line) ? el("p", {}, `label ${labelOf(line).label ?? "–"} ${labelOf(line).comment}`) : null,
-    ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"),
+    ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"), el("div", { id: "ends" }),
     ...part("ground truth", line.ground_truth), ...(graded(line) ? [] : part("reason", line.reason)),
     parts.length ? table("", ["part of the score", "weight in the sum", "raw", "scaled"].filter((_, i) => mixed.length || i !== 1),
       parts.map(([name, value]) => [name, ...(mixed.length ? [digits(weights[name])] : []), digits(value?.raw), digits(value?.scaled)])) : null,
@@ -435,11 +435,14 @@ async function drawSamePrompt(run, line) {
     `${row.step}: ${row.score == null ? "none" : digits(row.score)}`));
   const blocks = [
     alike.length > 1 && ["the same prompt in each run, at its latest step", sideBySide(alike, false)],
-    first.step < latest.step && ["the same prompt at the first and the latest step", sideBySide([first, latest].map((end) => [`step ${end.step}`, end]), true)],
     rows.length > 1 && ["the same prompt through time (step: score)", el("div", { class: "through" }, ...buttons)],
     before.id !== line.id && [`what changed since step ${before.step}`, last.response === line.response ? "nothing" : diff(last.response || "", line.response || "") || "too long to compare word by word"],
   ];
-  if (now.row === line) $("reading").append(...blocks.filter(Boolean).flatMap(([title, block]) => [el("h3", {}, title), block]));
+  if (now.row !== line) return; // another one was chosen meanwhile
+  $("reading").append(...blocks.filter(Boolean).flatMap(([title, block]) => [el("h3", {}, title), block]));
+  if (first.step < latest.step) {
+    fill($("ends"), el("h3", {}, "the same prompt at the first and the latest step"), sideBySide([first, latest].map((end) => [`step ${end.step}`, end]), true));
+  }
 }
 
 function cutNote(line, name) {
@@ -568,6 +571,10 @@ async function begin() {
   const reading = readIndex(now.run);
   if (id) await read(id);
   await reading;
+  if (id && isNarrow()) {
+    await load({ keep: true }); // the table above the pane has its height now
+    readAddress();
+  }
   for (const run of DATA.runs.keys()) await readIndex(run);
 }
 

@@ -28,6 +28,7 @@ from ppo_cli.report.metrics import (
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import describe_choice, describe_gain, list_validations
 from ppo_cli.run_folder import (
+    JUDGES_FILE,
     LABELS_FILE,
     METRICS_FILE,
     SPENT,
@@ -36,6 +37,7 @@ from ppo_cli.run_folder import (
     is_active,
     paid_calls,
     read_fork,
+    read_lines,
     read_metrics,
     run_settings,
     run_state,
@@ -214,18 +216,27 @@ def list_facts(
 
 def describe_judging(folder: Path, config: Config | None) -> dict[str, Any]:
     """Return the weights of a run's mixture, and what each of its judges was asked."""
-    from ppo_cli.rewards.judge.prompt import describe_request
-
     parts = mixture_of(config.reward) if config else ()
-    started = (folder / "config.yaml").stat().st_mtime if config else 0.0
     return {
         "formula": mixture_line(parts) if parts else "",
         "weights": {part.name: part.weight for part in parts},
-        "judges": [
-            {"part": judge.part} | describe_request(judge.settings, started)
-            for judge in (judges_of(config.reward) if config else ())
-        ],
+        "judges": read_requests(folder, config) if config else [],
     }
+
+
+def read_requests(folder: Path, config: Config) -> list[dict[str, Any]]:
+    """Return what each judge of a run was asked, as `describe_request` does.
+
+    Older runs have not recorded it: then it is read from the judge's files as they are now.
+    """
+    from ppo_cli.rewards.judge.prompt import describe_request
+
+    recorded = {line.get("part"): line for line in read_lines(folder / JUDGES_FILE)}
+    started = (folder / "config.yaml").stat().st_mtime
+    return [
+        recorded.get(judge.part) or {"part": judge.part} | describe_request(judge.settings, started)
+        for judge in judges_of(config.reward)
+    ]
 
 
 def answer_questions(

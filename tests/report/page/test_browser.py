@@ -263,6 +263,23 @@ def test_on_a_phone_a_chosen_response_comes_into_view(
         until(lambda: texts(browser, "#pane p")[0] != first)
         wide = "return document.documentElement.scrollWidth"
         assert browser.execute_script(wide) <= 390
+        # Keys of settings are broken after dots and underscores only.
+        lines = (
+            "return [...document.querySelectorAll('.settings td:first-child span')].flatMap("
+            "  (key) => [...key.childNodes].filter((node) => node.data).map((node) => {"
+            "    const range = new Range(); range.selectNodeContents(node);"
+            "    return range.getClientRects().length; }))"
+        )
+        browser.execute_script(
+            "for (const d of document.querySelectorAll('details')) d.open = true"
+        )
+        assert set(browser.execute_script(lines)) == {1}
+        # The address of a response leads to it, also one that was made on a wide screen.
+        browser.get("about:blank")
+        browser.get(f"{file.as_uri()}#at=rollouts&response=train%3A20%3A3")
+        until(lambda: len(texts(browser, "#table tbody tr")) == 50)
+        until(lambda: 0 <= browser.execute_script(top) < 400)
+        assert "train:3 #0" in texts(browser, "#pane p")[0]
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -341,7 +358,7 @@ def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
     until(lambda: count(browser) == "48 of 48 responses")
     assert texts(browser, "#table th") == ["step ↓", "score", "tokens", "prompt", "response"]
     assert texts(browser, "#table tr:first-child .clip")[0] == "… about topic0"
-    click(browser, "#views button", "worst now and at the start")
+    click(browser, "#views button", "worst now and the first response")
     until(lambda: count(browser) == "8 of 48 responses")
     assert texts(browser, "#table th")[-2:] == ["at step 1", "response at step 1"]
     assert texts(browser, "#table tbody tr:first-child td") == [
@@ -349,21 +366,50 @@ def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
         "answer 0 at 1 of the run",
     ]  # fmt: skip
     browser.execute_script("document.querySelectorAll('#table tbody tr')[3].click()")
-    titles = ["long, step 6", "short, step 3", "step 1", "step 6"]
+    titles = ["step 1", "step 6", "long, step 6", "short, step 3"]
     until(lambda: texts(browser, "#pane .beside b") == titles)
-    assert texts(browser, "#pane .beside p")[1] == "short, step 3 · score 0.545"
+    assert texts(browser, "#pane .beside p")[3] == "short, step 3 · score 0.545"
+    heads = texts(browser, "#pane h3")
+    assert heads[heads.index("response") + 1] == "the same prompt at the first and the latest step"
     # Who opens the address sees the same.
     address = browser.current_url
     browser.get("about:blank")
     browser.get(address)
     until(lambda: texts(browser, "#pane .beside b") == titles)
     assert count(browser) == "8 of 48 responses"
-    assert texts(browser, "#views [aria-pressed=true]") == ["worst now and at the start"]
+    assert texts(browser, "#views [aria-pressed=true]") == ["worst now and the first response"]
     # A click in a plot asks for the step of a run.
     browser.execute_script("showStep(1, 2)")
     until(lambda: count(browser) == "8 of 24 responses")
     assert set(texts(browser, "#table tbody td:first-child")) == {"2"}
     assert "run=short" in browser.current_url
+    assert errors_of(browser) == []
+
+
+def test_the_first_response_is_shown_with_its_step_however_late_that_is(
+    browser: Any, tmp_path: Path
+) -> None:
+    """As in a fork, whose folder has no steps before the one that it was forked at."""
+    run = make_run(tmp_path / "run", steps=9)
+    for step in (1, 2, 3, 4, 5, 8):
+        rollout_file(run, step).unlink()
+    replace_lines(rollout_file(run, 6), read_lines(rollout_file(run, 6))[1:])
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: count(browser) == "23 of 23 responses")
+    click(browser, "#views button", "worst now and the first response")
+    until(lambda: count(browser) == "8 of 23 responses")
+    assert texts(browser, "#table th")[-3:] == ["response at step 9", "first", "first response"]
+    rows = "#table tbody tr:nth-child(-n + 2) td:nth-last-child(2)"
+    assert texts(browser, rows) == ["0.412step 7", "0.412step 6"]
+    # Validations have the same prompts each time, so that they are compared where there are two.
+    for step in (6, 7):
+        shutil.copy(rollout_file(run, step), rollout_file(run, step, "val"))
+    browser.get("about:blank")
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: count(browser) == "38 of 38 responses")
+    click(browser, "#views button", "best now and the first response")
+    until(lambda: count(browser) == "8 of 38 responses")
+    assert texts(browser, "#table th")[-3] == "response at step 7"
     assert errors_of(browser) == []
 
 
