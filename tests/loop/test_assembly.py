@@ -47,7 +47,7 @@ class Cluster:
 @pytest.fixture
 def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Build a run with these settings and stop short of its engine."""
-    load = assemble._load_tokenizer
+    load = assemble.load_tokenizer
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def build(
@@ -66,7 +66,7 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         def run(job: Any, begin: Any, **options: Any) -> None:
             seen.job, seen.begin, seen.restarts = job, begin, options
 
-        monkeypatch.setattr(assemble, "_load_tokenizer", load_tokenizer)
+        monkeypatch.setattr(assemble, "load_tokenizer", load_tokenizer)
         monkeypatch.setattr(assemble, "start_engine", start)
         monkeypatch.setattr(assemble, "run_with_restarts", run)
         args = (*WHOLE, f"trainer.output_dir={tmp_path / 'run'}", *overrides)
@@ -89,7 +89,7 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
         "trainer.engine=ray",
     )  # fmt: skip
     job, engine = seen.job, seen.engines
-    assert seen.tokenizer == {"trust_remote_code": True, "flag": "--model"}
+    assert seen.tokenizer == {"trust_remote_code": True}
     assert (len(job.prompts), len(job.val_prompts), job.total_steps) == (10, 3, 3 * 2)
     order = PromptOrder(10, 4, 7, False, fingerprint(job.prompts))
     assert job.order.state_dict() == order.state_dict()

@@ -48,7 +48,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("browser") / "run", hostile=True)
+    long = f"reward.api.base_url=https://judge.example/{'a' * 200}"
+    return make_run(tmp_path_factory.mktemp("browser") / "run", hostile=True, overrides=[long])
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -273,7 +274,10 @@ def test_on_a_phone_a_chosen_response_comes_into_view(
         browser.execute_script(
             "for (const d of document.querySelectorAll('details')) d.open = true"
         )
+        narrow = {"width": 320, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
         assert set(browser.execute_script(lines)) == {1}
+        assert browser.execute_script(wide) <= 320
         # The address of a response leads to it, also one that was made on a wide screen.
         browser.get("about:blank")
         browser.get(f"{file.as_uri()}#at=rollouts&response=train%3A20%3A3")
