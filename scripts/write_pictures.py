@@ -25,7 +25,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 # Goes to the responses, and chooses one of the best that was not good at the start.
 CHOOSE = """
 const views = [...document.querySelectorAll('#views button')];
-views.find((button) => button.textContent === 'best now and at the start').click();
+views.find((button) => button.textContent === 'best now and the first response').click();
 document.getElementById('rollouts').scrollIntoView();
 setTimeout(() => document.querySelector('#table tbody tr').click(), 1500);
 """

@@ -88,7 +88,9 @@ def look_through(browser: Any, total: int) -> None:
     """What both ways to open the page show: curves, a filtered table, a response."""
     until(lambda: "of" in count(browser))
     sentence = texts(browser, ".sentence")[0]
-    assert sentence.startswith("The reward rose, validation did not: reward 0.50")
+    assert sentence.startswith(
+        "The reward rose, validation did not: validation reward 0.50 to 0.50, reward 0.50 to 0.86"
+    )
     (fault,) = texts(browser, ".card.out")
     assert fault.startswith("KL to the reference") and "since step 17: kl 0.14 is above" in fault
     assert texts(browser, ".card h3")[0] == "KL to the reference nats a token"
