@@ -267,7 +267,7 @@ def test_what_is_taken_without_effect_is_remarked_on(override: str) -> None:
 def test_critic_enable_is_taken_where_it_says_what_we_do() -> None:
     rpp = "algorithm.adv_estimator=reinforce_plus_plus"
     assert settle("critic.enable=False", rpp).config == settle(rpp).config
-    assert "only gae trains a critic" in refusal("critic.enable=True", rpp)
+    assert "gae has a critic, and the others have none" in refusal("critic.enable=True", rpp)
 
 
 QUICKSTART = """

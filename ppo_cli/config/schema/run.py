@@ -311,8 +311,8 @@ class Trainer(Section):
     )  # fmt: skip
     # Cadence of checkpoints and validations.
     save_freq: NotZero = setting(
-        50, "Steps between checkpoints; -1: only at the end.", flag="--save_freq", ge=-1,
-        common=True,
+        50, "Steps between checkpoints; -1: only at the end. A new best is saved too.",
+        flag="--save_freq", ge=-1, common=True,
     )  # fmt: skip
     test_freq: NotZero = setting(
         -1, "Steps between validations; -1: start and end.", flag="--test_freq", ge=-1, common=True
