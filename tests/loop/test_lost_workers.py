@@ -108,7 +108,7 @@ def run_with_a_kill(
     except (AssertionError, subprocess.TimeoutExpired):
         process.kill()
         raise
-    assert process.returncode == 0 and "\nDone\n" in output, output
+    assert process.returncode == 0 and "\nDone: " in output, output
     await_end(family)
     hidden = [path for path in out.rglob(".*") if path.name.startswith(".unfinished")]
     assert hidden == []
