@@ -183,6 +183,7 @@ DETAILS = (
 )  # fmt: skip
 METRICS = DECIDING + DETAILS
 MIN_CONSTANT = 3  # equal values from which a metric counts as constant
+MAIN_CARDS = 9  # cards above the responses: three rows on a laptop
 
 
 def find_position(key: str) -> int:
@@ -215,7 +216,11 @@ def list_cards(
         card["findings"] += [span for span in findings if span["now"] and span["key"] == key]
         if card["findings"]:
             card["place"] = "main"
-    return sorted(cards.values(), key=lambda card: not card["findings"])
+    ordered = sorted(cards.values(), key=lambda card: not card["findings"])
+    shown = [card for card in ordered if card["findings"] or not card["constant"]]
+    for card in [card for card in shown if card["place"] == "main"][MAIN_CARDS:]:
+        card["place"] = "more"
+    return ordered
 
 
 def _label_line(metric: Metric, key: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.report.catalogue import METRICS, list_cards
+from ppo_cli.report.catalogue import MAIN_CARDS, METRICS, list_cards
 from ppo_cli.report.health import Limits
 from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
@@ -153,6 +153,15 @@ def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
     assert any(len({r.step for r in chosen if r.uid == f"train:{n}"}) == 40 for n in range(8))
     data = data_of(render_report([RunData(run, "run")], most_bytes=80_000))
     assert data["notes"][0].startswith(f"{len(data['rows'][0])} of {len(rows)} responses")
+
+
+def test_the_responses_follow_three_rows_of_cards() -> None:
+    plots = {metric.plot: metric.key.replace("*", "a") for metric in METRICS}
+    series = {key: [1.0, 2.0, 3.0] for key in plots.values()}
+    finding = {"key": plots["Clip fraction"], "now": True, "text": ""}
+    cards = list_cards(series, Limits(), [finding])
+    main = [card["title"] for card in cards if card["place"] == "main"]
+    assert len(main) == MAIN_CARDS and main[:2] == ["Clip fraction", "Reward"]
 
 
 def test_cards_follow_the_catalogue() -> None:
