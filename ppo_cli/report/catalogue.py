@@ -202,8 +202,9 @@ def list_cards(
     """
     cards: dict[tuple[str, str], dict[str, Any]] = {}
     for position, key in sorted((find_position(key), key) for key in series):
-        place = ("main", "more", "other")[(position >= len(DECIDING)) + (position == len(METRICS))]
-        metric = Metric(key, key) if place == "other" else METRICS[position]
+        metric, place = Metric(key, key), "other"
+        if position < len(METRICS):
+            metric, place = METRICS[position], "main" if position < len(DECIDING) else "more"
         card = cards.setdefault((place, metric.plot), {
             "title": metric.plot, "what": metric.what, "unit": metric.unit, "axis": metric.axis,
             "band": metric.band(limits, series[key]) if metric.band else (None, None),

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -90,10 +91,21 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     )
 
 
-def _read_prompt_scores(run_dir: Path, step: int) -> dict[str, float]:
+def _read_prompt_scores(run_dir: Path, step: int) -> Mapping[str, float]:
     """Return the mean score of each prompt of a validation; empty without its responses."""
+    file = rollout_file(run_dir, step, "val")
+    if not file.exists():
+        return {}
+    state = file.stat()
+    return _read_scores(file, (state.st_mtime_ns, state.st_size))
+
+
+# A page compares the same validations several times, and again after each step of a live run.
+@lru_cache(maxsize=16)
+def _read_scores(file: Path, version: tuple[int, int]) -> Mapping[str, float]:
+    """Return the mean score of each prompt in one version (time, size) of a rollout file."""
     scores: dict[str, list[float]] = defaultdict(list)
-    for line in read_lines(rollout_file(run_dir, step, "val")):
+    for line in read_lines(file):
         if isinstance(line.get("score"), int | float):
             scores[str(line.get("uid"))].append(float(line["score"]))
     return {uid: fmean(values) for uid, values in scores.items()}
