@@ -95,6 +95,16 @@ def test_a_call_is_what_training_would_send() -> None:
     assert foretell("reward.api.mode=decision").a_step.high.output == 0
 
 
+def test_all_criteria_are_decided_in_one_request() -> None:
+    Path("r.yaml").write_text(json.dumps([f"It names colour {n}." for n in range(9)]))
+    criteria = ("reward.api.mode=decision", "reward.api.rubric=r.yaml")
+    few, one = foretell(*criteria), foretell("reward.api.mode=decision")
+    assert few.a_step.calls == one.a_step.calls == 4 * 2
+    assert few.a_step.high.output == 0 and few.a_step.low.input > one.a_step.low.input
+    each = foretell(*criteria, "reward.api.rubric_calls=each")
+    assert each.a_step.calls == 9 * few.a_step.calls
+
+
 def test_validation_rows_have_their_own_length() -> None:
     write("v.jsonl", 4, prompt="word " * 400)
     plain = whole_run(foretell())

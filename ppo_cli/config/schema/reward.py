@@ -401,16 +401,6 @@ class ApiReward(Section):
         ),
         Conflict(
             "mode rubric",
-            lambda s: s.mode == "decision" and s.rubric is not None,
-            lambda s, at: (
-                "a decision endpoint gives one score and decides no criteria; use --rm_mode text, "
-                "or leave --rm_rubric out."
-            ),
-            example="mode=decision type=openai rubric=extra_info.r",
-            advice="mode=text",
-        ),
-        Conflict(
-            "mode rubric",
             lambda s: s.mode == "compare" and s.rubric is not None,
             lambda s, at: (
                 "criteria are decided for each response by itself, and --rm_mode compare decides "

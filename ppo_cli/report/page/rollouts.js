@@ -378,7 +378,7 @@ function criteriaTable(credits, part, reason) {
   const judge = DATA.runs[now.run].reward.judges.find((one) => one.part === part);
   return table("criteria", ["criterion", "weight", "grade", "reason"], Object.entries(credits).map(([name, credit]) => {
     const known = judge?.criteria.find((one) => one.name === name);
-    const line = new RegExp(`(?:^|\\n)${name.replace(/\W/g, ".")}: ((?:not )?(?:met|present)|level \\d+ of \\d+)\\. ?(.*)`);
+    const line = new RegExp(`(?:^|\\n)${name.replace(/\W/g, ".")}: ((?:not )?(?:met|present)(?: with probability [^ ]+)?|level [^ ]+ of \\d+)\\. ?(.*)`);
     const [, grade, why] = reason.match(line) || [];
     return [criterion(name, known), weightOf(known), el("span", { class: credit >= 0.5 ? "good" : "bad" }, known ? gradeOf(credit, known) : grade || `credit ${digits(credit)}`),
       el("span", {}, textOf(why || ""))];

@@ -129,13 +129,13 @@ class Reply:
 
     `usage` is None when the provider did not report it, which is not the same as no tokens.
     `truncated` says that the answer was cut at `max_tokens`. In decision mode `probabilities`
-    holds level -> probability, and `text` is empty.
+    holds level -> probability for each question, and `text` is empty.
     """
 
     text: str
     usage: Usage | None = None
     truncated: bool = False
-    probabilities: Mapping[int, float] | None = None
+    probabilities: Sequence[Mapping[int, float]] | None = None
 
 
 @dataclass(frozen=True)

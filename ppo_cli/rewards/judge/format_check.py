@@ -7,9 +7,8 @@ judge with unreadable replies was refused before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Question, Verdict
@@ -38,17 +37,19 @@ _GRADES = [1.0, 1.0, 0.0, 1.0]  # the fault `insult` is present, the fault `pric
 
 @dataclass(frozen=True)
 class FormatCheck:
-    """A question and its right verdict: entries of `info`, and bounds of the value."""
+    """A question and its right verdict: grades of criteria, if any, and bounds of the value."""
 
     question: Question
-    info: Mapping[str, Any]
+    grades: Sequence[float]
     at_least: float
     at_most: float
 
     def is_passed(self, verdict: Verdict) -> bool:
         """Whether the judge gave the known answer."""
-        right = all(verdict.info.get(name) == value for name, value in self.info.items())
-        return right and self.at_least <= verdict.value <= self.at_most
+        # A decision endpoint gives mean levels: the nearest level counts.
+        pairs = zip(verdict.info.get("grades", ()), _CRITERIA.criteria, strict=False)
+        nearest = [round(grade * c.levels) / c.levels for grade, c in pairs]
+        return nearest == list(self.grades) and self.at_least <= verdict.value <= self.at_most
 
 
 def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
@@ -58,7 +59,7 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
     if api.rubric is not None:
         rubric_template = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
         question = rubric_template.question(_COLOURS, api, rubric=_CRITERIA)
-        return [FormatCheck(question, {"grades": _GRADES}, 0.0, 1.0)]
+        return [FormatCheck(question, _GRADES, 0.0, 1.0)]
     if template.written_for != template.scale:
         return []  # the cases are on the scale that the prompt was written for
     # The easiest good case and the easiest bad one.
@@ -76,13 +77,13 @@ def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
     material = Material(_SUM, texts[0], compared=tuple(texts))
     question = load_preset(COMPARE).question(material, api)
     if right_place == 0:
-        return FormatCheck(question, {}, 1.0, 1.0)
+        return FormatCheck(question, (), 1.0, 1.0)
     # After a better response the first one may tie with another wrong one, or lose to it.
-    return FormatCheck(question, {}, 0.0, 0.0 if len(texts) == 2 else 0.25)
+    return FormatCheck(question, (), 0.0, 0.0 if len(texts) == 2 else 0.25)
 
 
 def _case(api: ApiReward, template: Template, case: Case) -> FormatCheck:
     # A case has a lower bound, an upper bound or both.
     low = template.scale.low if case.at_least is None else case.at_least
     high = template.scale.high if case.at_most is None else case.at_most
-    return FormatCheck(template.question(case.material, api), {}, low, high)
+    return FormatCheck(template.question(case.material, api), (), low, high)

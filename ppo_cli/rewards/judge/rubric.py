@@ -1,7 +1,8 @@
 """Answers other than a single score: a rubric, a comparison, or a draft of criteria.
 
-A judge decides the criteria of a rubric one by one; their verdicts make the score. Criteria come
-from a file, for all rows, or from a value of each row. The keys of published rubric data sets are
+A judge decides the criteria of a rubric one by one; their verdicts make the score. A decision
+endpoint gives a probability for each level, and the grade is the expected level. Criteria come from
+a file, for all rows, or from a value of each row. The keys of published rubric data sets are
 accepted (HealthBench, Rubrics as Rewards, ProfBench, PRBench); any other key is an error, since it
 may be a mistyped weight. The responses of a comparison are called R1, R2 … in the order shown.
 """
@@ -74,7 +75,7 @@ class Criterion:
 
     With `levels` 1 the verdict is yes or no, otherwise a whole number from 0 to `levels`. A `fault`
     is a property to avoid. With `weight` 0 the criterion is only reported. A `must` is a hurdle: a
-    response that misses it (or has the fault) scores 0.
+    response that more likely misses it (or has the fault) than not scores 0.
     """
 
     name: str
@@ -91,6 +92,21 @@ class Criterion:
             return f"level_0_to_{self.levels}"
         return "present" if self.fault else "met"
 
+    @property
+    def question(self) -> str:
+        """The text of the criterion as a judge reads it."""
+        text = " ".join(neutralise(clean(self.text)).split())
+        if self.levels > 1:
+            return f"{text} ({self.key}: 0 is the least, {self.levels} the most)"
+        return f"{text} (a fault: is it present in the response?)" if self.fault else text
+
+    @property
+    def options(self) -> list[str]:
+        """The verdicts that a decision endpoint chooses from, the lowest first."""
+        if self.levels > 1:
+            return [f"level {level} of {self.levels}" for level in range(self.levels + 1)]
+        return ["absent", "present"] if self.fault else ["not met", "met"]
+
     def answer_format(self) -> str:
         """Return the reason and verdict as the judge has to write them."""
         value = "true or false" if self.levels == 1 else "N"
@@ -103,7 +119,9 @@ class Criterion:
     def describe_grade(self, grade: float) -> str:
         """Return a grade as people read it."""
         if self.levels > 1:
-            return f"level {grade * self.levels:.0f} of {self.levels}"
+            return f"level {grade * self.levels:.3g} of {self.levels}"
+        if 0 < grade < 1:
+            return f"{self.key} with probability {grade:.3g}"
         return f"{'' if grade else 'not '}{self.key}"
 
 
@@ -137,7 +155,7 @@ class Rubric:
     def missed_hurdles(self, grades: Sequence[float]) -> list[str]:
         """Return the names of the hurdles that a response misses."""
         pairs = zip(self.criteria, grades, strict=True)
-        return [c.name for c, g in pairs if c.must and c.credit(g) < 1.0]
+        return [c.name for c, g in pairs if c.must and c.credit(g) < 0.5]
 
     def split_criteria(self) -> list[Rubric]:
         """Return one rubric per criterion, each for a separate call."""
@@ -171,8 +189,7 @@ class Rubric:
         lines = ["Decide each criterion by itself, the reason first.", "", "Criteria:"]
         forms = []
         for key, criterion in zip(self.keys, self.criteria, strict=True):
-            text = " ".join(neutralise(clean(criterion.text)).split())
-            lines.append(f"{key}: {text}{_question(criterion)}")
+            lines.append(f"{key}: {criterion.question}")
             forms.append(f'"{key}": {criterion.answer_format()}')
         return "\n".join([*lines, "", "Half met is not met.", self.answer_format(forms)])
 
@@ -312,13 +329,6 @@ def _verdict_schema(criterion: Criterion) -> dict[str, Any]:
     if criterion.fault:
         return {"type": "boolean", "description": "true when the response has this fault"}
     return {"type": "boolean", "description": "true when the response meets this criterion"}
-
-
-def _question(criterion: Criterion) -> str:
-    """Return what the judge reads after the text of a criterion."""
-    if criterion.levels > 1:
-        return f" ({criterion.key}: 0 is the least, {criterion.levels} the most)"
-    return " (a fault: is it present in the response?)" if criterion.fault else ""
 
 
 def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:

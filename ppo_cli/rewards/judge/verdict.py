@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -97,14 +97,15 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
     (not the format asked for), `ambiguous` (a second score) or `out_of_range`; for probabilities
     also `unparsed`.
 
-    A rubric is answered by one JSON object with a verdict for each criterion and no other key; its
-    `grades` are returned. For a comparison the `places` are returned, 1 for the best, and the score
-    is the share of the others that the first response beat. Criteria that the judge wrote are
-    returned as `rubric`, with their number as the score.
+    A rubric is answered by one JSON object with a verdict for each criterion and no other key, or
+    by the probabilities of all levels of each criterion; its `grades` are returned. For a
+    comparison the `places` are returned, 1 for the best, and the score is the share of the others
+    that the first response beat. Criteria that the judge wrote are returned as `rubric`, with their
+    number as the score.
     """
     try:
         if reply.probabilities is not None:
-            return *_expected_level(reply.probabilities, question.scale), {}
+            return _read_probabilities(reply.probabilities, question)
         if reply.truncated:
             raise Unreadable("truncated", "the judge's reply was cut at its token limit")
         value, reason, info = _read_reply(reply.text, question)
@@ -379,6 +380,20 @@ def _match_value(pattern: re.Pattern[str], line: str) -> float | None:
 
 
 # --- probabilities -------------------------------------------------------------------------------
+
+
+def _read_probabilities(
+    probabilities: Sequence[Mapping[int, float]], question: Question
+) -> tuple[float, str, dict[str, Any]]:
+    """Return the mean level of a score, or the value of the mean levels of all criteria."""
+    if question.rubric is None:
+        return *_expected_level(probabilities[0], question.scale), {}
+    grades, reasons = [], []
+    for criterion, shares in zip(question.rubric.criteria, probabilities, strict=True):
+        level, likely = _expected_level(shares, Scale(0, criterion.levels))
+        grades.append(level / criterion.levels)
+        reasons.append(f"{criterion.name}: {criterion.describe_grade(grades[-1])}. {likely}")
+    return question.rubric.value(grades), "\n".join(reasons), {"grades": grades}
 
 
 def _expected_level(probabilities: Mapping[int, float], scale: Scale) -> tuple[float, str]:

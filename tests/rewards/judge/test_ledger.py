@@ -257,7 +257,7 @@ def failed(cause: str, status: int | None = None, message: str = "", **fields: A
         (Reply("seven"), WORST), (Reply("seven", Usage()), WORST), (None, WORST),
         (Reply("seven", Usage(20, 0)), Usage(20, 50)), (Reply("seven", Usage(0, 7)), Usage(100, 7)),
         (Reply("seven", Usage(1, 7)), Usage(100, 7)), (Reply(LONG, Usage(20, 1)), Usage(20, 50)),
-        (Reply("", Usage(20, 0), probabilities={1: 1.0}), Usage(20, 0)),
+        (Reply("", Usage(20, 0), probabilities=[{1: 1.0}]), Usage(20, 0)),
         (failed("bad_body", usage=REPORTED), REPORTED),
         *((failed(*failure), WORST) for failure in BILLED),
         *((failed(*failure), FREE) for failure in UNBILLED),

@@ -128,7 +128,7 @@ ONLY = dict.fromkeys(TEN.levels(), 0.0)
     ],
 )  # fmt: skip
 def test_probabilities_give_their_mean(probabilities: dict[int, float], expected: float) -> None:
-    value, reason = read_verdict(Reply("", probabilities=ONLY | probabilities))
+    value, reason = read_verdict(Reply("", probabilities=[ONLY | probabilities]))
     assert value == pytest.approx(expected, abs=0.001)
     assert str(max(probabilities, key=probabilities.__getitem__)) in reason
 
@@ -144,14 +144,14 @@ def test_probabilities_give_their_mean(probabilities: dict[int, float], expected
     ],
 )  # fmt: skip
 def test_doubtful_probabilities_are_refused(probabilities: dict[int, float], cause: str) -> None:
-    assert refused("", probabilities=probabilities).cause == cause
+    assert refused("", probabilities=[probabilities]).cause == cause
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=10, max_size=10))
 def test_a_mean_never_leaves_the_scale(weights: list[float]) -> None:
     total = sum(weights)
     shares = {level: w / total for level, w in zip(TEN.levels(), weights, strict=True)}
-    assert 1.0 <= read("", probabilities=shares) <= 10.0
+    assert 1.0 <= read("", probabilities=[shares]) <= 10.0
 
 
 # Replies by chance

@@ -136,7 +136,7 @@ class SdkProvider(BatchInterface, ABC):
         return {"api_key": key, "base_url": self.base_url}
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale.
+        """Ask the decision endpoint for the probability of each level of a score or of criteria.
 
         The reply has no text and no score. Providers without this endpoint keep this method.
         """

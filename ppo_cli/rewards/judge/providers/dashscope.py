@@ -11,7 +11,8 @@ from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
     chat_messages,
-    decision_question,
+    decision_input,
+    decision_questions,
     read_decision,
     response_format,
 )
@@ -133,9 +134,9 @@ class Judge(SdkProvider):
         return await client.chat.completions.create(**arguments, timeout=timeout)
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale."""
+        """Ask the decision endpoint for the probability of each level."""
         reply = await client.decision.create(
-            model=self.model, state=question.user, questions=decision_question(question),
-            timeout=timeout,
+            model=self.model, state=decision_input(question),
+            questions=decision_questions(question), timeout=timeout,
         )  # fmt: skip
-        return read_decision(reply, question.scale, self.reply_fields.tokens)
+        return read_decision(reply, question, self.reply_fields.tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from ppo_cli.errors import shorten
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
@@ -17,8 +18,33 @@ from ppo_cli.rewards.judge.providers.replies import (
 )
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure
 
-# Name of the question: a decision endpoint answers it with a probability for each level.
-QUESTION = "verdict"
+
+class Decision(NamedTuple):
+    """One question of a decision endpoint, answered with a probability for each level."""
+
+    name: str
+    instructions: str
+    labels: list[str]  # of the levels, lowest first
+    lowest: int = 0
+
+    def read(self, answer: Any, usage: Usage | None) -> dict[int, float]:
+        """Return level -> probability; raises JudgeError unless there is one for each level."""
+        if get_path(answer, "type") == "refusal":
+            raise refusal("refusal", f"The judge declined to decide {self.name}.", usage)
+        # Gemini and DashScope name the levels by their index, OpenAI by their label.
+        shares, names = get_path(answer, "probabilities"), self.labels
+        if isinstance(shares, Mapping):
+            names = [str(index) for index in range(len(self.labels))]
+            pairs = [(str(name), share) for name, share in shares.items()]
+        else:
+            rows = shares if isinstance(shares, list) else []
+            pairs = [(str(get_path(row, "label")), get_path(row, "probability")) for row in rows]
+        # A label that is missing, unknown or doubled makes the answer useless.
+        are_numbers = all(isinstance(p, int | float) and not isinstance(p, bool) for _, p in pairs)
+        if sorted(name for name, _ in pairs) != sorted(names) or not are_numbers:
+            text = f"{self.name} is not one probability for each of {', '.join(names)}: {shares}"
+            raise _unread(text, usage)
+        return {self.lowest + names.index(name): float(share) for name, share in pairs}
 
 
 def level_labels(scale: Scale) -> list[str]:
@@ -29,49 +55,57 @@ def level_labels(scale: Scale) -> list[str]:
     return labels
 
 
-def decision_question(question: Question) -> dict[str, dict[str, object]]:
-    """Return the question as Gemini and DashScope take it."""
-    task = {"type": "score", "criteria": level_labels(question.scale)}
-    return {QUESTION: {**task, "instructions": question.system or "Score the response."}}
+def decisions(question: Question) -> list[Decision]:
+    """Return the questions of one request: one for each criterion, or one for the score."""
+    if (rubric := question.rubric) is None:
+        task = question.system or "Score the response."
+        return [Decision("verdict", task, level_labels(question.scale), question.scale.low)]
+    return [
+        Decision(key, criterion.question, criterion.options)
+        for key, criterion in zip(rubric.keys, rubric.criteria, strict=True)
+    ]
 
 
-def read_decision(
-    reply: Any, scale: Scale, tokens: TokenFields, labels: Sequence[str] | None = None
-) -> Reply:
-    """Return a reply with the probability of each level, and no score.
+def decision_input(question: Question) -> str:
+    """Return the text that the questions are about; criteria have their own questions."""
+    if question.rubric is None:
+        return question.user
+    return join_texts(question).rpartition(question.rubric.instructions())[0].rstrip()
 
-    Without labels of the question's levels, the answer names them by their index. Raises JudgeError
-    unless it has one number for each level.
+
+def decision_questions(question: Question) -> dict[str, dict[str, object]]:
+    """Return the questions as Gemini and DashScope take them."""
+    return {
+        name: {"type": "score", "criteria": labels, "instructions": instructions}
+        for name, instructions, labels, _ in decisions(question)
+    }
+
+
+def read_decision(reply: Any, question: Question, tokens: TokenFields) -> Reply:
+    """Return a reply with the probability of each level of each question, and no score.
+
+    Raises JudgeError unless exactly these questions are answered, with one number for each level.
     """
     usage = read_usage(get_path(reply, "usage"), tokens)
     refuse_blocked(reply, usage)
-    answer = get_path(reply, "answers.0") or get_path(reply, f"answers.{QUESTION}")
-    if get_path(answer, "type") == "refusal":
-        raise refusal("refusal", "The judge declined to decide.", usage)
-    # Gemini and DashScope send an object, OpenAI a list of rows.
-    shares = get_path(answer, "probabilities")
-    if isinstance(shares, dict):
-        pairs = [(str(name), share) for name, share in shares.items()]
-    elif isinstance(shares, list):
-        pairs = [(str(get_path(row, "label")), get_path(row, "probability")) for row in shares]
-    else:
+    answers, asked = get_path(reply, "answers"), decisions(question)
+    if not answers:
         raise_body(reply)
-    indices = [str(i) for i in range(len(scale.levels()))]
-    return reply_from_probabilities(pairs, labels or indices, scale, usage)
+    # OpenAI answers with a list in the order of the questions, which may leave out their names.
+    if isinstance(answers, list):
+        pairs = zip_longest([decision.name for decision in asked], answers)
+        answers = {get_path(answer, "name") or name: answer for name, answer in pairs}
+    names = [decision.name for decision in asked]
+    if not isinstance(answers, Mapping) or sorted(map(str, answers)) != sorted(names):
+        raise _unread(f"not one answer for each of {', '.join(names)}: {answers}", usage)
+    shares = tuple(decision.read(answers[decision.name], usage) for decision in asked)
+    return Reply("", usage, probabilities=shares)
 
 
-def reply_from_probabilities(
-    shares: Sequence[tuple[str, Any]], labels: Sequence[str], scale: Scale, usage: Usage | None
-) -> Reply:
-    """Return the reply with a probability per level; the labels must be those of the question."""
-    # A label that is missing, unknown or doubled makes the answer useless.
-    names = [name for name, _ in shares]
-    are_numbers = all(isinstance(p, int | float) and not isinstance(p, bool) for _, p in shares)
-    if sorted(names) != sorted(labels) or not are_numbers:
-        text = f"The decision is not one probability for each of {', '.join(labels)}: {shares}"
-        raise JudgeError(Failure.UNPARSED, "unparsed", shorten(text, MESSAGE_LIMIT), usage=usage)
-    levels = dict(zip(labels, scale.levels(), strict=True))
-    return Reply("", usage, probabilities={levels[name]: float(share) for name, share in shares})
+def _unread(problem: str, usage: Usage | None) -> JudgeError:
+    """Return the error for an answer of a decision endpoint that cannot be used."""
+    text = shorten(f"The decision cannot be read: {problem}", MESSAGE_LIMIT)
+    return JudgeError(Failure.UNPARSED, "unparsed", text, usage=usage)
 
 
 # Names in error messages for the form of an answer, next to the parameter's name.

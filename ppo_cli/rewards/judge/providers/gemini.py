@@ -12,7 +12,8 @@ from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
     SYSTEM_WORDS,
-    decision_question,
+    decision_input,
+    decision_questions,
     join_texts,
     read_decision,
     verdict_schema,
@@ -194,8 +195,9 @@ class Judge(SdkProvider):
         return get_path(await self.get_job(client, job), "dest.inlined_responses") or ()
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale."""
+        """Ask the decision endpoint for the probability of each level."""
         reply = await client.aio.decisions.create(
-            model=self.model, input=question.user, questions=decision_question(question)
-        )
-        return read_decision(reply, question.scale, self.decision_tokens)
+            model=self.model, input=decision_input(question),
+            questions=decision_questions(question),
+        )  # fmt: skip
+        return read_decision(reply, question, self.decision_tokens)

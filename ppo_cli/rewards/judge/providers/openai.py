@@ -12,10 +12,10 @@ from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
-    QUESTION,
     SYSTEM_WORDS,
     chat_messages,
-    level_labels,
+    decision_input,
+    decisions,
     read_decision,
     response_format,
 )
@@ -114,15 +114,17 @@ class Judge(SdkProvider):
         return [row for content in contents for row in result_lines(content)]
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Ask the decision endpoint for the probability of each level of the scale."""
-        labels = level_labels(question.scale)
-        task = {
-            "type": "score",
-            "name": QUESTION,
-            "instructions": question.system or "Score the response.",
-            "levels": [{"label": label} for label in labels],
-        }
+        """Ask the decision endpoint for the probability of each level."""
+        questions = [
+            {
+                "type": "score",
+                "name": name,
+                "instructions": instructions,
+                "levels": [{"label": label} for label in labels],
+            }
+            for name, instructions, labels, _ in decisions(question)
+        ]
         reply = await client.decisions.create(
-            model=self.model, input=question.user, questions=[task], timeout=timeout
+            model=self.model, input=decision_input(question), questions=questions, timeout=timeout
         )
-        return read_decision(reply, question.scale, self.decision_tokens, labels)
+        return read_decision(reply, question, self.decision_tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import JudgeError, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.claude import Judge as Claude
@@ -262,25 +262,25 @@ def test_a_decision_gives_a_probability_for_each_level(
     reply = ask_once(judge_at(server, wire, mode="decision"), question)
     assert isinstance(reply, Reply) and reply.probabilities is not None
     assert received == [(question.system, question.user)]
-    assert reply.probabilities == pytest.approx(dict.fromkeys(range(1, 10), 0.2 / 9) | {10: 0.8})
+    (shares,) = reply.probabilities
+    assert shares == pytest.approx(dict.fromkeys(range(1, 10), 0.2 / 9) | {10: 0.8})
     assert reply.text == "" and reply.usage is not None and reply.usage.input > 0
     assert [call.path for call in server.calls] == [
         PATHS.get(wire, "/compatible-mode/v1/systemone")
     ]
 
 
-FIVE = Scale(0, 4)
+FIVE = Question("", "", "", Scale(0, 4))
 FAIR = {str(index): 0.2 for index in range(5)}
-ROWS = [{"label": label, "probability": 0.2} for label in level_labels(FIVE)]
+ROWS = [{"label": label, "probability": 0.2} for label in level_labels(FIVE.scale)]
 
 
 @pytest.mark.parametrize(
-    ("answers", "labels"),
-    [({"verdict": {"probabilities": FAIR}}, None), ([{"probabilities": ROWS}], level_labels(FIVE))],
+    "answers", [{"verdict": {"probabilities": FAIR}}, [{"probabilities": ROWS}]]
 )
-def test_a_decision_is_read_from_an_object_or_a_list(answers: Any, labels: Any) -> None:
-    reply = read_decision({"answers": answers}, FIVE, CHAT.tokens, labels)
-    assert reply.probabilities == dict.fromkeys(range(5), 0.2)
+def test_a_decision_is_read_from_an_object_or_a_list(answers: Any) -> None:
+    reply = read_decision({"answers": answers}, FIVE, CHAT.tokens)
+    assert reply.probabilities == (dict.fromkeys(range(5), 0.2),)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_decision_names_exactly_the_requested_levels(shares: Any) -> None:
     answer = {"probabilities": shares}
     reply = {"answers": [answer] if is_list else {"verdict": answer}}
     with pytest.raises(JudgeError) as caught:
-        read_decision(reply, FIVE, CHAT.tokens, level_labels(FIVE) if is_list else None)
+        read_decision(reply, FIVE, CHAT.tokens)
     assert (caught.value.kind, caught.value.cause) == (Failure.UNPARSED, "unparsed")
 
 
