@@ -21,28 +21,42 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ppo_cli.algo.batch import build_batch
+from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, plural
 from ppo_cli.records import Scored
-from ppo_cli.report.metrics import extend_budget, score_metrics, staleness_metrics
-from ppo_cli.step.shaping import place_steps, shape_scores, shape_step
+from ppo_cli.report.metrics import (
+    StepSums,
+    describe_pretraining,
+    extend_budget,
+    has_reached_target,
+    is_pretrained,
+    score_metrics,
+    staleness_metrics,
+)
+from ppo_cli.step.shaping import ShapedScores, ShapedStep, place_steps, shape_scores, shape_step
 from ppo_cli.step.stages import (
     MAX_UNSCORED_STEPS,
+    PRETRAIN_SHUFFLE,
     VALIDATION,
     Job,
     RunState,
+    StepSample,
     baselines_by_row,
     check_sampler_weights,
     explain_zero_reward,
     gather,
     gather_baselines,
     raise_if_reward_only_raises,
+    sample_pretraining,
     sample_references,
     sample_rollouts,
     sample_step,
     stream_seed,
     submit_baselines,
     update,
+    update_critic,
 )
 
 
@@ -53,9 +67,11 @@ def run(job: Job, state: RunState) -> None:
     with job.store.open():
         # Before the first step: reference responses and a validation, if configured.
         sample_references(job)
-        if state.step == 0 and job.config.trainer.val_before_train:
+        if state.step == 0 and not state.pretraining and job.config.trainer.val_before_train:
             with _save_on_stop(job, state):
                 validate(job, state)
+        if state.step == 0:
+            pretrain_critic(job, state)
         # A resumed run may start with a step that is trained but not validated.
         while state.step < job.total_steps or state.unfinished is not None:
             if state.unfinished is None:
@@ -63,6 +79,59 @@ def run(job: Job, state: RunState) -> None:
             if finish_step(job, state):
                 break
         wait_for_save(job)
+
+
+def pretrain_critic(job: Job, state: RunState) -> None:
+    """Train the critic alone on responses of the initial policy (VC-PPO, arXiv 2503.01491).
+
+    Its targets are the rewards to come (lambda 1), and each step has fresh responses: the explained
+    variance of their first values, which no update has seen, ends it at critic.pretrain_until. The
+    critic's optimizer goes on into step 1 as it is: its moments are those of the same loss.
+    """
+    while not is_pretrained(job.config, state.pretraining):
+        scales, started = job.reward.state_dict(), time.perf_counter()
+        step = len(state.pretraining) + 1
+        # A step that cannot be finished is undone, as in `take_step`.
+        try:
+            scored, metrics = pretrain_step(job, state, step)
+        except Interrupted as stop:
+            job.reward.load_state_dict(scales)
+            save(job, state, last=True)
+            raise _with_resume_command(job, state, stop) from stop
+        job.tracker.rollouts(step, scored, split="pretraining")
+        metrics["time/step_s"] = time.perf_counter() - started
+        _check_reward(job, state, scored)
+        state.pretraining.append(metrics)
+        job.tracker.pretraining(state.pretraining)
+        state.stop_after_broken_steps(
+            job.config.trainer.max_nonfinite_steps, job.resume_command, job.store.newest()
+        )
+        # Saved at the end too, so that other runs can start from the pretrained critic.
+        stop_reason = job.stop_requested() or _unscored_reason(state)
+        done = is_pretrained(job.config, state.pretraining)
+        if done or stop_reason or _is_due(step, job.config.trainer.save_freq):
+            save(job, state, last=bool(stop_reason))
+        if stop_reason:
+            message = f"Stopped after step {step} of critic pretraining ({stop_reason})."
+            raise _with_resume_command(job, state, Interrupted(message))
+        if done:
+            text = describe_pretraining(job.config, state.pretraining)
+            reached = has_reached_target(job.config, state.pretraining)
+            short = job.config.critic.pretrain_until is not None and not reached
+            (job.tracker.screen.health if short else job.tracker.screen.note)(text)
+
+
+def pretrain_step(job: Job, state: RunState, step: int) -> tuple[list[Scored], dict[str, float]]:
+    """One step of critic pretraining: returns the responses with scores, and the metrics."""
+    sample = sample_pretraining(job, step)
+    config = with_settings(job.config, {"critic.lam": 1.0})
+    scored, scores, shaped = prepare_batch(job, state, config, sample)
+    state.moments = scores.moments
+    sums = StepSums()
+    update_critic(job, shaped.batch, sums, (PRETRAIN_SHUFFLE, step), pretraining=True)
+    state.count_broken_steps(sums)
+    metrics = score_metrics(scored) | job.reward.pop_metrics() | scores.metrics
+    return list(scores.logged), metrics | shaped.metrics | sums.means()
 
 
 def take_step(job: Job, state: RunState) -> None:
@@ -88,11 +157,16 @@ def take_step(job: Job, state: RunState) -> None:
     job.tracker.rollouts(state.step, scored)
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
-    raise_if_reward_only_raises(job, scored)
     job.tracker.show_profile(state.step)
+    _check_reward(job, state, scored)
+    state.unfinished = metrics
+
+
+def _check_reward(job: Job, state: RunState, scored: list[Scored]) -> None:
+    """Stop the run if the reward only raises; show a diagnosis if it gives nothing to learn."""
+    raise_if_reward_only_raises(job, scored)
     state.count_unscored_steps(scored)
     explain_zero_reward(job, state, scored)
-    state.unfinished = metrics
 
 
 def finish_step(job: Job, state: RunState) -> bool:
@@ -125,21 +199,8 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     # 1. Sample. Rewards start as responses finish; ReMax also samples greedy baselines.
     job.reward.begin_step(state.step)
     sample = sample_step(job, state.step)
-    baseline = submit_baselines(job, state, sample.prompts)
-    # 2. Annotate on the engine while rewards are computed, then wait for the scores.
-    with tracker.phase("annotate"):
-        annotated = job.engine.annotate(build_batch(sample.rollouts, job.pad_token_id))
-    scored = gather(job, sample.rollouts, sample.futures, "reward_wait")
-    greedy = gather_baselines(job, baseline)
-    # 3. Shape scores (penalties, normalisation), place them on tokens, estimate advantages.
-    with tracker.phase("advantages"):
-        scores = shape_scores(
-            config.reward.shaping, config.data.max_response_length, scored, greedy, state.moments
-        )
-        baselines = baselines_by_row(annotated, scores.baselines)
-        placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in scores.scored]
-        shaped = shape_step(config, annotated, scores.scored, state.kl_coef, baselines, placed)
-    check_sampler_weights(job, shaped.metrics)
+    # 2. and 3. Annotate, shape the scores, estimate advantages.
+    scored, scores, shaped = prepare_batch(job, state, config, sample)
     state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
     # 4. Update, and give the samplers the new weights.
     sums = update(job, state, shaped.batch)
@@ -151,8 +212,30 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     metrics |= sample.metrics | shaped.metrics | sums.means()
     if config.trainer.async_steps:
         metrics |= staleness_metrics(scored, state.step - 1)
-    tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
+    tokens = int((shaped.batch.prompt_len_B + shaped.batch.response_len_B).sum())
     return list(scores.logged), metrics, tokens
+
+
+def prepare_batch(
+    job: Job, state: RunState, config: Config, sample: StepSample
+) -> tuple[list[Scored], ShapedScores, ShapedStep]:
+    """Parts 2 and 3 of a step: returns the scores, as given and shaped, and the batch."""
+    # 2. Annotate on the engine while rewards are computed, then wait for the scores.
+    baseline = submit_baselines(job, state, sample.prompts)
+    with job.tracker.phase("annotate"):
+        annotated = job.engine.annotate(build_batch(sample.rollouts, job.pad_token_id))
+    scored = gather(job, sample.rollouts, sample.futures, "reward_wait")
+    greedy = gather_baselines(job, baseline)
+    # 3. Shape scores (penalties, normalisation), place them on tokens, estimate advantages.
+    with job.tracker.phase("advantages"):
+        scores = shape_scores(
+            config.reward.shaping, config.data.max_response_length, scored, greedy, state.moments
+        )
+        baselines = baselines_by_row(annotated, scores.baselines)
+        placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in scores.scored]
+        shaped = shape_step(config, annotated, scores.scored, state.kl_coef, baselines, placed)
+    check_sampler_weights(job, shaped.metrics)
+    return scored, scores, shaped
 
 
 def validate(job: Job, state: RunState) -> None:
@@ -209,7 +292,7 @@ def load(job: Job, folder: Path) -> RunState:
     if job.config.algorithm.kl_ctrl.type == "fixed":  # the setting may have changed since
         state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
     job.engine.load(folder)
-    job.tracker.resume_at(state.step)
+    job.tracker.resume_at(state.step, state.pretraining)
     job.store.delete_after(state.step)
     return state
 
@@ -228,6 +311,8 @@ def _with_resume_command(job: Job, state: RunState, stop: Interrupted) -> Interr
     """Wait for the checkpoint; return the error with what is saved and how to resume."""
     wait_for_save(job)
     saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
+    if state.step == 0 and not is_pretrained(job.config, state.pretraining):
+        saved = f"{plural(len(state.pretraining), 'step')} of critic pretraining are saved."
     if state.unfinished is not None:  # not yet on the screen or in the metrics
         saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
     history, rows = job.tracker.history, len(job.val_prompts)

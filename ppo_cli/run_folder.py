@@ -45,12 +45,13 @@ if TYPE_CHECKING:
 # Names in a run folder; report and library read them too.
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"
-PREFIXES = {"train": "step", "val": "val"}
+PRETRAINING_FILE = "pretraining.jsonl"
+PREFIXES = {"train": "step", "val": "val", "pretraining": "pretraining"}
 _ROLLOUT_NAME = re.compile(r"^(?:step|val)_(\d+)\.jsonl$")
 
 
 def rollout_file(run_dir: Path, step: int, split: str = "train") -> Path:
-    """The file with the rollouts of a step; `split` is train or val."""
+    """The file with the rollouts of a step; `split` is train, val or pretraining."""
     return run_dir / ROLLOUTS / f"{PREFIXES[split]}_{step:06d}.jsonl"
 
 
@@ -173,8 +174,8 @@ FORK_LINE = "# Fork of {} at step {}\n"  # the second one of a fork, with its ru
 _FORK = re.compile(FORK_LINE.strip().format("(.+)", r"(\d+)"))
 # What `set_aside` moves: everything that belongs to one run.
 PARTS = (
-    "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
-    LABELS_FILE, JUDGES_FILE,
+    METRICS_FILE, PRETRAINING_FILE, ROLLOUTS, "checkpoints", "config.yaml", "tensorboard",
+    "report.html", LABELS_FILE, JUDGES_FILE,
 )  # fmt: skip
 
 LOCK = ".lock"  # locked while a run is active

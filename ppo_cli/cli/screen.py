@@ -23,13 +23,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.redact import redact
 from ppo_cli.report.catalogue import PHASES
-from ppo_cli.report.metrics import format_dollars, format_duration, mixture_part_means
-from ppo_cli.report.tracker import Advance, Screen, Summary
+from ppo_cli.report.metrics import (
+    format_dollars,
+    format_duration,
+    format_explained,
+    is_pretrained,
+    mixture_part_means,
+)
+from ppo_cli.report.tracker import RECENT_STEPS, Advance, Screen, Summary
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import redirect_to_devnull
 
@@ -43,6 +50,7 @@ COLUMNS = {
     "entropy": "entropy",
     "response_length_mean": "length",
 }
+PRETRAINED = ("reward_mean", "value_loss")  # columns of a step of critic pretraining
 HIDDEN_COLUMNS = {"policy_loss"}  # always near 0, as advantages have mean 0
 # Fields that a narrow terminal leaves out of a step's line, the first one first.
 DROPPED_FIELDS = ("clip", "value", "entropy", "length", "kl", "time")
@@ -146,6 +154,22 @@ def format_step(
         if width and len("  ".join(fields.values())) > width:
             fields.pop(name, None)
     return "  ".join(fields.values())
+
+
+def format_pretraining(config: Config, lines: Sequence[Mapping[str, float]]) -> str:
+    """Return the last step of critic pretraining as one line, with the time left."""
+    most, until, last = pretrain_steps(config), config.critic.pretrain_until, lines[-1]
+    seconds = [line["time/step_s"] for line in lines[-RECENT_STEPS:]]
+    target = "" if until is None else f" (target {until:g})"
+    fields = [
+        f"critic pretraining {len(lines):>{len(str(most))}}/{most}",
+        f"explained {format_explained(last.get('explained_variance'))}{target}",
+        *(f"{COLUMNS[key]} {_format_metric(last[key])}" for key in PRETRAINED if key in last),
+        f"{seconds[-1]:.1f} s",
+    ]
+    if left := (most - len(lines)) * math.fsum(seconds) / len(seconds):
+        fields.append(f"{format_duration(left)} left{'' if until is None else ' at most'}")
+    return "  ".join(fields)
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -263,6 +287,10 @@ class PlainScreen(Screen):
         """Print the line of a step."""
         self.note(format_step(step, total_steps, metrics))
 
+    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+        """Print the line of a step of critic pretraining."""
+        self.note(format_pretraining(config, lines))
+
     def note(self, text: str) -> None:
         """Print a remark."""
         if not self._quiet:
@@ -366,6 +394,7 @@ class TerminalScreen(Screen):
         # State of the view; `_printed` are the last lines above it.
         self._width, self._height = console.width, 0
         self._steps: tuple[int, int] | None = None  # finished steps, and all
+        self._pretraining: tuple[int, int] | None = None  # the same of critic pretraining
         self._ends: float | None = None  # of the run, on the monotonic clock
         self._phase: tuple[str, int | None, float] | None = None  # label, items, start
         self._done = 0  # items of the phase
@@ -425,6 +454,12 @@ class TerminalScreen(Screen):
         self._lines.append(metrics)
         self._read_lines()
         self._print(format_step(step, total_steps, metrics, self._console.width))
+
+    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+        """Print the line of a step of critic pretraining, and show how far it is."""
+        most = pretrain_steps(config)
+        self._pretraining = None if is_pretrained(config, lines) else (len(lines), most)
+        self._print(format_pretraining(config, lines))
 
     def _read_lines(self) -> None:
         """Update curves and status from the metrics of the finished steps."""
@@ -490,14 +525,16 @@ class TerminalScreen(Screen):
         """Return the row of the run and that of the phase."""
         now, wide = time.monotonic(), self._console.width >= WIDE
         rows: list[tuple[str, ProgressBar | str, str]] = []
-        if self._steps is not None:
-            done, total = self._steps
+        steps = self._pretraining or self._steps
+        if steps is not None:
+            done, total = steps
             end = "time left: known after this step" if wide else ""
             if self._ends is not None:
                 left = max(0.0, self._ends - now)
                 end = f"done about {format_end(left)}"
                 end += f" ({format_duration(left)} left)" if wide else ""
-            label = f"step {min(done + 1, total)} of {total}"
+            unit = "pretraining" if self._pretraining else "step"
+            label = f"{unit} {min(done + 1, total)} of {total}"
             label += f" ({done} done)" if wide else ""
             rows.append((label, ProgressBar(total, done), end))
         if self._phase is not None:

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
     from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
-SHOWN_COUNTS = ("a step:", "the run:", "time: about")  # sentences of the plan at the start of a run
+# Sentences of the plan at the start of a run.
+SHOWN_COUNTS = ("a step:", "critic pretraining:", "the run:", "time: about")
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")

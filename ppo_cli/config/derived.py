@@ -14,6 +14,7 @@ from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.placement import engine_name, gpus_per_node, learner_ranks
+from ppo_cli.config.schema.algorithm import DEFAULT_PRETRAIN_STEPS
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import plural
@@ -35,6 +36,12 @@ def critic_path(config: Config) -> str:
 def uses_critic(config: Config) -> bool:
     """Return whether a critic is trained: only for an estimator that reads values."""
     return ESTIMATORS[config.algorithm.adv_estimator].critic
+
+
+def pretrain_steps(config: Config) -> int:
+    """Return how many steps pretrain the critic at most; 0 for none."""
+    default = 0 if config.critic.pretrain_until is None else DEFAULT_PRETRAIN_STEPS
+    return config.critic.pretrain_steps or default
 
 
 def uses_reference(config: Config) -> bool:

@@ -24,6 +24,7 @@ from ppo_cli.config.derived import (
     gen_batch,
     micro_batch_tokens,
     most_gen_batches,
+    pretrain_steps,
     train_rows,
     uses_critic,
     val_rows,
@@ -331,6 +332,9 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _multiply(a_step, steps)
     calls = _count_reward_calls(config, steps)
+    if most := pretrain_steps(config):
+        sums["pretraining_steps_at_most"] = most
+        sums["reward_calls_pretraining"] = most * batch * n
     # Dynamic sampling may sample several batches for one step.
     groups = config.algorithm.filter_groups
     if groups.enable:
@@ -379,7 +383,8 @@ def _count_steps(config: Config, rows: int | None) -> int | None:
 
 def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     """Return the reward calls of a step, of validation, and of the run."""
-    a_step = gen_batch(config) * config.rollout.n
+    n = config.rollout.n
+    a_step = gen_batch(config) * n
     # remax also scores a greedy response to each prompt.
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
@@ -389,7 +394,9 @@ def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | No
     a_round = _multiply(config.rollout.val_kwargs.n, rows)
     validation = _multiply(a_round, rounds) if rounds != 0 else 0
     training = _multiply(a_step, steps)
-    total = None if training is None or validation is None else training + validation
+    total = None
+    if training is not None and validation is not None:
+        total = training + validation + pretrain_steps(config) * config.data.train_batch_size * n
     return {
         "reward_calls_per_step": a_step,
         "validation_rows": rows,
@@ -444,6 +451,11 @@ def _describe_arithmetic(sums: dict[str, int | None]) -> list[str]:
                 f"{{{who}_optimizer_steps_per_step}} optimizer steps a step, each in at most "
                 f"{{{who}_micro_batches_at_most}} micro-batches"
             )
+    if "pretraining_steps_at_most" in sums:
+        lines.append(
+            "critic pretraining: up to {pretraining_steps_at_most} steps before the first one, "
+            "{reward_calls_pretraining} reward calls"
+        )
     lines.append(
         "the run: {train_rows} training rows, {total_steps} steps, "
         "{actor_optimizer_steps} actor optimizer steps"

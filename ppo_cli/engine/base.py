@@ -67,11 +67,15 @@ def start_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollou
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """Rows for one optimizer step, and which of the two models takes it."""
+    """Rows for one optimizer step, and which of the two models takes it.
+
+    A step that is `pretraining` has the peak learning rate, without the schedule.
+    """
 
     batch: TrainBatch
     actor: bool
     critic: bool
+    pretraining: bool = False
 
 
 # Metric name -> (sum, count). Ranks and micro-batches are added exactly; the loop divides at the

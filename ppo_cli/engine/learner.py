@@ -208,6 +208,8 @@ class Learner:
                 sums |= self._actor.step(minibatch.batch)
         if minibatch.critic and self._critic is not None:
             with self.phase("update critic"), explain_step_errors("critic", self._ranks, advice):
+                step = None if minibatch.pretraining else self.weight_version
+                self._critic.optimizer.set_progress(step)
                 sums |= self._critic.step(minibatch.batch)
         if not self._ranks.alone:
             sums["perf/agree_s"] = (self._ranks.pop_wait_seconds(), 1.0)

@@ -95,7 +95,7 @@ DECIDING = (
     # Critic.
     Metric("explained_variance", "Explained variance",
            "How much of the returns the critic predicts; 1 is all.",
-           "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
+           "raise --critic_lr or --critic_epochs, or start with --critic_pretrain_steps 20",
            lambda *_: (0.0, 1.0), **SHARE),
     # Texts and thoughts.
     Metric("response_length/clip_ratio", "Cut off", "Share of responses that hit the "

@@ -363,8 +363,9 @@ def _check_critic(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"explained_variance has stayed near 0 for {STUCK_STEPS} steps ({explained[-1]:z.2f} now): "
-        "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, set "
-        "trainer.critic_warmup, or use an estimator without a critic (--adv_estimator rloo)."
+        "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, "
+        "start with --critic_pretrain_steps 20, or use an estimator without a critic "
+        "(--adv_estimator rloo)."
     )
 
 

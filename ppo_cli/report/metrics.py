@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
@@ -30,6 +31,9 @@ from ppo_cli.spending import IN_FLIGHT
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+Lines = Sequence[Mapping[str, Any]]
 
 
 class StepSums:
@@ -177,7 +181,41 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
     return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
 
 
-Lines = Sequence[Mapping[str, Any]]
+def is_pretrained(config: Config, lines: Lines) -> bool:
+    """Whether critic pretraining is over after these steps: at its target, or at its last step."""
+    return len(lines) >= pretrain_steps(config) or has_reached_target(config, lines)
+
+
+def has_reached_target(config: Config, lines: Lines) -> bool:
+    """Whether the last of these steps of critic pretraining is at its target."""
+    target = config.critic.pretrain_until
+    explained = lines[-1].get("explained_variance") if lines else None
+    return target is not None and explained is not None and bool(explained >= target)
+
+
+def describe_pretraining(config: Config, lines: Lines) -> str:
+    """Return a sentence on critic pretraining; empty if there were no steps of it."""
+    if not lines:
+        return ""
+    first, last = (format_explained(lines[i].get("explained_variance")) for i in (0, -1))
+    text = f"explained variance {first} -> {last}"
+    target, most = config.critic.pretrain_until, pretrain_steps(config)
+    if not is_pretrained(config, lines):
+        goal = "" if target is None else f" (target {target:g})"
+        return f"critic pretraining: step {len(lines)} of {most}, {text}{goal}"
+    text = f"critic pretrained in {plural(len(lines), 'step')}: {text}"
+    if target is None:
+        return text
+    if has_reached_target(config, lines):
+        return f"{text} (target {target:g})"
+    return f"{text}, below the target {target:g} after all {most} steps (--critic_pretrain_steps)"
+
+
+def format_explained(value: float | None) -> str:
+    """Return an explained variance with two digits; `unknown` if all returns were equal."""
+    return "unknown" if value is None or math.isnan(value) else f"{value:z.2f}"
+
+
 ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
 MIN_TREND_STEPS = 6  # with fewer, a change cannot be distinguished from noise
 DOUBTFUL = "Doubtful"  # the verdict on a run whose reward seems to be exploited
@@ -379,11 +417,15 @@ def estimate_budget(
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)
-    done = max(steps * a_step + rounds * a_round, math.ceil(used.calls / votes), 1)
+    in_lines = steps * a_step + rounds * a_round
+    done = max(in_lines, math.ceil(used.calls / votes), 1)
+    pretraining = sums.get("reward_calls_pretraining") or 0
     total_calls = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
     # Before the first call its worst case is the estimate.
     each = used.spent / done if used.spent else used.next
-    expected = used.spent + each * max(0, total_calls - done)
+    # With step 1 critic pretraining is over; it may have ended early, so its calls are unknown.
+    left = total_calls - in_lines if pretraining and steps else total_calls + pretraining - done
+    expected = used.spent + each * max(0, left)
     need = max(BUDGET_MARGIN * expected, used.spent) + used.next
     # Round up to two digits, so that the flag is readable.
     digit = math.pow(10, math.floor(math.log10(need)) - 1)

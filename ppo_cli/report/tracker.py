@@ -23,6 +23,7 @@ from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
     METRICS_FILE,
+    PRETRAINING_FILE,
     append_line,
     drop_rollouts_past,
     plain,
@@ -87,6 +88,9 @@ class Screen:
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Show one line for a finished step."""
+
+    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+        """Show the last of the steps of critic pretraining so far."""
 
     def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Show a few responses of the step, as lines of a rollout file."""
@@ -155,10 +159,14 @@ class Tracker:
         """Steps and seconds since this process started to track the run."""
         return self._clock.steps, self._clock.seconds()
 
-    def resume_at(self, step: int) -> None:
-        """Drop metrics and rollouts after `step`, as the run repeats these steps."""
+    def resume_at(self, step: int, pretraining: Sequence[Mapping[str, float]] = ()) -> None:
+        """Drop metrics and rollouts after `step`, as the run repeats these steps.
+
+        `pretraining` has the steps of critic pretraining that the checkpoint has.
+        """
         with self._report_disk_errors():
             self._drop_lines_after(step)
+            self._write_pretraining(pretraining)
             drop_rollouts_past(self._run_dir, step)
         self._begin_screen()
         self._clock.resumed = bool(self._history)
@@ -216,6 +224,20 @@ class Tracker:
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
         for warning in self._watch.check(self._history, saved, people):
             self.screen.health(warning)
+
+    def pretraining(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Write the steps of critic pretraining to their own file, and show the last one."""
+        with self._report_disk_errors():
+            self._write_pretraining(lines)
+        # The phases of these steps are not part of step 1.
+        self._seconds = defaultdict(float)
+        if self._console:
+            self.screen.pretraining(self._config, lines)
+
+    def _write_pretraining(self, lines: Sequence[Mapping[str, float]]) -> None:
+        file = self._run_dir / PRETRAINING_FILE
+        if lines or file.exists():
+            replace_lines(file, [{"step": i, **line} for i, line in enumerate(lines, 1)])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add validation metrics to the line of their step; step 0 gets its own line."""

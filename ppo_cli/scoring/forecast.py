@@ -115,7 +115,7 @@ class Forecast:
     held_out: int = 0  # verdicts on labelled responses
 
     def stops_at(self) -> tuple[int, int] | None:
-        """Return the earliest and the latest step at which a budget ends the run."""
+        """Return the earliest and the latest step at which a budget ends the run; 0: before 1."""
         if self.run is None or self.steps is None:
             return None
         # A budget ends the run at the step where the run's share of it is used up.
@@ -124,9 +124,15 @@ class Forecast:
         ]
         if not ratios or min(first for first, _ in ratios) >= 1:
             return None
-        # The smallest budget counts, in the expensive case and in the cheap one.
-        early, late = (min(shares) for shares in zip(*ratios, strict=True))
-        return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
+        # The smallest budget counts, in the expensive case and in the cheap one. Critic pretraining
+        # comes before the first step.
+        sums = batch_arithmetic(self.config)
+        before = (sums.get("reward_calls_pretraining") or 0) / (sums["reward_calls"] or 1)
+        first, last = (
+            0 if share < before else max(1, int(self.steps * (share - before) / (1 - before)))
+            for share in map(min, zip(*ratios, strict=True))
+        )
+        return first, min(self.steps, last)
 
     def _budgets(self) -> Iterator[tuple[float, float, float]]:
         """Yield (budget, low, high) for each budget: the low and high estimates of the run."""
@@ -227,6 +233,8 @@ class Forecast:
         when = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         if last == self.steps:
             yield f"{named} may not be enough: the run may stop from step {first:,} on"
+        elif not last:
+            yield f"with {named} the run would stop in critic pretraining, before its first step"
         else:
             yield f"with {named} the run would stop at about step {when} of {self.steps:,}"
 

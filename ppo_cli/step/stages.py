@@ -50,7 +50,7 @@ MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run 
 
 
 # Numbers of the random streams, a part of each seed: changing one changes every run.
-TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams
+TRAIN, BASELINE, VALIDATION, SHUFFLE, PRETRAIN, PRETRAIN_SHUFFLE = range(6)  # random streams
 
 
 def stream_seed(*key: int) -> int:
@@ -89,7 +89,8 @@ class RunState:
 
     `unfinished` has the metrics of a step that is trained but not validated: a run that stopped
     during a validation resumes with it. `stale` counts validations without a new best.
-    `moments` are those of running reward normalisation.
+    `moments` are those of running reward normalisation. `pretraining` has the metrics of the steps
+    before step 1 that trained only the critic.
     """
 
     kl_coef: float
@@ -102,6 +103,7 @@ class RunState:
     unscored_steps: int = 0
     unfinished: dict[str, float] | None = None
     moments: Moments = field(default_factory=Moments)
+    pretraining: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def is_best(self) -> bool:
@@ -205,8 +207,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
-    """Sampling settings of a training step; `turn` is the batch number in dynamic sampling."""
+def train_sampling(config: Config, step: int, turn: int = 0, stream: int = TRAIN) -> Sampling:
+    """Sampling settings of a step; `turn` is the batch number in dynamic sampling."""
     # The first batch of a step has the same seed with and without dynamic sampling.
     r, batch_key = config.rollout, (turn,) if turn else ()
     return Sampling(
@@ -215,7 +217,7 @@ def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
         top_k=r.top_k,
         n=r.n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(sampler_seed(config), TRAIN, step, *batch_key),
+        seed=stream_seed(sampler_seed(config), stream, step, *batch_key),
         stop=r.stop,
     )
 
@@ -236,6 +238,19 @@ def sample_step(job: Job, step: int) -> StepSample:
         return _sample_dynamically(job, step)
     prompts = [job.prompts[i] for i in job.order.take()]
     sampling = train_sampling(job.config, step)
+    return StepSample(prompts, *sample_rollouts(job, prompts, sampling, "rollout", "train"))
+
+
+def sample_pretraining(job: Job, step: int) -> StepSample:
+    """Sample the responses of a step of critic pretraining and submit each to the reward.
+
+    The prompts have their own order, so that training meets its prompts as without pretraining.
+    """
+    config = job.config
+    seed = stream_seed(config.trainer.seed, PRETRAIN)
+    order = PromptOrder(len(job.prompts), config.data.train_batch_size, seed, config.data.shuffle)
+    prompts = [job.prompts[i] for i in order.peek(step)]
+    sampling = train_sampling(config, step, stream=PRETRAIN)
     return StepSample(prompts, *sample_rollouts(job, prompts, sampling, "rollout", "train"))
 
 
@@ -478,19 +493,28 @@ def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> 
 def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
     """Train critic, then actor, in epochs of mini-batches; returns sums for the metrics."""
     # The critic, unless the estimator works without one.
-    config, sums = job.config, StepSums()
+    sums = StepSums()
     if batch.values_BT is not None:
-        size = critic_mini_batch(config)
-        with job.tracker.phase("update critic", config.critic.ppo_epochs) as advance:
-            for epoch in range(config.critic.ppo_epochs):
-                for rows in _mini_batches(config, state.step, epoch, size, batch, "critic"):
-                    sums.add(job.engine.step(MiniBatch(batch.rows(rows), actor=False, critic=True)))
-                advance(1)
+        update_critic(job, batch, sums, (SHUFFLE, state.step))
     # The actor, after the critic's warm-up.
-    if state.step > config.trainer.critic_warmup:
+    if state.step > job.config.trainer.critic_warmup:
         _update_actor(job, state, batch, sums)
     state.count_broken_steps(sums)
     return sums
+
+
+def update_critic(
+    job: Job, batch: TrainBatch, sums: StepSums, key: tuple[int, int], *, pretraining: bool = False
+) -> None:
+    """Train the critic in epochs of mini-batches; `key` is the random stream and the step."""
+    config = job.config
+    size, epochs = critic_mini_batch(config), config.critic.ppo_epochs
+    with job.tracker.phase("update critic", epochs) as advance:
+        for epoch in range(epochs):
+            for rows in _mini_batches(config, key, epoch, size, batch, "critic"):
+                part = batch.rows(rows)
+                sums.add(job.engine.step(MiniBatch(part, False, True, pretraining)))
+            advance(1)
 
 
 def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) -> None:
@@ -499,7 +523,8 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
     size = settings.ppo_mini_batch_size
     with job.tracker.phase("update actor", settings.ppo_epochs) as advance:
         for epoch in range(settings.ppo_epochs):
-            for rows in _mini_batches(job.config, state.step, epoch, size, batch, "actor"):
+            key = SHUFFLE, state.step
+            for rows in _mini_batches(job.config, key, epoch, size, batch, "actor"):
                 step = job.engine.step(MiniBatch(batch.rows(rows), actor=True, critic=False))
                 sums.add(step)
                 # Early stopping: 1.5 times the target, as in OpenAI's Spinning Up.
@@ -511,17 +536,18 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
 
 
 def _mini_batches(
-    config: Config, step: int, epoch: int, prompts: int, batch: TrainBatch, role: str
+    config: Config, key: tuple[int, int], epoch: int, prompts: int, batch: TrainBatch, role: str
 ) -> Iterator[Tensor]:
     """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less.
 
-    Single rows are shuffled if the settings of `role`, actor or critic, say so.
+    Single rows are shuffled if the settings of `role`, actor or critic, say so; `key` is the random
+    stream and the step.
     """
     # Actor and critic have their own orders, each derived from the run's seed.
     settings = config.actor if role == "actor" else config.critic
     order = np.arange(len(batch))
     if settings.shuffle:
-        seed = stream_seed(config.trainer.seed, SHUFFLE, step, epoch, int(role == "actor"))
+        seed = stream_seed(config.trainer.seed, *key, epoch, int(role == "actor"))
         order = np.random.default_rng(seed).permutation(order)
     size = prompts * config.rollout.n
     for start in range(0, len(order), size):

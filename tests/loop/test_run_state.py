@@ -40,8 +40,8 @@ def test_a_validation_with_too_few_scores_is_no_best() -> None:
 
 
 def test_streams_differ_by_use_and_step_and_are_the_same_each_time() -> None:
-    seeds = {stream_seed(42, use, step) for use in range(4) for step in range(100)}
-    assert len(seeds) == 400
+    seeds = {stream_seed(42, use, step) for use in range(6) for step in range(100)}
+    assert len(seeds) == 600
     assert stream_seed(42, 0, 1) == stream_seed(42, 0, 1)
 
 
@@ -49,7 +49,7 @@ def test_everything_that_a_run_remembers_comes_back(tmp_path: Path) -> None:
     state = RunState(
         kl_coef=0.3, step=4, best=0.5, best_step=2, stale=1, zero_steps=6, broken_steps=7,
         unscored_steps=8, unfinished={"reward_mean": 0.25},
-        moments=Moments.from_values([1.0, 2.0, 4.0]),
+        moments=Moments.from_values([1.0, 2.0, 4.0]), pretraining=[{"explained_variance": 0.5}],
     )  # fmt: skip
     fresh = RunState(kl_coef=0.0)
     assert all(getattr(state, f.name) != getattr(fresh, f.name) for f in fields(state))

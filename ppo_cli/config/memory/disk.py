@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.derived import uses_critic
+from ppo_cli.config.derived import pretrain_steps, uses_critic
 from ppo_cli.config.memory.devices import read_shapes
 from ppo_cli.config.memory.model import EIGHT_BITS
 from ppo_cli.config.memory.plan import format_size
@@ -86,4 +86,6 @@ def _count_checkpoints(config: Config, steps: int | None) -> int | None:
         return None if keep is None else keep + best
     saves = math.ceil(steps / trainer.save_freq) if trainer.save_freq > 0 else 1
     saves += math.ceil(steps / trainer.test_freq) if best and trainer.test_freq > 0 else 0
-    return min(steps, saves, *([] if keep is None else [keep + best]))
+    # One more, before the first step, has the pretrained critic.
+    first = pretrain_steps(config) > 0
+    return min(steps + first, saves + first, *([] if keep is None else [keep + best]))

@@ -428,6 +428,9 @@ class Actor(Trained):
     )
 
 
+DEFAULT_PRETRAIN_STEPS = 50  # at most, if only a target is set
+
+
 class CriticModel(Section):
     """Which backbone the critic starts from."""
 
@@ -477,6 +480,19 @@ class Critic(Trained):
     lam: float | None = setting(
         None, "Lambda of GAE for the critic's targets. Unset: algorithm.lam.", flag="--critic_lam",
         usual=(0.8, 1.0), ge=0.0, le=1.0,
+    )  # fmt: skip
+    # Value pretraining (arXiv 2503.01491, section 3.2; 50 steps are those of arXiv 2504.05118).
+    pretrain_steps: int | None = setting(
+        None, "Steps before the first one that train only the critic, on the returns of the frozen "
+        f"policy. Unset: none, or at most {DEFAULT_PRETRAIN_STEPS} with pretrain_until.",
+        flag="--critic_pretrain_steps", ge=1,
+        advice="Set 10 to 50 if explained variance starts below 0 and the reward falls in the "
+        "first steps, or for long responses.",
+    )  # fmt: skip
+    pretrain_until: float | None = setting(
+        None, "Explained variance of fresh responses at which pretraining ends before "
+        "pretrain_steps.", flag="--critic_pretrain_until", gt=0.0, lt=1.0,
+        advice="0.5, if the task can be explained that well; pretrain_steps is the limit.",
     )  # fmt: skip
 
 

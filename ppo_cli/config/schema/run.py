@@ -295,8 +295,7 @@ class Trainer(Section):
     )  # fmt: skip
     critic_warmup: int = setting(
         0, "First steps that train only the critic.", ge=0, identity="run",
-        advice="Set 5 to 20 if explained variance starts below 0 and the reward falls in the "
-        "first steps.",
+        advice="critic.pretrain_steps does this before the first step, with unbiased targets.",
     )  # fmt: skip
     # The run folder, and what happens to an earlier run in it.
     output_dir: Annotated[str, checked(refuse_address)] = setting(
@@ -553,6 +552,20 @@ class Config(Section):
             ),
             example="trainer.critic_warmup=2 algorithm.adv_estimator=reinforce_plus_plus",
             advice="trainer.critic_warmup=0",
+        ),
+        Conflict(
+            "critic.pretrain_steps critic.pretrain_until algorithm.adv_estimator",
+            lambda c: (
+                (c.critic.pretrain_steps or c.critic.pretrain_until) is not None
+                and not ESTIMATORS[c.algorithm.adv_estimator].critic
+            ),
+            lambda c, at: (
+                f"the estimator {c.algorithm.adv_estimator} trains no critic, so there is none to "
+                "pretrain. Use --adv_estimator gae, or leave critic.pretrain_steps and "
+                "critic.pretrain_until out."
+            ),
+            example="critic.pretrain_steps=2 algorithm.adv_estimator=reinforce_plus_plus",
+            advice="algorithm.adv_estimator=gae",
         ),
         Conflict(
             "reward.shaping algorithm.adv_estimator",

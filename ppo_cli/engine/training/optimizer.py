@@ -87,9 +87,11 @@ class Optimizer:
         """Return the current learning rate."""
         return float(self._adamw.param_groups[0]["lr"])
 
-    def set_progress(self, step: int) -> None:
-        """Set the learning rate of training step `step`, counted from 0."""
-        lr = self._settings.lr * lr_factor(step, self._total_steps, self._settings)
+    def set_progress(self, step: int | None) -> None:
+        """Set the learning rate of training step `step`, counted from 0; None: the peak."""
+        lr = self._settings.lr
+        if step is not None:
+            lr *= lr_factor(step, self._total_steps, self._settings)
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
