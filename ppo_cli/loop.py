@@ -58,6 +58,7 @@ from ppo_cli.step.stages import (
     update,
     update_critic,
 )
+from ppo_cli.step.token_details import list_token_details
 
 
 def run(job: Job, state: RunState) -> None:
@@ -153,8 +154,7 @@ def take_step(job: Job, state: RunState) -> None:
         if job.store.newest_step() != state.step:
             save(job, state, last=True)
         raise _with_resume_command(job, state, stop) from stop
-    # Log the responses, and stop or warn if the reward does not work.
-    job.tracker.rollouts(state.step, scored)
+    # Stop or warn if the reward does not work.
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
     job.tracker.show_profile(state.step)
@@ -212,6 +212,15 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     metrics |= sample.metrics | shaped.metrics | sums.means()
     if config.trainer.async_steps:
         metrics |= staleness_metrics(scored, state.step - 1)
+    # Write the responses, some of them token by token, and what the critic predicts.
+    tracker.rollouts(
+        state.step,
+        scores.logged,
+        tokens=list_token_details(
+            shaped.batch, sample.rollouts, job.decode, config.trainer.token_details
+        ),
+        critic=shaped.critic,
+    )
     tokens = int((shaped.batch.prompt_len_B + shaped.batch.response_len_B).sum())
     return list(scores.logged), metrics, tokens
 

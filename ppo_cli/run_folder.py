@@ -126,6 +126,12 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(_encode(line, clean) for line in lines)
 
 
+class Encoded(str):
+    """Numbers as base64, which `plain` does not redact: some letters of it may look like a key."""
+
+    __slots__ = ()
+
+
 def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
     """Convert a value to plain JSON types: no numpy, no NaN, no secrets in values or names.
 
@@ -133,7 +139,7 @@ def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
     """
     clean = clean or build_redactor()
     if isinstance(value, str):
-        return clean(value)
+        return value if isinstance(value, Encoded) else clean(value)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -168,6 +174,7 @@ def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) 
 
 
 LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
+CRITIC_FILE = "critic.jsonl"  # how well the critic predicts, a line per step
 JUDGES_FILE = "judges.jsonl"  # what each judge is asked, as the run read it at its start
 WRITTEN_BY = "# Written by "  # first line of config.yaml, followed by versions and machine
 FORK_LINE = "# Fork of {} at step {}\n"  # the second one of a fork, with its run
@@ -175,7 +182,7 @@ _FORK = re.compile(FORK_LINE.strip().format("(.+)", r"(\d+)"))
 # What `set_aside` moves: everything that belongs to one run.
 PARTS = (
     METRICS_FILE, PRETRAINING_FILE, ROLLOUTS, "checkpoints", "config.yaml", "tensorboard",
-    "report.html", LABELS_FILE, JUDGES_FILE,
+    "report.html", LABELS_FILE, JUDGES_FILE, CRITIC_FILE,
 )  # fmt: skip
 
 LOCK = ".lock"  # locked while a run is active

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 # Tokens, and those before them in prompt and response -> the text of the former.
@@ -146,6 +147,18 @@ def split_strictly(text: str) -> tuple[str, str] | None:
     if (_parse_mark(opening)[1], _parse_mark(closing)) != (False, (_parse_mark(opening)[0], True)):
         return None
     return text[opening.end() : closing.start()], text[closing.end() :]
+
+
+def count_shared(text: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+@lru_cache(maxsize=2**18)
+def decode_piece(decode: Detokenize, token_id: int) -> str:
+    """Return the text of a token after another one, where no decoder drops its space."""
+    return decode([token_id], [token_id])
 
 
 def count_tokens(

@@ -27,6 +27,7 @@ from ppo_cli.config.layers import PLACE_KEYS, is_chosen
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
+from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.health import make_limits
 from ppo_cli.report.metrics import (
@@ -323,7 +324,7 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 
 
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
-    """Return the table of steps, and below it the judges' totals and drift."""
+    """Return the table of steps, and below it the judges' totals and drift, and the critic."""
     judge = describe_judge_totals(run, history)
     fork = describe_fork_of(run)
     blocks = [
@@ -331,6 +332,7 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
         *([fork] if fork else []),
         *([f"judge: {judge}"] if judge else []),
         *format_drift(run, history),
+        *format_critic(run),
     ]
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
@@ -350,6 +352,28 @@ def format_drift(run: Path, history: Sequence[Line]) -> list[str]:
         f"drift of the judge: its scores have risen by {drift.amount:+.2f} beyond {drift.watcher}, "
         f"which moved by {drift.rise:+.2f} (standard error {drift.noise:.2f})"
     ]
+
+
+def format_critic(run: Path) -> list[str]:
+    """Return the explained variance by position and the mean return by value; [] if not measured.
+
+    They are of the first and the last tenth of the steps.
+    """
+    ends = describe_critic(run)
+    if not ends:
+        return []
+    names = dict.fromkeys(name for end in ends for name, _, _ in end["positions"])
+    found = [{name: value for name, _, value in end["positions"]} for end in ends]
+    rows = [["explained variance at token", *names]]
+    for end, values in zip(ends, found, strict=True):
+        rows.append([end["name"], *(format_number(values.get(name)) for name in names)])
+    tenths = ends[-1]["tenths"]
+    fit = [
+        [f"{ends[-1]['name']}: value of a token", *(format_number(row[1]) for row in tenths)],
+        ["mean return there", *(format_number(row[2]) for row in tenths)],
+    ]
+    tables = [rows, fit] if names else [fit]
+    return ["\n".join(align_columns(table, left_aligned=1)) for table in tables]
 
 
 def describe_resume(run: Path, history: Sequence[Line]) -> str:

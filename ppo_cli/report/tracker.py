@@ -6,11 +6,13 @@ interrupted or not. A line is on the disk before `step` returns.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,11 +24,13 @@ from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
+    CRITIC_FILE,
     METRICS_FILE,
     PRETRAINING_FILE,
     append_line,
     drop_rollouts_past,
     plain,
+    read_lines,
     read_metrics,
     replace_lines,
     rollout_file,
@@ -168,6 +172,9 @@ class Tracker:
             self._drop_lines_after(step)
             self._write_pretraining(pretraining)
             drop_rollouts_past(self._run_dir, step)
+            critic = self._run_dir / CRITIC_FILE
+            if critic.exists():
+                replace_lines(critic, [x for x in read_lines(critic) if x["step"] <= step])
         self._begin_screen()
         self._clock.resumed = bool(self._history)
         if self._sinks_open:  # after a new `open`, loggers skip steps that they already have
@@ -187,11 +194,24 @@ class Tracker:
             key = f"time/{name.replace(' ', '_')}_s"
             self._seconds[key] += time.perf_counter() - started
 
-    def rollouts(self, step: int, scored: Sequence[Scored], split: str = "train") -> None:
-        """Write all responses of a step with their scores to a file, in one piece."""
+    def rollouts(
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        split: str = "train",
+        tokens: Mapping[int, Mapping[str, Any]] | None = None,
+        critic: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write all responses of a step with their scores to a file, in one piece.
+
+        `tokens` has details of tokens by row, `critic` the sums of `measure_critic`.
+        """
         lines = [make_rollout_line(step, s) for s in scored]
+        add_token_details(lines, tokens or {})
         with self._report_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
+            if critic:
+                append_line(self._run_dir / CRITIC_FILE, {"step": step, **critic})
         for sink in self._sinks if split == "train" else ():
             sink.rollouts(lines)
         if lines:  # from different places in the batch at each step
@@ -357,6 +377,22 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
     for name, value in score.facts.items():
         line[f"reward_{name}" if name in line else name] = value
     return line
+
+
+def add_token_details(
+    lines: Sequence[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Add the details of tokens to their lines, as many as fit into a fifth of all lines."""
+    if not tokens:
+        return
+    # Characters, of which each has a byte or more in the file.
+    dump = partial(json.dumps, ensure_ascii=False, skipkeys=True, default=str)
+    room = sum(len(dump(line)) for line in lines) / 5
+    for row, details in tokens.items():
+        size = len(dump({"token_details": details}))
+        if size <= room:
+            lines[row]["token_details"] = details
+            room -= size
 
 
 def _numeric_values(line: Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from ppo_cli.errors import RewardError
 from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Affine, Moments, clip, standardise
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
+from ppo_cli.report.critic import measure_critic
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
 
@@ -230,10 +232,11 @@ def _score_value(sample: Scored) -> float:
 
 @dataclass(frozen=True, eq=False)
 class ShapedStep:
-    """A batch ready for updates, its metrics, and the next KL coefficient."""
+    """A batch ready for updates, its metrics, the critic's fit, and the next KL coefficient."""
 
     batch: TrainBatch
     metrics: dict[str, float]
+    critic: dict[str, Any]
     next_kl_coef: float
 
 
@@ -301,7 +304,10 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
-    return ShapedStep(batch, metrics | _step_metrics(batch), next_kl_coef)
+    critic = {} if batch.values_BT is None else measure_critic(
+        batch.values_BT.numpy(), batch.returns_BT.numpy(), batch.loss_mask_BT.numpy()
+    )  # fmt: skip
+    return ShapedStep(batch, metrics | _step_metrics(batch), critic, next_kl_coef)
 
 
 def _score_tensors(

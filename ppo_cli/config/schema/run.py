@@ -326,6 +326,10 @@ class Trainer(Section):
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
+    token_details: int = setting(
+        8, "Responses of a step whose tokens are kept with value, advantage and KL; fewer if they "
+        "would take more than a fifth of the step's file. 0: none.", ge=0,
+    )  # fmt: skip
     # Names for trackers.
     project_name: str = setting("ppo-cli", "Project name for trackers.")
     experiment_name: str = setting("ppo", "Run name for trackers.")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from ppo_cli.thoughts import Detokenize
+from ppo_cli.thoughts import Detokenize, count_shared, decode_piece
 
 MOST_BYTES = 4  # of a character in UTF-8, so also its most tokens
 CONTEXT = 2 * MOST_BYTES  # tokens of context: the character that it ends with, and the one before
@@ -48,13 +48,13 @@ def decode_text(
     text = _decode(tokenizer, [*context, *token_ids[:size]])
     if text.startswith(before):
         return text[len(before) :]
-    same = _count_shared(text, before)
+    same = count_shared(text, before)
     # Slow tokenizers add a space before a text that ends in a special token.
     if text[same:].startswith(" " + before[same:]):
         return text[len(before) + 1 :]
     # The context ends within a character, which can invalidate the whole run of bytes before it.
     shorter = (context[: len(context) - cut] for cut in range(MOST_BYTES))
-    return text[max(_count_shared(text, _decode(tokenizer, ids)) for ids in shorter) :]
+    return text[max(count_shared(text, _decode(tokenizer, ids)) for ids in shorter) :]
 
 
 def find_stop(
@@ -71,7 +71,7 @@ def find_stop(
     """
     window = max((len(stop_string.encode()) for stop_string in stop), default=0) + 8
     for end in range(checked + 1, len(ids) + 1) if stop else ():
-        piece = _piece(detokenize, ids[end - 1])
+        piece = decode_piece(detokenize, ids[end - 1])
         # Quick check of the last character. Part of a character or an empty token may complete any
         # stop string, and a decoder may put a space before each token.
         is_complete = piece and "\ufffd" not in piece
@@ -82,18 +82,6 @@ def find_stop(
         if any(stop_string in text for stop_string in stop):
             return end
     return None
-
-
-@lru_cache(maxsize=2**18)
-def _piece(detokenize: Detokenize, token_id: int) -> str:
-    """Return the text of a token after another one, where no decoder drops its space."""
-    return detokenize([token_id], [token_id])
-
-
-def _count_shared(text: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
