@@ -547,6 +547,50 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
     return api
 
 
+# Settings that one of several judges behind a reward does not have itself: the reward has them.
+OF_REWARD = (
+    "enable", "judges", "cascade", "monitor", "local", "budget_usd", "budget_tokens", "cache",
+    "on_failure", "max_failure_rate", "batch_wait",
+)  # fmt: skip
+
+
+def other_judge(api: ApiReward, name: str) -> ApiReward:
+    """Return the settings of a further judge: MODEL, TYPE/MODEL, or a name in `api.judges`.
+
+    What it does not set is as in `api`, but for what belongs to another provider or model. Raises
+    ConfigError with every problem.
+    """
+    raw_values = api.judges.get(name, name)
+    if isinstance(raw_values, str):
+        kind, _, model = raw_values.partition("/")
+        named = kind in JUDGES and model
+        raw_values = {"type": kind, "model": model} if named else {"model": raw_values}
+    at = f"reward.api.judges.{name}"
+    if not isinstance(raw_values, Mapping):
+        raise ConfigError(f"{at} is not a group of settings such as model: MODEL.")
+    allowed = [key for key in keys_of(ApiReward) if key.partition(".")[0] not in OF_REWARD]
+    values, problems = read_settings(ApiReward, raw_values, allowed)
+    if problems:
+        raise ConfigError(
+            f"{at}.{key}: {text}" + "." * (text[-1] not in ".?") for key, text in problems
+        )
+    # Another provider has other models, addresses and keys, another model other prices.
+    fresh: tuple[str, ...] = ("judges", "cascade", "monitor", "local")
+    if values.get("type", api.type) != api.type:
+        fresh += OF_PROVIDER
+    elif "model" in values:
+        fresh += ("price_input", "price_output")
+    judge = override_section(api, values, fresh)
+    if not (judge.model or "").strip():
+        raise ConfigError(f"{at} has no model: set {at}.model.")
+    return judge
+
+
+def cheaper_judge(api: ApiReward) -> ApiReward | None:
+    """Return the settings of a cascade's cheaper judge, None without one; see `other_judge`."""
+    return None if api.cascade.judge is None else other_judge(api, api.cascade.judge)
+
+
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:
     """Return the settings of a part's reward model: reward.model unless the part sets them."""
     # Another checkpoint: what describes the checkpoint starts from the defaults.

@@ -32,7 +32,7 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, is_chosen, read_yaml
 from ppo_cli.config.memory.disk import find_disk_shortage, plan_disk
 from ppo_cli.config.memory.plan import memory_plan
-from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
+from ppo_cli.config.mixture import cheaper_judge, judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
 from ppo_cli.config.placement import PlanPart, data_ranks, plan_devices
 from ppo_cli.config.schema.algorithm import Trained
@@ -180,9 +180,12 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     # Judges of parts: how often each is called.
     for judge in judges_of(reward):
         if judge.part is not None:
-            count = calls[judge.part] = _multiply(responses, judge.settings.votes)
+            cheap = cheaper_judge(judge.settings)
+            votes = judge.settings.votes + (cheap.votes if cheap else 0)
+            count = calls[judge.part] = _multiply(responses, votes)
             number = "unknown calls" if count is None else plural(count, "call")
             fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
+            fewer = fewer or (f" at most, those of {cheap.model} included" if cheap else "")
             name = judge.name.removeprefix("the ")
             sentences.append(f"{name}: {number} for responses in the run{fewer}")
     shown = [part.model_dump(include=set(SHOWN_FIELDS)) for part in parts]

@@ -74,10 +74,12 @@ def _part(
 
 def _judge(api: ApiReward, name: str) -> Reward:
     # Imported here: it loads HTTP and certificates, which a rule does not need.
+    from ppo_cli.rewards.judge.cascade import CascadeReward
     from ppo_cli.rewards.judge.compare import CompareReward
     from ppo_cli.rewards.judge.reward import JudgeReward
 
-    return (CompareReward if api.mode == "compare" else JudgeReward)(api, name=name)
+    kind = CompareReward if api.mode == "compare" else JudgeReward
+    return (kind if api.cascade.judge is None else CascadeReward)(api, name=name)
 
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:

@@ -32,7 +32,7 @@ from ppo_cli.config.machine.gpus import (
 )
 from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import GIB, host_memory
-from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.mixture import cheaper_judge, judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.config.models.known_models import JUDGES
@@ -438,10 +438,9 @@ def _check_judges(machine: Machine) -> Findings:
     from ppo_cli.scoring.forecast import providers_with_keys
 
     # The judges of the settings, or one for each key that is set.
-    judges = {
-        f"{j.settings.type} {j.settings.model or ''}": j.settings
-        for j in judges_of(machine.config.reward)
-    }
+    configured = [judge.settings for judge in judges_of(machine.config.reward)]
+    configured += filter(None, map(cheaper_judge, configured))
+    judges = {f"{api.type} {api.model or ''}": api for api in configured}
     if not judges:
         for kind in providers_with_keys(machine.environ):
             model = JUDGES[kind].default or JUDGES[kind].example

@@ -10,12 +10,12 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from ppo_cli.config.derived import split_files, train_rows, val_rows
-from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.mixture import cheaper_judge, judges_of
 from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.reward import ApiReward, Reward
@@ -113,6 +113,7 @@ class Forecast:
     rows: int
     sampled: int
     held_out: int = 0  # verdicts on labelled responses
+    cheap: Forecast | None = None  # of a cascade's cheaper judge
 
     def stops_at(self) -> tuple[int, int] | None:
         """Return the earliest and the latest step at which a budget ends the run; 0: before 1."""
@@ -138,7 +139,12 @@ class Forecast:
         """Yield (budget, low, high) for each budget: the low and high estimates of the run."""
         api, run = self.config.reward.api, self.run
         assert run is not None
-        costs = run.costs(self.price)
+        costs, cheap = run.costs(self.price), self.cheap
+        if cheap is not None and cheap.run is not None:
+            others = cheap.run.costs(cheap.price)
+            both = costs is not None and others is not None
+            costs = (costs[0] + others[0], costs[1] + others[1]) if both else None
+            run = replace(run, low=run.low + cheap.run.low, high=run.high + cheap.run.high)
         if api.budget_usd is not None and costs is not None:
             yield api.budget_usd, *costs
         if api.budget_tokens is not None:
@@ -158,6 +164,7 @@ class Forecast:
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
             "assumed": self.assumptions(),
+            **({"cheaper": self.cheap.as_dict()} if self.cheap else {}),
         }
 
     def lines(self) -> list[str]:
@@ -165,13 +172,14 @@ class Forecast:
         api, price = self.config.reward.api, self.price
         # The judge's bill for the run if its length is known, else for one step; then what may
         # change it.
-        each = ""
-        if price is not None:
-            each = (
-                f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
-            )
         usage, where = (self.a_step, " a step") if self.run is None else (self.run, "")
-        lines = [f"judge: {_usage_line(usage, price)}{where}{each}"]
+        lines = [f"judge: {_usage_line(usage, price)}{where}{self._price_note()}"]
+        if self.cheap is not None:
+            cheap, share = self.cheap.run or self.cheap.a_step, api.cascade.share
+            line = f"{_usage_line(cheap, self.cheap.price)}{where}{self.cheap._price_note()}"
+            lines[0] += f", if it decides {share:.0%} of the responses (--rm_cascade_share)"
+            lines.append(f"cheaper judge, asked about all responses: {line}")
+            lines += self.cheap._model_warnings()
         if self.run is not None:
             lines.append(f"a step: {_usage_line(self.a_step, price)}")
         max_batches = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
@@ -185,7 +193,8 @@ class Forecast:
         # A second judge sees a share of the responses once, not once per vote.
         if api.monitor.model is not None:
             monitor, share = monitor_settings(api), api.monitor.share
-            line = _usage_line(usage.times(share / api.votes), find_price(monitor))
+            votes = api.votes * (api.cascade.share if self.cheap else 1.0)
+            line = _usage_line(usage.times(share / votes), find_price(monitor))
             lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
                 f"the second judge {monitor.model} are added"
@@ -196,6 +205,13 @@ class Forecast:
                 f"({api.monitor.labels})"
             )
         return [*lines, f"assumed: {self.assumptions()}"]
+
+    def _price_note(self) -> str:
+        """Return model and price in brackets, or an empty text without a price."""
+        model, price = self.config.reward.api.model, self.price
+        if price is None:
+            return ""
+        return f" ({model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
 
     def _model_warnings(self) -> Iterator[str]:
         """Warn if the judge's model looks misspelt, or if its context is too short for a call."""
@@ -259,7 +275,10 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     `read` returns the first prompts of a split ("train" or "val").
     """
     template, api = load_template(config.reward.api), config.reward.api
-    sums, votes, listed = batch_arithmetic(config), api.votes, api.compare == "list"
+    sums, listed = batch_arithmetic(config), api.compare == "list"
+    # A cascade's judge is asked about a share of the responses.
+    cheaper = cheaper_judge(api)
+    votes = api.votes * (1.0 if cheaper is None else api.cascade.share)
     # Responses per request (alone, in a list), and requests per response.
     alone, of_list, requests = 1, 1, 1.0
     if api.mode == "compare":
@@ -267,7 +286,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         alone, of_list, requests = 2, n if listed else 2, 2.0
         if api.within_group:
             requests = (
-                calls_per_prompt(n, max_calls and max_calls // (2 * votes), listed=listed) / n
+                calls_per_prompt(n, max_calls and max_calls // (2 * api.votes), listed=listed) / n
             )
     # Read a sample of the rows: rendering all of a large file is slow.
     files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
@@ -303,7 +322,17 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
+        cheap=None if cheaper is None else _forecast_cheaper(config, cheaper, train, val),
     )
+
+
+def _forecast_cheaper(
+    config: Config, judge: ApiReward, train: Sequence[Prompt], val: Sequence[Prompt]
+) -> Forecast:
+    """Return the forecast of a cascade's cheaper judge on the same rows."""
+    reward = config.reward.model_copy(update={"api": judge})
+    rows = {"train": train, "val": val}
+    return forecast(config.model_copy(update={"reward": reward}), rows.__getitem__)
 
 
 def _sample_prompts(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ppo_cli.config.mixture import (
     Judge,
+    cheaper_judge,
     judges_of,
     mixture_line,
     mixture_of,
@@ -43,8 +44,9 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
     for judge in judges_of(settings):
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
 
-        yield partial(load_template, judge.settings)
-        yield partial(rubric_reader, judge.settings)
+        for api in _asked_judges(judge):
+            yield partial(load_template, api)
+            yield partial(rubric_reader, api)
         yield partial(_check_prices, judge.settings)
         if judge.settings.monitor.labels is not None:
             yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)
@@ -75,18 +77,28 @@ def row_checks(
             rule = None if rules.rule is None else get_rule(rules.rule)
             yield partial(check_prompts, rule, rules.function_kwargs, prompts)
     for judge in judges_of(settings):
-        yield partial(_check_template, judge.settings, prompts)
+        for api in _asked_judges(judge):
+            yield partial(_check_template, api, prompts)
+
+
+def _asked_judges(judge: Judge) -> Iterator[ApiReward]:
+    """Yield the settings of a judge, and of the cheaper one that is asked before it."""
+    yield judge.settings
+    if cheap := cheaper_judge(judge.settings):
+        yield cheap
 
 
 def _check_prices(settings: ApiReward) -> None:
     """Raise RewardError if a budget needs a price that is unknown."""
-    from ppo_cli.rewards.judge.costs import build_ledger, share_ledger
+    from ppo_cli.rewards.judge.costs import CHEAPER, build_ledger, share_ledger
     from ppo_cli.rewards.judge.providers import monitor_settings
 
     # Building the ledger checks the prices; the second judge needs a price too.
     ledger = build_ledger(settings)
     if settings.monitor.model is not None:
         share_ledger(ledger, monitor_settings(settings))
+    if cheap := cheaper_judge(settings):
+        share_ledger(ledger, cheap, CHEAPER)
 
 
 def _check_held_out(settings: ApiReward, file: str) -> None:
@@ -176,6 +188,8 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
             problems.append(f"--batch: {judge.name}: ppo-cli has no batch API for {kind}.")
         if api.mode == "decision":
             problems.append(f"--batch: {judge.name}: it does not support --rm_mode decision.")
+        if api.cascade.judge is not None:
+            problems.append(f"--batch: {judge.name}: it does not support --rm_cascade.")
         if (api.cache or "").strip().lower() == "off":
             problems.append(
                 f"--batch: {judge.name}: its jobs are stored next to the cache; set --rm_cache."
@@ -209,7 +223,7 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 def verdicts_per_response(settings: RewardSettings) -> int:
     """The most verdicts that one response takes: each vote of each judge, and each other part."""
     # Each part that is not a judge counts as one verdict.
-    votes = sum(judge.settings.votes for judge in judges_of(settings))
+    votes = sum(api.votes for judge in judges_of(settings) for api in _asked_judges(judge))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
 

@@ -13,9 +13,11 @@ from ppo_cli.config.mixture import (
     Judge,
     MixPart,
     Mixture,
+    cheaper_judge,
     has_mixture,
     judges_of,
     model_settings,
+    other_judge,
     read_mixture,
 )
 from ppo_cli.config.models.known_models import (
@@ -27,7 +29,7 @@ from ppo_cli.config.models.known_models import (
 from ppo_cli.config.schema.keys import Clash, Scene, find_conflicts
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import did_you_mean
+from ppo_cli.errors import ConfigError, did_you_mean
 
 # Limits that each of several judges gets in full.
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
@@ -41,6 +43,7 @@ def check_judges(scene: Scene) -> Iterator[Clash]:
         for clash in find_conflicts(judge.settings, f"{judge.key}."):
             yield Clash(judge.keys(*clash.keys), clash.text)
         yield from _check_model(judge)
+        yield from _check_cascade(judge)
         if judge.settings.within_group:
             yield from _check_groups(judge, scene.config)
 
@@ -59,6 +62,9 @@ def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Mon
         yield judge.name, mend, judge.settings
         if monitor.model is not None and monitor.required:
             yield "the monitoring judge", f"{judge.key}.monitor.key_env=NAME", monitor
+        if cheap := _find_cheaper(judge):
+            mend = f"{judge.key}.judges.NAME.key_env=NAME"
+            yield "the cascade's cheaper judge", mend, cheap
 
 
 def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -83,7 +89,9 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
         if unnamed and api.model == JUDGES[api.type].default:
             who = judge.name.capitalize()
             remarks.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
-        remarks += (_shutdown_remark(settings, day) for settings in (api, api.monitor))
+        cheap = _find_cheaper(judge)
+        named = (api, api.monitor, *([cheap] if cheap else ()))
+        remarks += (_shutdown_remark(settings, day) for settings in named)
         if api.votes > 1 and api.temperature == 0:
             remarks.append(
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "
@@ -121,6 +129,46 @@ def _check_model(judge: Judge) -> Iterator[Clash]:
             keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
             f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
             f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
+        )
+
+
+def _find_cheaper(judge: Judge) -> ApiReward | None:
+    """Return the settings of a cascade's cheaper judge; None without one, or with wrong ones."""
+    try:
+        return cheaper_judge(judge.settings)
+    except ConfigError:
+        return None
+
+
+def _check_cascade(judge: Judge) -> Iterator[Clash]:
+    """The cheaper judge of a cascade must be usable, another one, and able to be unsure."""
+    api, cascade = judge.settings, judge.settings.cascade
+    keys = judge.keys("cascade.judge", "judges")
+    try:
+        cheap = cheaper_judge(api)
+    except ConfigError as error:
+        yield Clash(keys, str(error))
+        return
+    if cheap is None:
+        return
+    for clash in find_conflicts(cheap, f"{judge.key}."):
+        yield Clash(keys, f"the cheaper judge {cascade.judge}: {clash.text}")
+    if cheap.type == "local":
+        yield Clash(
+            keys,
+            f"a run does not start the cheaper judge of a cascade ({cascade.judge}); serve it "
+            f"yourself, and set type: openai, model and base_url in {judge.key}.judges.",
+        )
+    if cheap == other_judge(api.model_copy(update={"judges": {"itself": {}}}), "itself"):
+        yield Clash(
+            keys, f"{cascade.judge} is the judge itself; name a cheaper one, or leave it out."
+        )
+    if cascade.spread is not None and not cheap.has_spread:
+        yield Clash(
+            judge.keys("cascade.spread", "votes", "mode"),
+            f"{cheap.model} gives one written score, which has no spread; use "
+            "--rm_cascade_band 0.2-0.8, or set its votes to 3 (--rm_votes, or "
+            f"{judge.key}.judges).",
         )
 
 

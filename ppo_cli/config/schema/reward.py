@@ -33,6 +33,8 @@ else:
 _NOT_IN_URL = re.compile(r"[\s\x00-\x1f\x7f\\<>\"^`{|}]")
 # `1-10`, `1 to 10`, `0..5`: two integers and a separator.
 _SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
+# `0.2-0.8`: two numbers without a sign.
+_BAND = re.compile(r"\s*(\d*\.?\d+)\s*(?:-|–|to)\s*(\d*\.?\d+)\s*")
 # Every level is named to the judge; more than this is a slip of the keyboard.
 _MOST_LEVELS = 1001
 # What responses are compared with, other than a column of the row.
@@ -92,6 +94,15 @@ def parse_scale_bounds(text: str) -> tuple[int, int]:
         raise ValueError(f"'{text}' does not rise; write the lower number first, such as 1-10")
     if high - low >= _MOST_LEVELS:
         raise ValueError(f"'{text}' has more than {_MOST_LEVELS} levels; take a shorter one")
+    return low, high
+
+
+def parse_band(text: str) -> tuple[float, float]:
+    """Return the ends of a band of scores such as `0.2-0.8`; ValueError says what is wrong."""
+    match = _BAND.fullmatch(text)
+    low, high = (float(match[1]), float(match[2])) if match else (1.0, 0.0)
+    if not 0.0 <= low <= high <= 1.0:
+        raise ValueError(f"'{text}' is not LOW-HIGH with numbers from 0 to 1, such as 0.2-0.8")
     return low, high
 
 
@@ -214,6 +225,42 @@ class LocalJudge(Section):
     engine_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's server, such as {reasoning_parser: qwen3}.",
+    )
+
+
+class Cascade(Section):
+    """A cheaper judge that is asked first; the judge itself decides where that one is unsure."""
+
+    judge: Annotated[str | None, checked(_check_not_blank)] = setting(
+        None, "Cheaper judge, asked first: MODEL, TYPE/MODEL or a name in reward.api.judges. The "
+        "judge of --rm_model is asked where this one is unsure.", flag="--rm_cascade",
+    )  # fmt: skip
+    # When it is unsure: one of two.
+    spread: float | None = setting(
+        None, "Spread of its votes or probabilities from which it is unsure, on scores from 0 to "
+        "1. Unset: 0.15, if it has several votes or probabilities.", flag="--rm_cascade_spread",
+        ge=0.0, le=0.5, unused="no_cascade",
+    )  # fmt: skip
+    band: Annotated[str | None, checked(parse_band)] = setting(
+        None, "Scores from 0 to 1 at which it is unsure, LOW-HIGH. Unset: 0.2-0.8, if it has "
+        "neither votes nor probabilities.", flag="--rm_cascade_band", unused="no_cascade",
+    )  # fmt: skip
+    share: float = setting(
+        0.3, "Share of the responses that the judge is expected to decide, for forecasts; "
+        "`ppo reward calibrate` measures it.", flag="--rm_cascade_share", gt=0.0, le=1.0,
+        identity="start", unused="no_cascade",
+    )  # fmt: skip
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "spread band",
+            lambda s: s.spread is not None and s.band is not None,
+            lambda s, at: (
+                "--rm_cascade_spread and --rm_cascade_band both say when the cheaper judge is "
+                "unsure; keep one."
+            ),
+            example="judge=small spread=0.1 band=0.2-0.8",
+            advice="spread=null",
+        ),
     )
 
 
@@ -383,6 +430,12 @@ class ApiReward(Section):
         None, "Seconds to wait for batch jobs instead of calls; --batch of ppo reward sets it.",
         gt=0.0, identity="start",
     )  # fmt: skip
+    # Further judges, and what they are for.
+    judges: dict[str, Any] = setting(
+        {}, "Further judges by name: the settings of each that differ from this judge's.",
+        unused="no_other_judge",
+    )  # fmt: skip
+    cascade: Cascade = section(Cascade)
     local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
     monitor: Monitor = section(Monitor)
     conflicts: ClassVar[tuple[Conflict, ...]] = (
@@ -419,6 +472,16 @@ class ApiReward(Section):
             example="mode=compare compare=ground_truth monitor.labels=f.jsonl",
             advice="mode=text",
         ),
+        Conflict(
+            "mode cascade.judge",
+            lambda s: s.mode == "compare" and s.cascade.judge is not None,
+            lambda s, at: (
+                "--rm_cascade asks whether a judge is sure of one response, and --rm_mode compare "
+                "gives no score of one; use --rm_mode text, or leave --rm_cascade out."
+            ),
+            example="mode=compare compare=ground_truth cascade.judge=small",
+            advice="mode=text",
+        ),
         # Batch APIs answer within hours; a step cannot wait for that.
         Conflict(
             "batch_wait",
@@ -437,6 +500,11 @@ class ApiReward(Section):
     def has_budget(self) -> bool:
         """Whether the worst case of each call must be known."""
         return self.budget_usd is not None or self.budget_tokens is not None
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether verdicts on one response show how sure the judge is."""
+        return self.mode == "decision" or self.votes > 1
 
     @property
     def within_group(self) -> bool:

@@ -315,9 +315,13 @@ def split_answers(
 
 def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
     """Combine the verdicts on each criterion of a rubric into one."""
-    grades = [grade for verdict in verdicts for grade in verdict.info["grades"]]
+    info: dict[str, Any] = {
+        "grades": [grade for verdict in verdicts for grade in verdict.info["grades"]]
+    }
+    if all("spread" in verdict.info for verdict in verdicts):
+        info["spread"] = rubric.spread([verdict.info["spread"] for verdict in verdicts])
     return Verdict(
-        rubric.value(grades),
+        rubric.value(info["grades"]),
         "\n".join(verdict.reason for verdict in verdicts),
         "\n".join(verdict.text for verdict in verdicts),
         usage=sum((verdict.usage for verdict in verdicts), Usage()),
@@ -325,7 +329,7 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
         latency_s=max(verdict.latency_s for verdict in verdicts),
         calls=sum(verdict.calls for verdict in verdicts),
         cached=all(verdict.cached for verdict in verdicts),
-        info={"grades": grades},
+        info=info,
     )
 
 
@@ -348,9 +352,14 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         "latency_s": round(max(v.latency_s for v in verdicts), 4),
         "cost_usd": sum(v.cost_usd for v in verdicts),
     }
+    spreads = [v.info["spread"] for v in verdicts if "spread" in v.info]
     if len(verdicts) > 1:
         info["votes"] = [v.value for v in verdicts]
         info["vote_spread"] = pstdev(scale.scaled(v.value) for v in verdicts)
+    # Of votes that have a spread themselves: the law of total variance.
+    if spreads:
+        within = fmean(spread**2 for spread in spreads)
+        info["spread"] = math.sqrt(within + info.get("vote_spread", 0.0) ** 2)
     parts = {"judge": Part(raw=raw, scaled=value)}
     if question.rubric is not None:
         parts |= _graded(question.rubric, [v.info["grades"] for v in verdicts], info)

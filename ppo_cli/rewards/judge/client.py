@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
@@ -72,6 +72,11 @@ class Counters:
     latencies: list[float] = field(default_factory=list)
     concurrency: int = 0
     open_seconds: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        """Return the counts of two judges together."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Counters(**sums)
 
 
 @dataclass(eq=False)

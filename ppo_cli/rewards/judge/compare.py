@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ppo_cli.errors import PpoError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import RoundKind
+from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER
 from ppo_cli.rewards.judge.calls import (
     JudgeError,
     Question,
@@ -40,7 +41,7 @@ from ppo_cli.rewards.judge.prompt import (
     build_material,
     reference_answer,
 )
-from ppo_cli.rewards.judge.reward import CANARY_REPLIES, UNKNOWN_ANSWER, JudgeReward
+from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
 from ppo_cli.rewards.judge.verdict import MAX_REASON_CHARS
@@ -152,7 +153,7 @@ class CompareReward(JudgeReward):
             return self._earlier["val"].setdefault(prompt.uid, text)
         return None if self._api.within_group else self._earlier["train"][prompt.uid]
 
-    def _question(
+    def question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
     ) -> Question:
         """Return the request that tests the judge: a response against UNKNOWN_ANSWER."""
@@ -235,7 +236,7 @@ class CompareReward(JudgeReward):
         # Calls run at the same time; answers of earlier attempts are kept.
         answers = await asyncio.gather(
             *(
-                self._connection.client.ask(question, fresh=contest.fresh)
+                self.connection.client.ask(question, fresh=contest.fresh)
                 for question in questions.values()
             ),
             return_exceptions=True,

@@ -38,6 +38,7 @@ from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, in_flight_file, merge_calls
 
 logger = logging.getLogger(__name__)
 
+CHEAPER = "the cheaper judge's"  # in messages
 # Rounding errors of a sum of many small amounts, in dollars.
 _ROUNDING = 1e-9
 # Lines kept for a file that may be attached later; beyond that the oldest are dropped.
@@ -409,12 +410,14 @@ def build_ledger(api: ApiReward) -> Ledger:
     )
 
 
-def share_ledger(ledger: Ledger, judge: ApiReward) -> SharedLedger:
+def share_ledger(
+    ledger: Ledger, judge: ApiReward, whose: str = "the monitoring judge's"
+) -> SharedLedger:
     """Let another judge spend from a ledger; RewardError as for `build_ledger`."""
     price, model = find_price(judge), (judge.model or "").strip()
     if price is None and judge.budget_usd is not None:
         raise RewardError(
-            f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
+            f"A budget in dollars needs the price of {whose} model {model}, which "
             f"is not known.{model_hint(judge.type, model)} Give it in a file with --rm_prices."
         )
     return SharedLedger(ledger, price, judge.type, model)

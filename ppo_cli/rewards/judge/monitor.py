@@ -115,10 +115,10 @@ class Canaries:
         due, self.due = self.due, False
         return due
 
-    async def ask(self, question: Question) -> None:
-        """Have one empty reply judged."""
+    async def ask(self, question: Question, client: JudgeClient | None = None) -> None:
+        """Have one empty reply judged, by the judge or by another client's."""
         try:
-            verdict = await self._client.ask(question, fresh=True)
+            verdict = await (client or self._client).ask(question, fresh=True)
         except (JudgeError, PpoError):
             self._failed += 1
         else:
@@ -231,7 +231,7 @@ class Monitor:
         self._failed = 0
         self._client: JudgeClient | None = None
         try:
-            provider = build_provider(judge, environ=environ, flags="--rm_monitor")
+            provider = build_provider(judge, environ=environ, flags="--rm_monitor_")
         except RewardError as error:
             if self._required:
                 raise

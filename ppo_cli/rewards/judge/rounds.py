@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Rollout, Score
@@ -32,7 +32,7 @@ class PendingScore:
     """A response that waits for its score; `error` is why it has none yet.
 
     A `score` that other responses of its group may change is set in `future` only at the end of
-    the round.
+    the round. In a cascade, `cheap` is the cheaper judge's score, and `info` tells about it.
     """
 
     rollout: Rollout
@@ -40,6 +40,8 @@ class PendingScore:
     error: JudgeError | None = None
     score: Score | None = None
     failed_alone: int = 0
+    cheap: Score | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:
@@ -196,10 +198,10 @@ class JudgingRound:
         for entry in failed:
             error = entry.error
             failure, reply = (error.summary, error.reply) if error else ("no verdict", "")
-            score = Score(None, failure, reply=reply)
+            score = Score(None, failure, reply=reply, info=entry.info)
             if mean is not None:
                 reason = "imputed: the mean of the step"
-                score = Score(mean, reason=reason, imputed=failure, reply=reply)
+                score = replace(score, value=mean, failure="", reason=reason, imputed=failure)
             entry.future.set_result(score)
 
     def _describe_missing(self, where: str = "") -> str:

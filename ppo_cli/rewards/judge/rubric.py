@@ -152,6 +152,16 @@ class Rubric:
         earned = math.fsum(c.weight * c.credit(g) for c, g in pairs)
         return min(1.0, earned / math.fsum(c.weight for c in self.criteria))
 
+    def spread(self, spreads: Sequence[float]) -> float:
+        """Return the standard deviation of the score from those of the grades, as if independent.
+
+        A hurdle counts with the weight of all criteria, since a missed one makes the score 0.
+        """
+        total = math.fsum(c.weight for c in self.criteria)
+        pairs = zip(self.criteria, spreads, strict=True)
+        variance = math.fsum(((total if c.must else c.weight) * s) ** 2 for c, s in pairs)
+        return math.sqrt(variance) / total
+
     def missed_hurdles(self, grades: Sequence[float]) -> list[str]:
         """Return the names of the hurdles that a response misses."""
         pairs = zip(self.criteria, grades, strict=True)

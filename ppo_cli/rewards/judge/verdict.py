@@ -385,15 +385,21 @@ def _match_value(pattern: re.Pattern[str], line: str) -> float | None:
 def _read_probabilities(
     probabilities: Sequence[Mapping[int, float]], question: Question
 ) -> tuple[float, str, dict[str, Any]]:
-    """Return the mean level of a score, or the value of the mean levels of all criteria."""
+    """Return the mean level of a score, or the value of the mean levels of all criteria.
+
+    The further value `spread` is the standard deviation of the score.
+    """
     if question.rubric is None:
-        return *_expected_level(probabilities[0], question.scale), {}
-    grades, reasons = [], []
+        verdict = _expected_level(probabilities[0], question.scale)
+        return *verdict, {"spread": _level_spread(probabilities[0], question.scale)}
+    grades, spreads, reasons = [], [], []
     for criterion, shares in zip(question.rubric.criteria, probabilities, strict=True):
         level, likely = _expected_level(shares, Scale(0, criterion.levels))
         grades.append(level / criterion.levels)
+        spreads.append(_level_spread(shares, Scale(0, criterion.levels)))
         reasons.append(f"{criterion.name}: {criterion.describe_grade(grades[-1])}. {likely}")
-    return question.rubric.value(grades), "\n".join(reasons), {"grades": grades}
+    info = {"grades": grades, "spread": question.rubric.spread(spreads)}
+    return question.rubric.value(grades), "\n".join(reasons), info
 
 
 def _expected_level(probabilities: Mapping[int, float], scale: Scale) -> tuple[float, str]:
@@ -415,3 +421,14 @@ def _expected_level(probabilities: Mapping[int, float], scale: Scale) -> tuple[f
     likely = ", ".join(f"{level}: {pairs[level]:.3g}" for level in best)
     # Rounding alone may carry the mean past the end of the scale by the last bit.
     return min(scale.low + above, float(scale.high)), f"most likely levels {likely}"
+
+
+def _level_spread(probabilities: Mapping[int, float], scale: Scale) -> float:
+    """Return the standard deviation of the level, as a share of the scale.
+
+    The probabilities are valid: `_expected_level` has read them.
+    """
+    total = math.fsum(probabilities.values())
+    mean = math.fsum(level * p for level, p in probabilities.items()) / total
+    variance = math.fsum(p * (level - mean) ** 2 for level, p in probabilities.items()) / total
+    return math.sqrt(variance) / (scale.high - scale.low)

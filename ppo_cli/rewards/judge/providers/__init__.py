@@ -30,7 +30,7 @@ def provider_class(kind: str) -> type[SdkProvider]:
 
 
 def build_provider(
-    api: ApiReward, *, environ: Mapping[str, str] = os.environ, flags: str = "--rm"
+    api: ApiReward, *, environ: Mapping[str, str] = os.environ, flags: str = "--rm_"
 ) -> SdkProvider:
     """Return the judge's provider; no call is made, and no SDK is imported yet.
 
@@ -67,11 +67,11 @@ def is_installed(module: str) -> bool:
 
 
 def resolve_base_url(
-    provider: type[SdkProvider], api: ApiReward, environ: Mapping[str, str], flags: str = "--rm"
+    provider: type[SdkProvider], api: ApiReward, environ: Mapping[str, str], flags: str = "--rm_"
 ) -> str:
     """Return the address from the settings, a variable or the provider, as the SDK takes it."""
     # The setting wins over the variables of the SDK.
-    places = {f"{flags}_base_url": api.base_url}
+    places = {f"{flags}base_url": api.base_url}
     for variable in () if api.base_url else JUDGES[provider.name].url_variables:
         places[variable] = environ.get(variable, "").strip()
     for source, url in places.items():

@@ -73,7 +73,7 @@ class SdkProvider(BatchInterface, ABC):
     lists_models: ClassVar[bool] = True
     uses_aiohttp: ClassVar[bool] = True  # where `connect` makes the client
 
-    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
+    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm_") -> None:
         self.api = api
         self.model = (api.model or "").strip()
         self.base_url = base_url
@@ -226,7 +226,7 @@ class SdkProvider(BatchInterface, ABC):
             raise UnlimitedCost(
                 f"{self._context.label} takes no limit on the tokens of an answer{reason}. The "
                 "cost of a call then has no upper bound, and no budget can hold, so none was sent. "
-                f"Take another {self._context.flags}_model or {self._context.flags}_base_url, or "
+                f"Take another {self._context.flags}model or {self._context.flags}base_url, or "
                 "go without a budget."
             )
 

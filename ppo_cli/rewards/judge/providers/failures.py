@@ -289,16 +289,16 @@ def _hint(report: ErrorReport, context: Context) -> str:
     if report.meaning == 404:
         near = model_hint(context.kind, context.model) if context.kind else ""
         return (
-            f"The model may be retired or misspelt: check {flags}_model (now '{context.model}'), "
-            f"and {flags}_base_url if you set it.{near} `{ppo('reward models')}` lists the models "
+            f"The model may be retired or misspelt: check {flags}model (now '{context.model}'), "
+            f"and {flags}base_url if you set it.{near} `{ppo('reward models')}` lists the models "
             "of this key."
         )
     if report.meaning == 403:
         return (
             "The key may not use this model or this region: check the account, "
-            f"{flags}_model (now '{context.model}') and {flags}_base_url."
+            f"{flags}model (now '{context.model}') and {flags}base_url."
         )
     if report.meaning == 401:
         key = f"the key in {context.key_variable}" if context.key_variable else "the key"
         return f"Check {key}; keys belong to one provider, and often to one region."
-    return f"Check {flags}_model (now '{context.model}') and {flags}_base_url."
+    return f"Check {flags}model (now '{context.model}') and {flags}base_url."

@@ -60,7 +60,7 @@ class Judge(openai.Judge):
     name = "local"
     batch_rows = 0
 
-    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
+    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm_") -> None:
         # A random key, so that other users of this machine cannot use the server.
         server_key = key if key.variable else Key(secrets.token_hex(16), "")
         super().__init__(api, base_url, server_key, flags)

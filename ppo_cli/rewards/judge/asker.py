@@ -1,0 +1,194 @@
+"""One judge and what it is asked: the question about a response, its votes, the first calls.
+
+The judge of a reward and the cheaper judge of a cascade are both askers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.errors import RewardError, ppo, shorten
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.redact import redact
+from ppo_cli.rewards.base import Tell
+from ppo_cli.rewards.judge.calls import (
+    JudgeError,
+    Question,
+    Verdict,
+    merge_criteria,
+    score_from_votes,
+    split_answers,
+)
+from ppo_cli.rewards.judge.client import judge_label
+from ppo_cli.rewards.judge.connection import JudgeConnection
+from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
+from ppo_cli.rewards.judge.prompt import (
+    build_material,
+    check_rows,
+    load_template,
+    rubric_reader,
+    visible_text,
+)
+from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.rewards.judge.sanitise import no_content_reason
+from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.thoughts import NO_ANSWER
+
+MAX_REFUSED_PROMPTS = 3  # prompts that the judge may refuse before the start asks no more
+UNKNOWN_ANSWER = "I do not know."  # the response of test questions without a reference
+
+
+class JudgeAsker:
+    """Asks one judge about responses, on the event loop of its reward."""
+
+    def __init__(self, api: ApiReward, connection: JudgeConnection, loop: LoopThread) -> None:
+        self._api = api
+        self.template = load_template(api)
+        self._read_rubric = rubric_reader(api)
+        self.connection = connection
+        self._loop = loop
+        self._last_judged: Question | None = None
+
+    def check_rows(self, prompts: Sequence[Prompt]) -> None:
+        """Raise RewardError for rows that lack what the prompt asks for."""
+        check_rows(self._api, self.template, [build_material(prompt, "") for prompt in prompts])
+
+    def try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
+        """Show by first calls that key, model and reply format are right, and check the answers."""
+        self._test_judge(prompts, patient=patient, tell=tell)
+        if self._api.canary_every:
+            self.check_format(tell)
+        # Parameters that the model rejected in the calls above.
+        for name, why in self.connection.provider.dropped().items():
+            tell(f"{self._api.model} does not take {name} ({why}); the judge runs without it.")
+
+    def _test_judge(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
+        """Ask about the first prompt, and about the next ones while the judge refuses.
+
+        After prompts that exceed its context comes the shortest one: if even that does not fit,
+        the judge cannot be used.
+        """
+        error: JudgeError | None = None
+        shortest = min(prompts, key=lambda prompt: len(prompt.text))
+        # The shortest prompt is only tried after prompts that were too long.
+        for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
+            if prompt is shortest and error is not None and error.cause != "too_long":
+                break
+            question = self.question(prompt, str(prompt.ground_truth or UNKNOWN_ANSWER))
+            try:
+                self.connection.test_question(
+                    question, self._api, self._loop, patient=patient, tell=tell
+                )
+                return
+            except JudgeError as refusal:
+                error = refusal
+        if error is not None and error.cause == "too_long":
+            raise RewardError(f"The judge cannot be used ({error.summary})") from error
+        tell(f"The judge answers, but would not judge the first prompts ({error}).")
+
+    def check_format(self, tell: Tell) -> None:
+        """Ask questions with known answers, and warn about a judge that gets one wrong."""
+        checks = format_checks(self._api, self.template)
+        answers = self._loop.call(self._ask_checks(checks))
+        if not checks:
+            return
+        # A stop or a bug ends the start; a JudgeError is a wrong answer.
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
+                raise answer
+        failed = [
+            answer
+            for check, answer in zip(checks, answers, strict=True)
+            if not (isinstance(answer, Verdict) and check.is_passed(answer))
+        ]
+        judge = judge_label(self._api)
+        passed = f"{len(checks) - len(failed)} of {len(checks)} questions with a known answer"
+        if not failed:
+            tell(f"The judge {judge} answers {passed} right.")
+            return
+        judge_text = failed[0].text if isinstance(failed[0], Verdict) else str(failed[0])
+        tell(
+            f"Warning: the judge {judge} answers only {passed} right, so its verdicts may not mean "
+            f"what they are read as. It said: {shorten(redact(judge_text), 200)}. Compare it with "
+            f"labels (`{ppo('reward calibrate')}`), or try another --rm_model."
+        )
+
+    async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:
+        calls = (self.connection.direct.ask(check.question) for check in checks)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def ask_score(self, rollout: Rollout) -> tuple[Score | None, JudgeError | None]:
+        """Return the score of a response; None and the error if the judge gave no verdict."""
+        # One request per vote.
+        seen = self._visible_text(rollout)
+        questions = [self.question(rollout.prompt, seen, vote) for vote in range(self._api.votes)]
+        answers = await asyncio.gather(
+            *(self._ask_verdict(rollout, question) for question in questions),
+            return_exceptions=True,
+        )
+        score, error = score_from_votes(answers, questions[0])
+        if score is not None:
+            self._last_judged = questions[0]
+        return score, error
+
+    async def _ask_verdict(
+        self, rollout: Rollout, question: Question, *, fresh: bool = False
+    ) -> Verdict:
+        """Return one verdict; with one call per criterion, merged from their verdicts."""
+        rubric, vote = question.rubric, question.vote
+        if rubric is None or self._api.rubric_calls == "one":
+            return await self.connection.client.ask(question, fresh=fresh)
+        # `rubric_calls: each`: one request per criterion.
+        seen = self._visible_text(rollout)
+        parts = [
+            self.question(rollout.prompt, seen, vote, criterion)
+            for criterion in rubric.split_criteria()
+        ]
+        answers = await asyncio.gather(
+            *(self.connection.client.ask(part, fresh=fresh) for part in parts),
+            return_exceptions=True,
+        )
+        verdicts, error = split_answers(answers)
+        if error is not None:
+            raise error
+        return merge_criteria(verdicts, rubric)
+
+    async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
+        """Return the scores of several fresh verdicts on one response."""
+        seen = self._visible_text(rollout)
+        questions = [self.question(rollout.prompt, seen, vote) for vote in range(votes)]
+        answers = await asyncio.gather(
+            *(self._ask_verdict(rollout, question, fresh=True) for question in questions),
+            return_exceptions=True,
+        )
+        pairs = [
+            score_from_votes([answer], question)
+            for answer, question in zip(answers, questions, strict=True)
+        ]
+        return [score or Score.failed(str(error)) for score, error in pairs]
+
+    def _visible_text(self, rollout: Rollout) -> str:
+        """Return what the judge sees of a response, before it is shortened."""
+        reasoning = self._api.reasoning
+        return visible_text(
+            rollout.answer if reasoning == "strip" else rollout.full_text, reasoning
+        )
+
+    def _gate_reason(self, rollout: Rollout, text: str) -> str | None:
+        """Return why a response gets the lowest score without a call; `text` is what it sees."""
+        if not self._api.gate:
+            return None
+        # A response that never left its thought has no answer.
+        if rollout.unclosed and not text:
+            return NO_ANSWER
+        return no_content_reason(rollout.prompt.text, text, rollout.prompt.ground_truth)
+
+    def question(
+        self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
+    ) -> Question:
+        """Build the request for one response."""
+        material = build_material(prompt, response)
+        rubric = rubric or self._read_rubric(material)
+        return self.template.question(material, self._api, vote=vote, rubric=rubric)

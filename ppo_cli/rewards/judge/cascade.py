@@ -1,0 +1,159 @@
+"""A cascade of two judges: one is only asked about responses of which a cheaper one is unsure.
+
+The cheaper judge is unsure if its votes or probabilities spread, or if its score is in a band. A
+cheaper judge that gives no verdict on a response counts as unsure of it. A response on which the
+judge then fails has no score: the cheaper verdict is kept as information only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppo_cli.config.mixture import cheaper_judge
+from ppo_cli.config.schema.reward import ApiReward, parse_band
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.rewards.base import Tell, tell_nobody
+from ppo_cli.rewards.judge.asker import JudgeAsker
+from ppo_cli.rewards.judge.calls import JudgeError
+from ppo_cli.rewards.judge.client import judge_label
+from ppo_cli.rewards.judge.connection import connect_cheaper
+from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.judge.rounds import PendingScore
+
+# Without a setting: a spread of 1.4 levels on a scale of 1-10, and the middle of the scale.
+USUAL_SPREAD, USUAL_BAND = 0.15, (0.2, 0.8)
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """When a judge is unsure: from this spread of its verdict on, or at scores in this band."""
+
+    spread: float | None = None
+    band: tuple[float, float] = USUAL_BAND
+
+    @classmethod
+    def of(cls, api: ApiReward, cheap: ApiReward) -> Doubt:
+        """Read when the cheaper judge is unsure; unset, it depends on what it gives."""
+        if api.cascade.band is not None:
+            return cls(band=parse_band(api.cascade.band))
+        usual = USUAL_SPREAD if cheap.has_spread else None
+        return cls(usual if api.cascade.spread is None else api.cascade.spread)
+
+    def applies(self, score: float | None, spread: float | None) -> bool:
+        """Return whether a judge is unsure: also without a score, or without a known spread."""
+        if score is None:
+            return True
+        if self.spread is not None:
+            return spread is None or spread >= self.spread - _ROUNDING
+        return self.band[0] - _ROUNDING <= score <= self.band[1] + _ROUNDING
+
+
+class CascadeReward(JudgeReward):
+    """Scores by a cheaper judge where that one is sure, else by the judge itself."""
+
+    def __init__(
+        self, api: ApiReward, *, name: str = "judge", environ: Mapping[str, str] = os.environ
+    ) -> None:
+        super().__init__(api, name=name, environ=environ)
+        cheap = cheaper_judge(api)
+        assert cheap is not None, "a cascade has a cheaper judge"
+        self._doubt = Doubt.of(api, cheap)
+        self._labels = {False: judge_label(cheap), True: judge_label(api)}
+        self._begin_counts()
+        try:
+            connection = connect_cheaper(cheap, environ, self.connection)
+            self._cheap = JudgeAsker(cheap, connection, self._loop)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def start(
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
+    ) -> None:
+        """Check the rows for both judges, then each judge by its first calls."""
+        self._cheap.check_rows(prompts)
+        super().start(prompts, patient=patient, tell=tell)
+        if prompts:
+            self._cheap.try_out(prompts, patient=patient, tell=tell)
+
+    def waiting_for(self) -> str | None:
+        """Return what either judge is waiting for, or None while verdicts come in."""
+        return super().waiting_for() or self._cheap.connection.client.waiting_for()
+
+    async def _ask_judges(self, entry: PendingScore) -> tuple[Score | None, JudgeError | None]:
+        """Return the score of the cheaper judge where it is sure, else that of the judge."""
+        # When the judge is asked again after a failure, the cheaper verdict is there already.
+        if (cheap := entry.cheap) is None:
+            verdict, error = await self._cheap.ask_score(entry.rollout)
+            cheap = verdict or Score.failed(f"{error}")
+            spread = cheap.info.get("spread", cheap.info.get("vote_spread"))
+            escalated = self._doubt.applies(cheap.value, spread)
+            entry.cheap, entry.info = cheap, self._describe(cheap, spread, escalated)
+            self._asked += 1
+            self._escalated += escalated
+            self._failed += verdict is None
+        if not entry.info["escalated"]:
+            return replace(cheap, info={**cheap.info, **entry.info}), None
+        score, error = await self.ask_score(entry.rollout)
+        if score is None:
+            return None, error
+        return replace(score, info={**_add_costs(cheap.info, score.info), **entry.info}), None
+
+    def _describe(self, cheap: Score, spread: float | None, escalated: bool) -> dict[str, Any]:
+        """Return which judge decides a response, and the verdict of the cheaper one."""
+        facts = {
+            "decided_by": self._labels[escalated], "escalated": escalated,
+            "cheap_score": cheap.value, "cheap_spread": spread,
+        }  # fmt: skip
+        # The reason of a score that counts is there already.
+        reason = {"cheap_reason": cheap.failure or cheap.reason} if escalated else {}
+        return facts | reason
+
+    async def _ask_canary(self, rollout: Rollout, text: str) -> None:
+        """Have both judges judge an empty reply: a cheaper one that is fooled decides too."""
+        question = self._cheap.question(rollout.prompt, text)
+        canaries, client = self._observer.canaries, self._cheap.connection.client
+        await asyncio.gather(super()._ask_canary(rollout, text), canaries.ask(question, client))
+
+    async def _collect_metrics(self) -> dict[str, float]:
+        """Return the metrics of both judges together, then the share and cost of each."""
+        connection = self._cheap.connection
+        cheap, strong = connection.client.pop_counters(), self.connection.client.pop_counters()
+        assert connection.shared is not None
+        spent = connection.shared.pop_spending()
+        metrics = self._observer.pop_metrics(
+            cheap + strong, self.connection.ledger, validating=self._validating
+        )
+        if metrics:
+            monitor_usd = metrics.get("judge/monitor_cost_usd", 0.0)
+            metrics |= {
+                "judge/escalated": self._escalated / self._asked if self._asked else 0.0,
+                "judge/cheap_failed": float(self._failed),
+                "judge/cheap_calls": float(cheap.calls),
+                "judge/strong_calls": float(strong.calls),
+                "judge/cheap_cost_usd": spent.usd,
+                "judge/strong_cost_usd": metrics["judge/cost_usd"] - spent.usd - monitor_usd,
+            }
+        self._begin_counts()
+        return metrics
+
+    def _begin_counts(self) -> None:
+        self._asked = self._escalated = self._failed = 0
+
+    async def _close(self) -> None:
+        await asyncio.gather(self._cheap.connection.close(), self.connection.close())
+        await super()._close()
+
+
+def _add_costs(cheap: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of a verdict of both judges: the later one's, with the cost of both."""
+    if "cached" not in cheap:  # there was no cheaper verdict
+        return dict(strong)
+    names = ("judge_tokens", "judge_calls", "latency_s", "cost_usd")
+    total = {name: cheap[name] + strong[name] for name in names}
+    return {**strong, **total, "cached": cheap["cached"] and strong["cached"]}

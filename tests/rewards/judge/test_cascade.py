@@ -1,0 +1,212 @@
+"""A cascade of two judges on loopback: who is asked about what, who pays, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.mixture import cheaper_judge, other_judge
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.errors import ConfigError, Interrupted, RewardError
+from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt
+from tests.judge_server import JudgeServer
+from tests.judge_server.server import digest
+from tests.rewards.scoring import score_all, sum_rollout, wait_until
+
+Make = Callable[..., CascadeReward]
+SMALL_KEY, STRONG_KEY = "sk-small-0123456789abcdef", "sk-strong-0123456789abcdef"
+
+
+@pytest.fixture
+def cheap() -> Iterator[JudgeServer]:
+    with JudgeServer(seed=3) as running:
+        yield running
+
+
+@pytest.fixture
+def make(judge_of: Make, cheap: JudgeServer) -> Make:
+    """Build cascades: the cheaper judge at `cheap` with its own key, the judge at `server`."""
+
+    def build(*, small: dict[str, Any] | None = None, **changes: Any) -> CascadeReward:
+        settings = {
+            "type": "openai", "model": "small", "base_url": cheap.url("openai"),
+            "key_env": "SMALL_KEY", "price_input": 1.0, "price_output": 2.0,
+        } | (small or {})  # fmt: skip
+        usual = {
+            "prompt_preset": "math", "key_env": "STRONG_KEY", "price_input": 10.0,
+            "price_output": 20.0, "judges": {"small": settings},
+        }  # fmt: skip
+        changes["cascade"] = {"judge": "small"} | changes.get("cascade", {})
+        environ = {"SMALL_KEY": SMALL_KEY, "STRONG_KEY": STRONG_KEY}
+        return judge_of(kind=CascadeReward, environ=environ, **(usual | changes))
+
+    return build
+
+
+def unsure_of(*numbers: int) -> Callable[[str, str], int]:
+    """A judge that gives 5 of 10 to the questions about these numbers, and 10 to others."""
+    return lambda system, user: 5 if any(f"What is {n} +" in user for n in numbers) else 10
+
+
+def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    cheap.score, server.score = unsure_of(2), lambda system, user: 1
+    reward = make()
+    sure, unsure = score_all(reward, [sum_rollout(1), sum_rollout(2)])
+    assert (sure.value, unsure.value, cheap.count, server.count) == (1.0, 0.0, 2, 1)
+    assert sure.info["decided_by"] == "small (openai)" and not sure.info["escalated"]
+    assert unsure.info["decided_by"] == "judge-1 (openai)" and unsure.info["escalated"]
+    assert (sure.info["cheap_score"], sure.info["judge_calls"]) == (1.0, 1)
+    assert unsure.info["cheap_score"] == pytest.approx(4 / 9) and unsure.info["judge_calls"] == 2
+    # Each judge got its own key, and both are counted.
+    assert {call.key_digest for call in cheap.calls} == {digest(SMALL_KEY)}
+    assert {call.key_digest for call in server.calls} == {digest(STRONG_KEY)}
+    metrics = reward.pop_metrics()
+    expected = {"calls": 3, "cheap_calls": 2, "strong_calls": 1, "escalated": 0.5}
+    assert {name: metrics[f"judge/{name}"] for name in expected} == expected
+    costs = [metrics[f"judge/{judge}_cost_usd"] for judge in ("cheap", "strong")]
+    assert sum(costs) == pytest.approx(metrics["judge/cost_usd"]) and 0 < costs[0] < costs[1]
+    paid = sum(score.info["cost_usd"] for score in (sure, unsure))
+    assert paid == pytest.approx(metrics["judge/cost_usd"]) and reward.pop_metrics() == {}
+    # Both verdicts are in the cache.
+    score_all(make(), [sum_rollout(1), sum_rollout(2)])
+    assert (cheap.count, server.count) == (2, 1)
+
+
+def test_the_spread_of_votes_or_probabilities_shows_doubt(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    votes = iter([9, 9, 10, 2, 9, 10])
+    cheap.score = lambda system, user: next(votes)
+    calm, torn = (
+        score_all(make(small={"votes": 3}), [sum_rollout(number)])[0] for number in (1, 2)
+    )
+    assert not calm.info["escalated"] and calm.info["cheap_spread"] < 0.06
+    assert torn.info["escalated"] and torn.info["cheap_spread"] > 0.15 and torn.value == 1.0
+    # A decision endpoint says itself how sure it is.
+    cheap.score = lambda system, user: 9
+    reward = make(small={"mode": "decision"}, cascade={"judge": "small", "spread": 0.5})
+    (score,) = score_all(reward, [sum_rollout(3)])
+    assert score.info["cheap_spread"] is not None and not score.info["escalated"]
+    assert "decision" in cheap.calls[-1].path or "decision" in json.dumps(cheap.calls[-1].body)
+
+
+def test_a_cheaper_judge_that_fails_is_unsure(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    cheap.fail("refusal", times=1)
+    reward = make()
+    (score,) = score_all(reward, [sum_rollout(1)])
+    assert score.value == 1.0 and score.info["escalated"] and score.info["cheap_score"] is None
+    assert "refusal" in score.info["cheap_reason"] or "judge this" in score.info["cheap_reason"]
+    metrics = reward.pop_metrics()
+    assert (metrics["judge/cheap_failed"], metrics["judge/escalated"]) == (1, 1)
+
+
+def test_the_cheaper_score_never_stands_in_for_the_judge(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    cheap.score = unsure_of(1)
+    server.score = lambda system, user: "no number"
+    masked, sure = score_all(make(max_failure_rate=1.0), [sum_rollout(1), sum_rollout(2)])
+    assert masked.value is None and masked.failure.startswith("form") and sure.value == 1.0
+    assert masked.info["cheap_score"] == pytest.approx(4 / 9) and masked.info["escalated"]
+    # A judge that was down is asked again; the cheaper one, whose verdict is there, is not.
+    server.score = lambda system, user: 1
+    calls = cheap.count
+    server.fail(503, times=4)
+    reward = make(cache="off", max_failure_rate=0.0, deadline=0.4)
+    scores = score_all(reward, [sum_rollout(n) for n in (1, 2)])
+    assert [s.value for s in scores] == [0.0, 1.0] and cheap.count == calls + 2
+
+
+def test_the_judge_is_asked_before_other_cheaper_verdicts_are_in(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    cheap.score = unsure_of(1)
+    # The second answer of the cheaper judge never comes.
+    cheap.fail("hang", after=1)
+    reward = make(concurrency=1)
+    futures = [reward.submit(sum_rollout(number)) for number in (1, 2)]
+    assert futures[0].result(20).value == 1.0 and not futures[1].done()
+    assert server.count == 1
+
+
+def test_both_judges_spend_from_one_budget(
+    make: Make, server: JudgeServer, cheap: JudgeServer, tmp_path: Path
+) -> None:
+    cheap.score = unsure_of(*range(1, 200, 3))
+    limit = 0.2
+    reward = make(budget_usd=limit, small={"max_tokens": 50}, max_tokens=50)
+    reward.attach(tmp_path)
+    with pytest.raises(Interrupted, match=r"budget of \$0.2 is used up"):
+        score_all(reward, [sum_rollout(number) for number in range(1, 200)])
+    reward.close()
+    text = (tmp_path / "judge_calls.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["model"] for line in lines} == {"small", "judge-1"}
+    assert 0.5 * limit < sum(line["usd"] for line in lines) <= limit
+    assert len(lines) == cheap.count + server.count
+    with pytest.raises(RewardError, match="cheaper judge's model other, which is not known"):
+        make(budget_usd=1.0, cascade={"judge": "openai/other"})
+
+
+def test_empty_replies_are_shown_to_both_judges(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    # The cheaper judge is fooled, and its score would count.
+    cheap.score, server.score = lambda system, user: 10, lambda system, user: 1
+    reward = make(canary_every=1, scoring_prompt="{prompt} {response} Score 1-10.")
+    reward.begin_step(1)
+    score_all(reward, [sum_rollout(1)])
+    wait_until(lambda: cheap.count == 5 and server.count == 4)
+    wait_until(lambda: reward.pop_metrics().get("judge/canary_max") == 1.0)
+
+
+def test_no_key_reaches_a_file(make: Make, server: JudgeServer, tmp_path: Path) -> None:
+    server.fail(401, message=f"Incorrect API key provided: {STRONG_KEY}")
+    reward = make(cascade={"judge": "small", "band": "0-1"})
+    reward.attach(tmp_path)
+    with pytest.raises(RewardError) as failure:
+        reward.start([sum_rollout(1).prompt])
+    texts = [str(failure.value), *(f.read_text("utf-8", "replace") for f in tmp_path.glob("*"))]
+    assert not any(key in text for text in texts for key in (SMALL_KEY, STRONG_KEY))
+
+
+def test_settings_that_a_further_judge_does_not_have_are_those_of_the_judge() -> None:
+    api = ApiReward.model_validate(
+        {
+            "type": "openai", "model": "large", "base_url": "http://h/v1", "key_env": "MINE",
+            "price_input": 1.0, "price_output": 2.0, "votes": 3, "prompt_preset": "math",
+            "budget_usd": 5.0, "cascade": {"judge": "small"}, "monitor": {"model": "m"},
+            "judges": {"a": {"type": "claude", "model": "c", "votes": 1}, "b": "gemini/g", "c": 5,
+                       "d": {"vote": 1, "max_rpm": "x"}, "e": {"type": "claude"}},
+        }
+    )  # fmt: skip
+    small = cheaper_judge(api)
+    assert small is not None
+    assert (small.model, small.base_url, small.key_env) == ("small", "http://h/v1", "MINE")
+    assert (small.votes, small.prompt_preset, small.budget_usd) == (3, "math", 5.0)
+    assert small.price_input is None and small.cascade.judge is None and not small.monitor.model
+    other = other_judge(api, "a")
+    assert (other.type, other.model, other.votes) == ("claude", "c", 1)
+    assert other.base_url is None and other.key_env is None
+    assert other_judge(api, "b").type == "gemini" and other_judge(api, "b").model == "g"
+    assert other_judge(api, "Org/model").model == "Org/model"
+    for name, problem in {"c": "not a group", "d": "no such setting", "e": "no model"}.items():
+        with pytest.raises(ConfigError, match=problem):
+            other_judge(api, name)
+
+
+def test_a_band_has_both_ends_and_a_missing_spread_is_doubt() -> None:
+    band = Doubt(band=(0.2, 0.8))
+    assert [band.applies(x, None) for x in (0.19, 0.2, 0.8, 0.81, None)] == [
+        False, True, True, False, True,
+    ]  # fmt: skip
+    spread = Doubt(spread=0.1)
+    assert [spread.applies(1.0, x) for x in (0.09, 0.1, None)] == [False, True, True]
