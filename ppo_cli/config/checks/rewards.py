@@ -160,9 +160,8 @@ def _check_cascade(judge: Judge) -> Iterator[Clash]:
             f"yourself, and set type: openai, model and base_url in {judge.key}.judges.",
         )
     if cheap == other_judge(api.model_copy(update={"judges": {"itself": {}}}), "itself"):
-        yield Clash(
-            keys, f"{cascade.judge} is the judge itself; name a cheaper one, or leave it out."
-        )
+        text = f"{cascade.judge} is the judge itself; name a cheaper one, or leave it out."
+        yield Clash(keys, text)
     if cascade.spread is not None and not cheap.has_spread:
         yield Clash(
             judge.keys("cascade.spread", "votes", "mode"),

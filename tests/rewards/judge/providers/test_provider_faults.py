@@ -107,7 +107,7 @@ def test_a_wait_that_is_not_a_number_of_seconds_is_ignored() -> None:
 
 def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
     server.fail(404)
-    message = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
+    message = str(ask_once(judge_at(server, "openai", flags="--rm_monitor_")))
     assert "--rm_monitor_model (now 'judge-model'), and --rm_monitor_base_url" in message
 
 
