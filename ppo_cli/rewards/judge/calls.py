@@ -321,7 +321,7 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
     if all("spread" in verdict.info for verdict in verdicts):
         info["spread"] = rubric.spread([verdict.info["spread"] for verdict in verdicts])
     return Verdict(
-        rubric.value(grades),
+        rubric.value(info["grades"]),
         "\n".join(verdict.reason for verdict in verdicts),
         "\n".join(verdict.text for verdict in verdicts),
         usage=sum((verdict.usage for verdict in verdicts), Usage()),
