@@ -119,11 +119,19 @@ class JudgeAsker:
         calls = (self.connection.direct.ask(check.question) for check in checks)
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def ask_score(self, rollout: Rollout) -> tuple[Score | None, JudgeError | None]:
-        """Return the score of a response; None and the error if the judge gave no verdict."""
+    async def ask_score(
+        self, rollout: Rollout, first: Question | None = None
+    ) -> tuple[Score | None, JudgeError | None]:
+        """Return the score of a response; None and the error if the judge gave no verdict.
+
+        `first` is the request for the first vote, if it is there already.
+        """
         # One request per vote.
         seen = self._visible_text(rollout)
-        questions = [self.question(rollout.prompt, seen, vote) for vote in range(self._api.votes)]
+        questions = [
+            (None if vote else first) or self.question(rollout.prompt, seen, vote)
+            for vote in range(self._api.votes)
+        ]
         answers = await asyncio.gather(
             *(self._ask_verdict(rollout, question) for question in questions),
             return_exceptions=True,

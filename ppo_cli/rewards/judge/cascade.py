@@ -18,7 +18,7 @@ from ppo_cli.config.schema.reward import ApiReward, parse_band
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import JudgeAsker
-from ppo_cli.rewards.judge.calls import JudgeError
+from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import judge_label
 from ppo_cli.rewards.judge.connection import connect_cheaper
 from ppo_cli.rewards.judge.reward import JudgeReward
@@ -85,7 +85,9 @@ class CascadeReward(JudgeReward):
         """Return what either judge is waiting for, or None while verdicts come in."""
         return super().waiting_for() or self._cheap.connection.client.waiting_for()
 
-    async def _ask_judges(self, entry: PendingScore) -> tuple[Score | None, JudgeError | None]:
+    async def _ask_judges(
+        self, entry: PendingScore, question: Question
+    ) -> tuple[Score | None, JudgeError | None]:
         """Return the score of the cheaper judge where it is sure, else that of the judge."""
         # When the judge is asked again after a failure, the cheaper verdict is there already.
         if (cheap := entry.cheap) is None:
@@ -99,7 +101,7 @@ class CascadeReward(JudgeReward):
             self._failed += verdict is None
         if not entry.info["escalated"]:
             return replace(cheap, info={**cheap.info, **entry.info}), None
-        score, error = await self.ask_score(entry.rollout)
+        score, error = await self.ask_score(entry.rollout, question)
         if score is None:
             return None, error
         return replace(score, info={**_add_costs(cheap.info, score.info), **entry.info}), None

@@ -19,7 +19,7 @@ from ppo_cli.errors import PpoError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
-from ppo_cli.rewards.judge.calls import JudgeError, gated_score
+from ppo_cli.rewards.judge.calls import JudgeError, Question, gated_score
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge
 from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, JudgeObserver
 from ppo_cli.rewards.judge.prompt import load_template
@@ -158,8 +158,9 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _judge(self, entry: PendingScore) -> None:
         """Ask for the score of an entry; on failure note the error and leave the entry open."""
+        question = self.question(entry.rollout.prompt, self._visible_text(entry.rollout))
         try:
-            score, entry.error = await self._ask_judges(entry)
+            score, entry.error = await self._ask_judges(entry, question)
         except PpoError as stop:
             entry.future.set_exception(stop)
             return
@@ -170,7 +171,6 @@ class JudgeReward(JudgeAsker, Reward):
         monitor = self._observer.monitor
         if monitor is not None and monitor.wants(entry.rollout):
             info = {**score.info, **MONITOR_PENDING}
-            question = self.question(entry.rollout.prompt, self._visible_text(entry.rollout))
             monitor.begin(question, float(score.value or 0.0), info)
             score = replace(score, info=info)
         entry.future.set_result(score)
@@ -179,9 +179,11 @@ class JudgeReward(JudgeAsker, Reward):
         """Have an empty reply to this prompt judged."""
         await self._observer.canaries.ask(self.question(rollout.prompt, text))
 
-    async def _ask_judges(self, entry: PendingScore) -> tuple[Score | None, JudgeError | None]:
+    async def _ask_judges(
+        self, entry: PendingScore, question: Question
+    ) -> tuple[Score | None, JudgeError | None]:
         """Return the score of an entry; None and the error if there is no verdict."""
-        return await self.ask_score(entry.rollout)
+        return await self.ask_score(entry.rollout, question)
 
     async def _is_judge_up(self) -> bool:
         """Return whether the judge still answers a question that it answered before."""
