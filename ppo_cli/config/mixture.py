@@ -588,7 +588,7 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
 
 def cheaper_judge(api: ApiReward) -> ApiReward | None:
     """Return the settings of a cascade's cheaper judge, None without one; see `other_judge`."""
-    return None if api.cascade.judge is None else other_judge(api, api.cascade.judge)
+    return None if api.cascade.model is None else other_judge(api, api.cascade.model)
 
 
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:

@@ -79,7 +79,7 @@ def _judge(api: ApiReward, name: str) -> Reward:
     from ppo_cli.rewards.judge.reward import JudgeReward
 
     kind = CompareReward if api.mode == "compare" else JudgeReward
-    return (kind if api.cascade.judge is None else CascadeReward)(api, name=name)
+    return (kind if api.cascade.model is None else CascadeReward)(api, name=name)
 
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:

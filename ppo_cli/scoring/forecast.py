@@ -142,8 +142,10 @@ class Forecast:
         costs, cheap = run.costs(self.price), self.cheap
         if cheap is not None and cheap.run is not None:
             others = cheap.run.costs(cheap.price)
-            both = costs is not None and others is not None
-            costs = (costs[0] + others[0], costs[1] + others[1]) if both else None
+            if costs is not None and others is not None:
+                costs = costs[0] + others[0], costs[1] + others[1]
+            else:
+                costs = None
             run = replace(run, low=run.low + cheap.run.low, high=run.high + cheap.run.high)
         if api.budget_usd is not None and costs is not None:
             yield api.budget_usd, *costs

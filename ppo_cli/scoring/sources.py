@@ -188,7 +188,7 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
             problems.append(f"--batch: {judge.name}: ppo-cli has no batch API for {kind}.")
         if api.mode == "decision":
             problems.append(f"--batch: {judge.name}: it does not support --rm_mode decision.")
-        if api.cascade.judge is not None:
+        if api.cascade.model is not None:
             problems.append(f"--batch: {judge.name}: it does not support --rm_cascade.")
         if (api.cache or "").strip().lower() == "off":
             problems.append(

@@ -17,7 +17,10 @@ JUDGE = "reward.api.enable=true reward.api.model=m"
 DECISION = f"{JUDGE} reward.api.mode=decision reward.api.type=openai"
 # What else must be set for a condition to apply, as well as OFF.
 NEEDED = {
-    **dict.fromkeys(("no_monitor", "no_labels", "judge_elsewhere", "no_rule"), JUDGE),
+    **dict.fromkeys(
+        ("no_monitor", "no_labels", "no_cascade", "no_other_judge", "judge_elsewhere", "no_rule"),
+        JUDGE,
+    ),
     **dict.fromkeys(("no_rubric", "no_comparison"), JUDGE),
     **dict.fromkeys(("decision_endpoint", "fixed_output"), DECISION),
     **dict.fromkeys(
@@ -56,7 +59,7 @@ VALUES = {
     "reward.api.compare": "list", "reward.api.monitor.base_url": "http://host/v1",
     "reward.model.device": "cpu", "reward.model.template": "{response}", "reward.rule": "exact",
     "reward.parts": "judge:1", "reward.composite.weights": "{judge: 1}",
-    "reward.composite.parts": "{judge: 1}",
+    "reward.composite.parts": "{judge: 1}", "reward.api.cascade.band": "0-1",
 }  # fmt: skip
 
 

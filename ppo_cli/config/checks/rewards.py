@@ -143,7 +143,7 @@ def _find_cheaper(judge: Judge) -> ApiReward | None:
 def _check_cascade(judge: Judge) -> Iterator[Clash]:
     """The cheaper judge of a cascade must be usable, another one, and able to be unsure."""
     api, cascade = judge.settings, judge.settings.cascade
-    keys = judge.keys("cascade.judge", "judges")
+    keys = judge.keys("cascade.model", "judges")
     try:
         cheap = cheaper_judge(api)
     except ConfigError as error:
@@ -152,15 +152,15 @@ def _check_cascade(judge: Judge) -> Iterator[Clash]:
     if cheap is None:
         return
     for clash in find_conflicts(cheap, f"{judge.key}."):
-        yield Clash(keys, f"the cheaper judge {cascade.judge}: {clash.text}")
+        yield Clash(keys, f"the cheaper judge {cascade.model}: {clash.text}")
     if cheap.type == "local":
         yield Clash(
             keys,
-            f"a run does not start the cheaper judge of a cascade ({cascade.judge}); serve it "
+            f"a run does not start the cheaper judge of a cascade ({cascade.model}); serve it "
             f"yourself, and set type: openai, model and base_url in {judge.key}.judges.",
         )
     if cheap == other_judge(api.model_copy(update={"judges": {"itself": {}}}), "itself"):
-        text = f"{cascade.judge} is the judge itself; name a cheaper one, or leave it out."
+        text = f"{cascade.model} is the judge itself; name a cheaper one, or leave it out."
         yield Clash(keys, text)
     if cascade.spread is not None and not cheap.has_spread:
         yield Clash(

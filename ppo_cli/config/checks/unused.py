@@ -112,11 +112,11 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "no_cascade": Unused(
         "no cheaper judge is asked first; set --rm_cascade, or leave it out",
-        _all_judges(lambda api: api.cascade.judge is None),
+        _all_judges(lambda api: api.cascade.model is None),
     ),
     "no_other_judge": Unused(
         "no further judge is asked; name one with --rm_cascade, or leave it out",
-        _all_judges(lambda api: api.cascade.judge is None),
+        _all_judges(lambda api: api.cascade.model is None),
     ),
     "no_labels": Unused(
         "no labelled responses are named; set --rm_monitor_labels, or leave it out",

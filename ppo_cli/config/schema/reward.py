@@ -231,7 +231,7 @@ class LocalJudge(Section):
 class Cascade(Section):
     """A cheaper judge that is asked first; the judge itself decides where that one is unsure."""
 
-    judge: Annotated[str | None, checked(_check_not_blank)] = setting(
+    model: Annotated[str | None, checked(_check_not_blank)] = setting(
         None, "Cheaper judge, asked first: MODEL, TYPE/MODEL or a name in reward.api.judges. The "
         "judge of --rm_model is asked where this one is unsure.", flag="--rm_cascade",
     )  # fmt: skip
@@ -258,7 +258,7 @@ class Cascade(Section):
                 "--rm_cascade_spread and --rm_cascade_band both say when the cheaper judge is "
                 "unsure; keep one."
             ),
-            example="judge=small spread=0.1 band=0.2-0.8",
+            example="model=small spread=0.1 band=0.2-0.8",
             advice="spread=null",
         ),
     )
@@ -473,13 +473,13 @@ class ApiReward(Section):
             advice="mode=text",
         ),
         Conflict(
-            "mode cascade.judge",
-            lambda s: s.mode == "compare" and s.cascade.judge is not None,
+            "mode cascade.model",
+            lambda s: s.mode == "compare" and s.cascade.model is not None,
             lambda s, at: (
                 "--rm_cascade asks whether a judge is sure of one response, and --rm_mode compare "
                 "gives no score of one; use --rm_mode text, or leave --rm_cascade out."
             ),
-            example="mode=compare compare=ground_truth cascade.judge=small",
+            example="mode=compare compare=ground_truth cascade.model=small",
             advice="mode=text",
         ),
         # Batch APIs answer within hours; a step cannot wait for that.

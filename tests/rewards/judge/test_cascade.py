@@ -40,7 +40,7 @@ def make(judge_of: Make, cheap: JudgeServer) -> Make:
             "prompt_preset": "math", "key_env": "STRONG_KEY", "price_input": 10.0,
             "price_output": 20.0, "judges": {"small": settings},
         }  # fmt: skip
-        changes["cascade"] = {"judge": "small"} | changes.get("cascade", {})
+        changes["cascade"] = {"model": "small"} | changes.get("cascade", {})
         environ = {"SMALL_KEY": SMALL_KEY, "STRONG_KEY": STRONG_KEY}
         return judge_of(kind=CascadeReward, environ=environ, **(usual | changes))
 
@@ -90,7 +90,7 @@ def test_the_spread_of_votes_or_probabilities_shows_doubt(
     assert torn.info["escalated"] and torn.info["cheap_spread"] > 0.15 and torn.value == 1.0
     # A decision endpoint says itself how sure it is.
     cheap.score = lambda system, user: 9
-    reward = make(small={"mode": "decision"}, cascade={"judge": "small", "spread": 0.5})
+    reward = make(small={"mode": "decision"}, cascade={"model": "small", "spread": 0.5})
     (score,) = score_all(reward, [sum_rollout(3)])
     assert score.info["cheap_spread"] is not None and not score.info["escalated"]
     assert "decision" in cheap.calls[-1].path or "decision" in json.dumps(cheap.calls[-1].body)
@@ -153,7 +153,7 @@ def test_both_judges_spend_from_one_budget(
     assert 0.5 * limit < sum(line["usd"] for line in lines) <= limit
     assert len(lines) == cheap.count + server.count
     with pytest.raises(RewardError, match="cheaper judge's model other, which is not known"):
-        make(budget_usd=1.0, cascade={"judge": "openai/other"})
+        make(budget_usd=1.0, cascade={"model": "openai/other"})
 
 
 def test_empty_replies_are_shown_to_both_judges(
@@ -170,7 +170,7 @@ def test_empty_replies_are_shown_to_both_judges(
 
 def test_no_key_reaches_a_file(make: Make, server: JudgeServer, tmp_path: Path) -> None:
     server.fail(401, message=f"Incorrect API key provided: {STRONG_KEY}")
-    reward = make(cascade={"judge": "small", "band": "0-1"})
+    reward = make(cascade={"model": "small", "band": "0-1"})
     reward.attach(tmp_path)
     with pytest.raises(RewardError) as failure:
         reward.start([sum_rollout(1).prompt])
@@ -183,7 +183,7 @@ def test_settings_that_a_further_judge_does_not_have_are_those_of_the_judge() ->
         {
             "type": "openai", "model": "large", "base_url": "http://h/v1", "key_env": "MINE",
             "price_input": 1.0, "price_output": 2.0, "votes": 3, "prompt_preset": "math",
-            "budget_usd": 5.0, "cascade": {"judge": "small"}, "monitor": {"model": "m"},
+            "budget_usd": 5.0, "cascade": {"model": "small"}, "monitor": {"model": "m"},
             "judges": {"a": {"type": "claude", "model": "c", "votes": 1}, "b": "gemini/g", "c": 5,
                        "d": {"vote": 1, "max_rpm": "x"}, "e": {"type": "claude"}},
         }
@@ -192,7 +192,7 @@ def test_settings_that_a_further_judge_does_not_have_are_those_of_the_judge() ->
     assert small is not None
     assert (small.model, small.base_url, small.key_env) == ("small", "http://h/v1", "MINE")
     assert (small.votes, small.prompt_preset, small.budget_usd) == (3, "math", 5.0)
-    assert small.price_input is None and small.cascade.judge is None and not small.monitor.model
+    assert small.price_input is None and small.cascade.model is None and not small.monitor.model
     other = other_judge(api, "a")
     assert (other.type, other.model, other.votes) == ("claude", "c", 1)
     assert other.base_url is None and other.key_env is None
