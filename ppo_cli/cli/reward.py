@@ -620,6 +620,16 @@ FIT_FLAGS = [
         "parquet, or a hub set.", "FILE",
     ),
     make_flag(
+        "labels", str, None,
+        "Learn labels instead of pairs: the column with a label (true, false, 0 to 1) of each "
+        "prompt and response, or with those of --criteria.", "COLUMN",
+    ),
+    make_flag(
+        "criteria", str, None,
+        "Criteria as for --rm_rubric; --labels then has {NAME: true, false or level} in each row.",
+        "FILE",
+    ),
+    make_flag(
         "model", str, None,
         "Causal language model to start from: folder, hub name, or `embedded`.", "PATH",
     ),
@@ -670,7 +680,7 @@ RECIPE = (
 
 
 def fit_model(**typed: Any) -> None:
-    """Train a reward model from pairs of responses (Bradley-Terry)."""
+    """Train a reward model from pairs of responses (Bradley-Terry), or a judge from labels."""
     if problems := _find_fit_problems(typed):
         raise ConfigError(problems)
     from ppo_cli.extras.fitting.fit import fit as run_fit
@@ -684,8 +694,9 @@ def fit_model(**typed: Any) -> None:
         recipe=Recipe(**{name: typed[name] for name in RECIPE}),
         val_data=tuple(typed["val_data"] or ()),
         val_share=0.1 if typed["val_share"] is None else typed["val_share"],
-        **{n: typed[n] for n in ("max_length", "template", "skip_bad_rows", "overwrite")},
-    )
+        **{n: typed[n] for n in ("max_length", "template", "skip_bad_rows", "overwrite",
+                                 "labels", "criteria")},
+    )  # fmt: skip
     screen = make_screen(sys.stderr)  # stdout is for the result
     try:
         record = run_fit(settings, screen)
@@ -717,6 +728,10 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
             ),
         ]
     )
+    if typed["criteria"] and not typed["labels"]:
+        problems.append("--criteria needs the column with their labels: name it with --labels.")
+    if typed["labels"] and typed["center"]:
+        problems.append("--center keeps the scores of pairs around 0; leave it out with --labels.")
     if typed["val_data"] and typed["val_share"] is not None:
         problems.append("--val_data and --val_share both choose the held-out pairs; keep one.")
     if typed["lr"] == 0:
@@ -728,11 +743,13 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
 
 def format_fit(record: dict[str, Any]) -> str:
     """Return the result of a fit as text: scores before and after, and how to use the model."""
-    before, after, pairs = record["before"], record["after"], record["pairs"]
+    before, after, labelled = record["before"], record["after"], "labels" in record
+    held_out = record["rows" if labelled else "pairs"]["held_out"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
+    kept = "measured on {} held-out rows" if labelled else "the best on {} held-out pairs"
     lines = [
         f"Reward model in {record['out']} (step {record['steps']['kept']} of "
-        f"{record['steps']['all']}, the best on {pairs['held_out']} held-out pairs)",
+        f"{record['steps']['all']}, {kept.format(held_out)})",
         "              before    after",
         *(
             f"  {name:<10}{before[name]:>8.3f} {after[name]:>8.3f}"
@@ -742,9 +759,28 @@ def format_fit(record: dict[str, Any]) -> str:
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
         f"In a mixture, set for its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
-    if warning := warn_if_like_guessing(after["accuracy"], pairs["held_out"]):
+    if labelled:
+        lines[5:5] = [
+            *_section(
+                "How often the better of two held-out rows scores higher (chance: 0.5)",
+                _estimate_rows(record["agreement"]),
+            ),
+            _cost_line(record),
+        ]
+        if (record["agreement"]["score"]["low"] or 0.0) <= 0.5:
+            lines.insert(1, "  Doubtful: guessing can give that. More rows or steps may help.")
+    elif warning := warn_if_like_guessing(after["accuracy"], held_out):
         lines.insert(1, warning)
     return "\n".join(lines)
+
+
+def _cost_line(record: Mapping[str, Any]) -> str:
+    """Return what a score costs, next to what a response costs."""
+    score, policy = record["seconds"]["score"], record["seconds"]["policy"]
+    return (
+        f"A score takes {1000 * score:.3g} ms a response, {score / policy:.0%} of the "
+        f"{1000 * policy:.3g} ms in which {record['model']} writes one."
+    )
 
 
 def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:
