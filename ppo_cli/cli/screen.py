@@ -236,8 +236,7 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         change = _format_change(before, after, arrow, name in summary.declined)
         averaged = name.startswith("reward") and before is not None and summary.averaged > 1
         rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
-    if summary.judge:
-        rows.append(("judge", summary.judge))
+    rows += [row for row in (("judge", summary.judge), ("critic", summary.critic)) if row[1]]
     if len(summary.rewards) >= MIN_POINTS:
         rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:

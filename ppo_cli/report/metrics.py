@@ -251,6 +251,7 @@ def summarise(
     rows.append(
         (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
     )
+    explained = [x for line in measured[-few:] if (x := line.get("explained_variance")) is not None]
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
@@ -274,6 +275,7 @@ def summarise(
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
         judge=describe_judge_totals(run_dir, history),
+        critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
         declined=fell,
         verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),
         warnings=tuple(troubles.values()),

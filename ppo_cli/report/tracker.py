@@ -52,7 +52,8 @@ class Summary:
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
     troubles of the last step. `first_step` of a fork comes after those of the run before it.
-    `next_steps` are (purpose, command) pairs, and rewards are means over `averaged` steps.
+    `next_steps` are (purpose, command) pairs. Rewards, and what the `critic` explains, are means
+    over `averaged` steps.
     """
 
     steps: int
@@ -66,6 +67,7 @@ class Summary:
     session: tuple[int, float] | None = None
     first_step: int = 1
     judge: str = ""
+    critic: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""
     warnings: tuple[str, ...] = ()
