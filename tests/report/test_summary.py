@@ -12,11 +12,10 @@ import pytest
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.health import EXPLOITS
+from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
-    describe_judge_totals,
     extend_budget,
     find_lr_jumps,
-    format_dollars,
     refuse_unscored,
     summarise,
 )
@@ -189,7 +188,10 @@ def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
         (store / "best").unlink(missing_ok=True)
         (store / "best").symlink_to(best)
         end = summarise(history, tmp_path, Config(), session=(4, 1.0), resume_command="ppo")
-        assert end.model_dir == store / "latest" / "actor" and end.judge == "1 call, $0.25"
+        assert end.model_dir == store / "latest" / "actor" and end.judge[0] == (
+            "calls",
+            "1 call, $0.25",
+        )
         assert (
             any(str(store / "best" / "actor") == command for _, command in end.next_steps) is named
         )

@@ -16,11 +16,10 @@ from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.drift import Opinion
 from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
+from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     ROUNDING,
-    describe_judge_totals,
-    format_dollars,
     format_duration,
     read_limits,
     summarise,
@@ -126,6 +125,7 @@ class RunData:
             "settings": settings,
             "machine": written_by,
             "reward": describe_judging(self.folder, config),
+            "judge": summary.judge,
             "spent": spent,
         }
 
@@ -365,7 +365,7 @@ def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> d
     )
     usd = sum(float(call["usd"]) for call in calls)
     rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
-    if totals := describe_judge_totals(folder, history):
-        rows += [["judge", totals], ["judge models", ", ".join(models)]]
+    if calls:
+        rows += [["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
     return {"usd": usd, "rows": rows}
