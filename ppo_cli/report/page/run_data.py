@@ -14,6 +14,7 @@ from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mix
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
+from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
 from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
 from ppo_cli.report.judge_card import format_dollars
@@ -127,6 +128,7 @@ class RunData:
             "reward": describe_judging(self.folder, config),
             "judge": summary.judge,
             "spent": spent,
+            "critic": describe_critic(self.folder),
         }
 
     def _find_trouble_spans(
