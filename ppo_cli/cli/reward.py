@@ -206,8 +206,11 @@ def _format_example(example: Facts) -> list[str]:
 
 def format_calibration(result: Facts) -> list[str]:
     """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
-    rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
-    lines = titled_table("Rows", rows)
+    counts, spent = _count_rows(result), _cost_rows(result["spent"])
+    cascades = [line for facts in result["cascade"].values() for line in _format_cascade(facts)]
+    if "labels" not in result:
+        return [*titled_table("Rows", [*counts, *spent]), *cascades]
+    lines = titled_table("Rows", [*counts, ("labels", result["labels"]), *spent])
     agreement = _estimate_rows(result["agreement"])
     lines += _section("Compared with the labels (95 % interval)", agreement)
     for name, facts in result["parts"].items():
@@ -224,9 +227,24 @@ def format_calibration(result: Facts) -> list[str]:
     for name, facts in result["parts"].items():
         if facts.get("repeated") is not None:
             lines += _section(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"]))
+    lines += cascades
     # What a run would pay.
     lines += _section("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))
     return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
+
+
+def _format_cascade(facts: Facts) -> list[str]:
+    """Return what a cascade's best rule keeps and saves, and the flags that set it."""
+    if "why" in facts:
+        return _section("Cascade", [("not measured", facts["why"])])
+    rows = [*_estimate_rows(facts["figures"])]
+    if (cost := facts["cost"]) is not None:
+        alone, cascade = cost["judge_usd"], cost["cascade_usd"]
+        saved = f"${cascade:.3f} instead of ${alone:.3f}: {1 - cascade / alone:.0%} less"
+        rows.append(("cost of 1,000 responses", saved))
+    others = plural(facts["measured_on"], "row")
+    title = f"Cascade: agreement on {others} that the rule was not chosen on (95 % interval)"
+    return [*_section(title, rows), "", f"Set {facts['flags']}"]
 
 
 def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
@@ -377,6 +395,8 @@ def calibrate(arguments: Arguments) -> None:
     """Compare a reward's scores with labels from people."""
     config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
+    from ppo_cli.extras.trust.calibrate import calibrate_cascade
+    from ppo_cli.extras.trust.cascade import ask_both
     from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
     from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
@@ -390,17 +410,23 @@ def calibrate(arguments: Arguments) -> None:
     # Labels of criteria add up to a label of the response, if it has none.
     labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
     marks = read_marks(responses, marked, config.reward) if marked else {}
-    if not labels:
+    if marked and not labels:
         labels, responses = LABEL_VALUE, add_label_values(responses, marks, config.reward)
-    labelled = read_labels(responses, labels, arguments.extras["positive"])
+    # Without labels the judge of a cascade takes their place.
+    labelled = read_labels(responses, labels, arguments.extras["positive"]) if labels else None
+    rows = labelled.rows if labelled else responses.rows
     repeat = int(arguments.extras["repeat"])
     with closing(screen):
-        screen.note_all([*responses.notes, *labelled.notes])
-        prompts = [row.rollout.prompt for row in labelled.rows]
-        with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
-            result = run_calibration(
-                reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
-            )
+        screen.note_all([*responses.notes, *(labelled.notes if labelled else ())])
+        prompts = [row.rollout.prompt for row in rows]
+        both = ask_both(config.reward)
+        with open_reward(both, prompts, Callbacks(note=screen.note)) as reward:
+            if labelled is None:
+                result = calibrate_cascade(reward, config.reward, rows, screen=screen)
+            else:
+                result = run_calibration(
+                    reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
+                )
     _print_result(arguments, {"file": responses.source, **result}, format_calibration)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
@@ -531,8 +557,9 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     # The parser cannot require these arguments, because overrides may be in their place.
     if "file" in arguments.extras and not arguments.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
+    cascade = any(j.settings.cascade.model for j in judges_of(resolved.config.reward))
     if "labels" in arguments.extras and not any(
-        arguments.extras[n] for n in ("labels", "criteria_labels")
+        (*(arguments.extras[n] for n in ("labels", "criteria_labels")), cascade)
     ):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config

@@ -61,6 +61,7 @@ VALUES = {
     "reward.model.device": "cpu", "reward.model.template": "{response}", "reward.rule": "exact",
     "reward.parts": "judge:1", "reward.composite.weights": "{judge: 1}",
     "reward.composite.parts": "{judge: 1}", "reward.api.cascade.band": "0-1",
+    "reward.api.cascade.spread": "0.1",
 }  # fmt: skip
 
 
