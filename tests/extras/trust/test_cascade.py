@@ -68,6 +68,7 @@ def accuracy(scores: Sequence[float | None], labels: Sequence[int]) -> float:
     return sum(a == bool(b) for a, b in zip(right, labels, strict=True)) / len(labels)
 
 
+@pytest.mark.slow
 def test_a_chosen_band_keeps_the_agreement_at_a_third_of_the_calls(
     bench: Bench, cheap: JudgeServer, flags: list[str]
 ) -> None:
@@ -100,7 +101,7 @@ def _request(response: str) -> str:
 
 
 def test_without_labels_the_judge_takes_their_place(bench: Bench, flags: list[str]) -> None:
-    unlabelled = [{k: v for k, v in row.items() if k != "good"} for row in rows(100)]
+    unlabelled = [{k: v for k, v in row.items() if k != "good"} for row in rows(60)]
     file = str(write_rows(bench.folder / "rows.jsonl", *unlabelled))
     summary = bench.reward("calibrate", file, *flags, "--json").summary
     figures = summary["cascade"]["judge"]["figures"]
@@ -130,7 +131,7 @@ def test_votes_are_told_apart_by_their_spread(
 
     cheap.score = torn
     flags = [flag.replace("model: s,", "model: s, votes: 3,") for flag in flags]
-    file = str(write_rows(bench.folder / "votes.jsonl", *rows(120)))
+    file = str(write_rows(bench.folder / "votes.jsonl", *rows(60)))
     facts = bench.reward("calibrate", file, "--labels", "good", *flags, "--json").summary["cascade"]
     assert facts["judge"]["flags"].startswith("--rm_cascade_spread 0.3")
     figures = facts["judge"]["figures"]
