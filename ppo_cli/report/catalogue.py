@@ -162,6 +162,7 @@ DETAILS = (
     Metric("judge*/calls", "Judge calls", **COUNT),
     Metric("judge*/cached", "Judge calls", **COUNT),
     Metric("judge*/retries", "Judge calls", **COUNT),
+    Metric("judge*/escalated", "Decided by the judge, not the cheaper one", **SHARE),
     Metric("judge*/ties", "Ties, failed comparisons", "Shares of comparisons.", **SHARE),
     Metric("judge*/failed_pairs", "Ties, failed comparisons", label="without a verdict", **SHARE),
     Metric("judge*/noise", "Noise of the judge",

@@ -353,6 +353,7 @@ const FACTS = new Map(Object.entries({
   cached: ["verdict", ["from a call", "from the cache"]], gated: ["judge", ["asked", "not asked"]], unclosed: ["thought", ["finished", "not finished"]],
   cost_usd: ["cost", (value) => `$${Number(value.toPrecision(2))}`], latency_s: ["time", (value) => `${digits(value)} s`],
   vote_spread: ["spread of the votes"], monitor: ["second judge"], monitor_gap: ["gap to the second judge"],
+  escalated: ["asked", ["the cheaper judge", "both judges"]], cheap_score: ["cheaper judge"], cheap_spread: ["its spread"], cheap_reason: ["its reason"],
   extracted: ["answer that was read"], imputed: ["substitute score"],
 }));
 const SHOWN = new Set(["id", "response_id", "split", "step", "line", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
