@@ -3,8 +3,8 @@
 Run: OMP_NUM_THREADS=1 python benchmarks/judge_overlap.py [--steps 6] [--turns 2]
 A judge on loopback answers after --latency seconds. The model has random weights and is large
 enough that sampling and annotating take longer than that. Runs take turns; the ratio is that of
-the medians of all steps but each run's first. The target is 1.03 at most. In the cascade each response
-goes to a cheaper judge first, and then to the judge, which is the most that it can wait.
+the medians of all steps but each run's first. The target is 1.03 at most. In the cascade
+each response goes to a cheaper judge first and then to the judge, the longest that it can wait.
 """
 
 from __future__ import annotations

@@ -15,8 +15,16 @@ from tests.judge_server import JudgeServer
 from tests.judge_server.wire import default_score, fenced
 from tests.loop.runs import rows, undocumented
 from tests.loop.test_judge_runs import (
-    KEY, PRICE, UNCACHED, assert_nowhere, command, environment, run_ppo, spent, started,
-)  # fmt: skip
+    KEY,
+    PRICE,
+    UNCACHED,
+    assert_nowhere,
+    command,
+    environment,
+    run_ppo,
+    spent,
+    started,
+)
 
 pytestmark = pytest.mark.slow
 CHEAP_KEY = "key-of-the-cheaper-loopback-judge"
