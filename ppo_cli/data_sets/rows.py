@@ -507,10 +507,11 @@ def read_ground_truth(record: Record, column: str) -> Any:
     return nested if flat is None else flat
 
 
-def read_grades(cell: Any, levels: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+def read_grades(cell: Any, levels: Mapping[str, int | None]) -> Iterator[tuple[str, float]]:
     """Yield (criterion, grade in [0, 1]) from a cell of labels; ValueError for a wrong cell.
 
-    `levels` are the highest levels of the criteria: 1 for one that is met or not.
+    `levels` are the highest levels of the criteria: 1 for one that is met or not, None for one
+    whose label is a share.
     """
     if cell is None:
         return
@@ -525,7 +526,9 @@ def read_grades(cell: Any, levels: Mapping[str, int]) -> Iterator[tuple[str, flo
             raise ValueError(f"has no criterion '{name}' in its rubric.{near}")
         if value is None:
             continue
-        if not isinstance(value, bool | int) or not 0 <= value <= levels[name]:
-            expected = "true or false" if levels[name] == 1 else f"a level from 0 to {levels[name]}"
+        top, numbers = levels[name], bool | int | float if levels[name] is None else bool | int
+        if not isinstance(value, numbers) or not 0 <= value <= (top or 1):
+            forms = {None: "true, false or a number from 0 to 1", 1: "true or false"}
+            expected = forms.get(top, f"a level from 0 to {top}")
             raise ValueError(f"has {value!r} for '{name}', not {expected}")
-        yield name, value / levels[name]
+        yield name, value / (top or 1)

@@ -64,8 +64,6 @@ from ppo_cli.extras.fitting.training import (
 )
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.judge.rubric import read_rubric
-from ppo_cli.rewards.judge.written import read_yaml
 from ppo_cli.rewards.models.heads import CRITERIA_FILE
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import StopOnSignal
@@ -120,7 +118,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     require_gpus(len(list_gpus()[:1]))
     # Check the folder and the data before the model is loaded.
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
-    labels = read_label_settings(settings)
+    labels = Labels.of(settings.labels, settings.criteria) if settings.labels else None
     split, dropped = read_split(settings, screen, labels)
     recipe = settings.recipe
     # Incomplete weights are found now, before anything is loaded.
@@ -158,17 +156,6 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     record["seconds"]["policy"] = time_policy(settings, network.tokenizer, rows)
     folder.finish(record)
     return record
-
-
-def read_label_settings(settings: FitSettings) -> Labels | None:
-    """Return the column of labels and its criteria; None for pairs."""
-    if settings.labels is None:
-        return None
-    if settings.criteria is None:
-        return Labels.of(settings.labels, None)
-    where = f"--criteria {settings.criteria}"
-    rubric = read_yaml(Path(settings.criteria).expanduser(), where)
-    return Labels.of(settings.labels, read_rubric(rubric, where, fixed=True))
 
 
 POLICY_ROWS = 16  # responses that are written to time the policy

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ppo_cli.config.schema.reward import ModelReward
@@ -39,7 +40,8 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean, plural
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.judge.rubric import Criterion, Rubric
+from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
+from ppo_cli.rewards.judge.written import read_yaml
 from ppo_cli.rewards.models.base import Encoded, Format
 from ppo_cli.rewards.models.formats import ControlToken, format_for
 
@@ -115,8 +117,8 @@ class LabelledRow(Example):
 
     def encode(self, form: Format) -> EncodedRow:
         """Return the sample as tokens."""
-        sample = form.encode(self.messages, self.response)
-        return EncodedRow(sample, self.grades, self.prompt_id)
+        samples = (form.encode(self.messages, self.response),)
+        return EncodedRow(samples, self.grades, self.prompt_id)
 
 
 @dataclass(frozen=True)
@@ -131,27 +133,26 @@ class Labels:
     shape: str  # of a row, for messages
 
     @classmethod
-    def of(cls, column: str, rubric: Rubric | None) -> Labels:
-        """Return the labels of a rubric, or without one a single label."""
-        shape = 'A row is {"prompt": text or messages, "response": text, "' + column + '": %s}.'
-        if rubric is not None:
-            return cls(column, rubric, shape % '{"NAME": true, false or a level}')
-        return cls(column, Rubric((Criterion(column, f"Its {column}."),)), shape % "0 to 1")
+    def of(cls, column: str, criteria: str | None) -> Labels:
+        """Return the labels of a file of criteria, or without one a single label."""
+        shape = f'A row is {{"prompt": text or messages, "response": text, "{column}": %s}}.'
+        if criteria is None:
+            return cls(column, Rubric((Criterion(column, f"Its {column}."),)), shape % "0 to 1")
+        where = f"--criteria {criteria}"
+        rubric = read_rubric(read_yaml(Path(criteria).expanduser(), where), where, fixed=True)
+        return cls(column, rubric, shape % '{"NAME": true, false or a level}')
 
     def read(self, place: Place, record: Record, prompt: str) -> LabelledRow:
         """Read a labelled response; RowError if it is bad."""
         _, messages, response, _ = read_scored(place, {**record, SCORE: None}, prompt)
         cell, criteria = as_plain(record.get(self.column)), self.rubric.criteria
-        # Without criteria a number is the grade; null is no label.
-        if self.rubric.fixed or cell is None:
-            try:
-                grades = dict(read_grades(cell, {one.name: one.levels for one in criteria}))
-            except ValueError as error:
-                raise RowError(self.column, str(error)) from None
-        elif isinstance(cell, int | float) and 0 <= cell <= 1:
-            grades = {self.column: float(cell)}
-        else:
-            raise RowError(self.column, f"is {cell!r}, not true, false or a number from 0 to 1")
+        if not self.rubric.fixed:
+            cell = {self.column: cell}
+        levels = {one.name: one.levels if self.rubric.fixed else None for one in criteria}
+        try:
+            grades = dict(read_grades(cell, levels))
+        except ValueError as error:
+            raise RowError(self.column, str(error)) from None
         known = tuple(grades.get(criterion.name, math.nan) for criterion in criteria)
         return LabelledRow(place, messages, response, known)
 
@@ -427,8 +428,19 @@ def exclude_held_out(
 NO_LIMIT = 10**9  # tokens
 
 
+class EncodedExample:
+    """What a fit learns from, as tokens."""
+
+    samples: tuple[Encoded, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sample."""
+        return max(len(sample.ids) for sample in self.samples)
+
+
 @dataclass(frozen=True)
-class EncodedPair:
+class EncodedPair(EncodedExample):
     """Both samples of a pair as tokens."""
 
     chosen: Encoded
@@ -436,36 +448,18 @@ class EncodedPair:
     margin: float
 
     @property
-    def samples(self) -> tuple[Encoded, ...]:
+    def samples(self) -> tuple[Encoded, ...]:  # type: ignore[override]
         """Both samples, the chosen one first."""
         return self.chosen, self.rejected
 
-    @property
-    def length(self) -> int:
-        """Tokens of the longer sample."""
-        return max(len(self.chosen.ids), len(self.rejected.ids))
-
 
 @dataclass(frozen=True)
-class EncodedRow:
+class EncodedRow(EncodedExample):
     """The sample of a labelled row as tokens, its grades (NaN: no label), and its prompt."""
 
-    sample: Encoded
+    samples: tuple[Encoded, ...]
     grades: tuple[float, ...]
     prompt_id: str
-
-    @property
-    def samples(self) -> tuple[Encoded, ...]:
-        """The sample."""
-        return (self.sample,)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sample."""
-        return len(self.sample.ids)
-
-
-EncodedExample = EncodedPair | EncodedRow
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class ScoreNetwork:
     pad_token_id: int
     frozen: bool = False
     notes: tuple[str, ...] = ()
-    objective: Objective = field(default_factory=lambda: PairObjective())
+    objective: PairObjective | GradeObjective = field(default_factory=lambda: PairObjective())
     _cached_hidden: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
@@ -158,7 +158,7 @@ def load_to_fit(
     frozen: bool = False,
     template: str | None = None,
     max_length: int | None = None,
-    objective: Objective | None = None,
+    objective: PairObjective | GradeObjective | None = None,
 ) -> ScoreNetwork:
     """Load a causal LM, or a reward model to continue from, ready for fitting."""
     tokenizer = load_tokenizer(path)
@@ -326,23 +326,6 @@ class Figures:
         return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
 
 
-class Objective(Protocol):
-    """What a fit learns: the loss of its scores, and figures about them."""
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the model's outputs."""
-        ...
-
-    def losses(self, scores_SPO: Tensor, examples: Sequence[Any], center: float) -> Tensor:
-        """Return the loss of each pair or row: (P,)."""
-        ...
-
-    def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
-        """Return means over pairs or rows; the loss is without centring."""
-        ...
-
-
 @dataclass(frozen=True)
 class PairObjective:
     """The chosen response of a pair scores above the rejected one."""
@@ -381,40 +364,34 @@ class GradeObjective:
         return (losses_PO * known_PO).sum(-1) / known_PO.sum(-1)
 
     def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
-        """Return the figures of rows: any two with different labels are a pair of a criterion."""
-        logits_PO = scores_SPO[0].double()
-        grades_PO = torch.tensor([row.grades for row in examples]).double()
-        # How far the better row leads, for each pair of rows and each criterion.
-        leads = [
-            (logits_P[:, None] - logits_P)[grades_P[:, None] > grades_P]
-            for logits_P, grades_P in zip(logits_PO.T, grades_PO.T, strict=True)
-        ]
-        lead = torch.cat(leads)
-        values_P = torch.tensor([self.rubric.value(row) for row in logits_PO.sigmoid().tolist()])
+        """Return the figures of rows: any two with different labels are a pair."""
+        value_P, label_P = map(torch.from_numpy, self._columns(scores_SPO, examples)["score"])
+        leads = (value_P[:, None] - value_P)[label_P[:, None] > label_P]
         return Figures(
             loss=float(self.losses(scores_SPO, examples, 0.0).mean()),
-            accuracy=float(((lead > 0).double() + 0.5 * (lead == 0).double()).mean()),
-            margin=float(lead.mean()),
-            mean=float(values_P.double().mean()),
-            std=float(values_P.double().std(correction=0)),
+            accuracy=float(((leads > 0).double() + 0.5 * (leads == 0).double()).mean()),
+            margin=float(leads.mean()),
+            mean=float(value_P.mean()),
+            std=float(value_P.std(correction=0)),
         )
 
     def agreement(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, Estimate]:
         """Return the ranking accuracy of the score and of each criterion, with its interval."""
-        prompts = [row.prompt_id for row in rows]
-        grades_PO = np.array([row.grades for row in rows])
-        predicted_PO = scores_SPO[0].double().sigmoid().numpy()
-        value = self.rubric.value
-        # A row that lacks a label has no value, and NaN ranks neither above nor below another.
-        columns = {"score": (
-            np.array([value(grades) for grades in predicted_PO]),
-            np.array([value(g) if not np.isnan(g).any() else np.nan for g in grades_PO]),
-        )}  # fmt: skip
-        if len(self.outputs) > 1:
-            columns |= {
-                name: (predicted_PO[:, i], grades_PO[:, i]) for i, name in enumerate(self.outputs)
-            }
+        columns, prompts = self._columns(scores_SPO, rows), [row.prompt_id for row in rows]
         return {name: rank_agreement(*both, prompts) for name, both in columns.items()}
+
+    def _columns(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the prediction and the label of each row: of the score, then of each criterion."""
+        predicted_PO = scores_SPO[0].double().sigmoid().numpy()
+        grades_PO, value = np.array([row.grades for row in rows]), self.rubric.value
+        # A row that lacks a label has no value, and NaN ranks neither above nor below another.
+        known = [value(g) if not np.isnan(g).any() else np.nan for g in grades_PO]
+        columns = {"score": (np.array([value(g) for g in predicted_PO]), np.array(known))}
+        if len(self.outputs) == 1:
+            return columns
+        return columns | {
+            name: (predicted_PO[:, i], grades_PO[:, i]) for i, name in enumerate(self.outputs)
+        }
 
 
 def rank_agreement(scores: Any, labels: Any, prompts: Sequence[str]) -> Estimate:
@@ -449,13 +426,6 @@ def score_examples(
         scores_BO[group] = scores.view(len(group), -1)
         advance(len(group))
     return scores_BO.view(len(examples), -1, scores_BO.shape[1]).transpose(0, 1)
-
-
-def measure(
-    network: ScoreNetwork, pairs: Sequence[EncodedExample], batch_tokens: int, advance: Advance
-) -> Figures:
-    """Score all pairs or rows and return their figures."""
-    return network.objective.figures(score_examples(network, pairs, batch_tokens, advance), pairs)
 
 
 def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:

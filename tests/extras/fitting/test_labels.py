@@ -26,7 +26,7 @@ from ppo_cli.rewards.models.base import Encoded
 from ppo_cli.rewards.models.formats import format_for
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.extras.fitting.test_fit import short_fit
-from tests.scoring.scripted import Remarks, write_rows
+from tests.scoring.scripted import write_rows
 
 Write = Callable[..., str]
 RUBRIC = Rubric(
@@ -44,6 +44,12 @@ def write(tmp_path: Path) -> Write:
     return lambda *rows: write_rows(tmp_path / "rows.jsonl", *rows)
 
 
+@pytest.fixture
+def rubric_file(tmp_path: Path) -> str:
+    (tmp_path / "r.yaml").write_text(json.dumps([asdict(one) for one in RUBRIC.criteria]))
+    return str(tmp_path / "r.yaml")
+
+
 def row(label: Any, prompt: str = "2 + 2?", response: str = "4") -> dict[str, Any]:
     return {"prompt": prompt, "response": response, "label": label}
 
@@ -56,41 +62,42 @@ def test_a_label_is_a_grade_and_a_row_without_one_is_left_out(write: Write) -> N
     assert any("1 row left out: without a label" in note for note in loaded.notes)
 
 
-def test_labels_of_criteria_may_lack_some(write: Write) -> None:
+def test_labels_of_criteria_may_lack_some(write: Write, rubric_file: str) -> None:
     rows = [row({"right": True, "seven": False, "size": 2}), row({"size": 0, "seven": None})]
-    loaded = load_pairs([write(*rows)], labels=Labels.of("label", RUBRIC))
+    loaded = load_pairs([write(*rows)], labels=Labels.of("label", rubric_file))
     first, second = (labelled.grades for labelled in loaded.pairs)
     assert first == (1.0, 0.0, 2 / 3)
     assert second[2] == 0.0 and all(map(math.isnan, second[:2]))
 
 
 @pytest.mark.parametrize(
-    ("label", "rubric", "message"),
+    ("label", "criteria", "message"),
     [
-        (7, None, "is 7, not true, false or a number from 0 to 1"),
-        ("yes", None, "is 'yes', not true, false or a number from 0 to 1"),
-        (math.nan, None, "is nan, not true, false"),
+        (7, None, "has 7 for 'label', not true, false or a number from 0 to 1"),
+        ("yes", None, "has 'yes' for 'label', not true, false or a number"),
+        (math.nan, None, "has nan for 'label', not true, false"),
         (True, RUBRIC, "not an object such as"),
         ({"rigth": True}, RUBRIC, "has no criterion 'rigth' in its rubric. Did you mean 'right'?"),
         ({"size": 4}, RUBRIC, "has 4 for 'size', not a level from 0 to 3"),
     ],
 )
 def test_a_wrong_label_is_named_with_its_row(
-    label: Any, rubric: Rubric | None, message: str, write: Write
+    label: Any, criteria: Rubric | None, message: str, write: Write, rubric_file: str
 ) -> None:
-    labels = Labels.of("label", rubric)
+    file = rubric_file if criteria else None
+    labels = Labels.of("label", file)
     with pytest.raises(DataError) as caught:
-        load_pairs([write(row(True if rubric is None else {"size": 1}), row(label))], labels=labels)
+        load_pairs([write(row({"size": 1} if file else True), row(label))], labels=labels)
     assert "rows.jsonl line 2, column label: " in str(caught.value)
     assert message in str(caught.value) and '"response": text, "label":' in str(caught.value)
     with pytest.raises(DataError, match=r"no column 'good'.*\"good\": "):
-        load_pairs([write(row(True))], labels=Labels.of("good", rubric))
+        load_pairs([write(row(True))], labels=Labels.of("good", file))
 
 
 def test_the_loss_is_the_cross_entropy_of_the_labels_that_are_there() -> None:
     rows = [
-        EncodedRow(Encoded((1,)), (1.0, math.nan, 0.25), "a"),
-        EncodedRow(Encoded((1,)), (0.0, 1.0, math.nan), "b"),
+        EncodedRow((Encoded((1,)),), (1.0, math.nan, 0.25), "a"),
+        EncodedRow((Encoded((1,)),), (0.0, 1.0, math.nan), "b"),
     ]
     scores = tensor([[[0.0, 5.0, math.log(3.0)], [math.log(3.0), 0.0, -9.0]]])
     losses = GradeObjective(RUBRIC).losses(scores, rows, 0.0)
@@ -131,13 +138,10 @@ def labelled_sums(count: int) -> list[dict[str, Any]]:
 
 
 def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
-    write: Write, tmp_path: Path
+    write: Write, tmp_path: Path, rubric_file: str
 ) -> None:
-    rows = labelled_sums(40)
-    file, criteria = write(*rows), tmp_path / "r.yaml"
-    criteria.write_text(json.dumps([asdict(one) for one in RUBRIC.criteria]))
-    screen = Remarks()
-    record = fit(short_fit(Path(file), labels="marks", criteria=str(criteria)), screen)
+    settings = short_fit(Path(write(*labelled_sums(40))), labels="marks", criteria=rubric_file)
+    record = fit(settings, Screen())
     assert record == json.loads((tmp_path / "rm/fit.json").read_text())
     assert record["rows"]["train"] + record["rows"]["held_out"] == 80
     assert record["rows"]["held_out"] == 16, "both responses to a prompt"
@@ -148,10 +152,10 @@ def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
     assert record["steps"]["kept"] == record["steps"]["done"], "the last: nothing was chosen"
     assert record["seconds"]["score"] > 0 and record["seconds"]["policy"] > 0
 
-    settings = ModelReward(path=str(tmp_path / "rm"), device="cpu")
-    loaded = load_reward_model(settings)
-    form = format_for(loaded.tokenizer, settings, loaded.max_length)
-    weights = load_reward_model(settings.model_copy(update={"outputs": (1.0, 0.0, 0.0)}))
+    reward = ModelReward(path=str(tmp_path / "rm"), device="cpu")
+    loaded = load_reward_model(reward)
+    form = format_for(loaded.tokenizer, reward, loaded.max_length)
+    weights = load_reward_model(reward.model_copy(update={"outputs": (1.0, 0.0, 0.0)}))
     for response in ("40", "7"):
         sample = form.encode([{"role": "user", "content": "What is 20 + 20?"}], response)
         ids = torch.tensor([sample.ids])
@@ -166,7 +170,7 @@ def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
     assert scores.score_B.item() == 0.0, "7 misses the hurdle"
     (tmp_path / "rm/criteria.json").write_text('{"criteria": ["only one"]}')
     with pytest.raises(ModelError, match=r"has 3 outputs, but criteria\.json has other criteria"):
-        load_reward_model(settings)
+        load_reward_model(reward)
 
 
 def test_one_label_becomes_a_score_from_0_to_1(write: Write, tmp_path: Path) -> None:

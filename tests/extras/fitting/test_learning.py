@@ -63,7 +63,7 @@ def test_a_judge_of_labelled_responses_agrees_on_held_out_prompts_and_trains(
 ) -> None:
     """The embedded model's own responses, with labels by rule; then PPO with the judge."""
     embedded = ("train", "--preset", "embedded", "--output_dir")
-    ppo(*embedded, str(tmp_path / "first"), "--max_steps", "2", "--val_before_train", "false")
+    ppo(*embedded, str(tmp_path / "first"), "--max_steps", "2", "trainer.val_before_train=false")
     lines = [
         json.loads(line)
         for file in sorted((tmp_path / "first/rollouts").glob("step_*.jsonl"))
