@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedded.task import SEED, UNFAMILIAR_EVERY, build_rows, split_pairs
+from embedded.task import SEED, build_rows, split_pairs
 from embedded.tokenizer import CONTEXT, build_tokenizer
 from embedded.warm_up import STAGES, Teacher, build_model, measure, train_stage
 
@@ -48,9 +48,8 @@ def build(out: Path, seed: int) -> dict[str, float]:
     write_rows(out / "train.jsonl", train)
     write_rows(out / "val.jsonl", validation)
     # The tokenizer does not know the unfamiliar wording either.
-    tokenizer = build_tokenizer(
-        [row["prompt"] for i, row in enumerate(train) if i % UNFAMILIAR_EVERY]
-    )
+    familiar, _ = build_rows(seed, unfamiliar=False)
+    tokenizer = build_tokenizer([row["prompt"] for row in familiar])
     model = build_model(tokenizer, seed, CONTEXT)
     teacher = Teacher(tokenizer, split_pairs(seed).warm_up, seed)
     for stage in STAGES:

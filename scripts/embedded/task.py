@@ -26,7 +26,7 @@ PHRASES = (
 # The supervised text never asks like this, so prompts differ in difficulty, as real ones do, and
 # the critic has something to learn: how much to expect of a prompt.
 UNFAMILIAR = "Please, what is {a} + {b}?"
-UNFAMILIAR_EVERY = 6  # training rows
+UNFAMILIAR_EVERY = 9  # training rows
 
 # How often a pupil is careful, by whether the sum has a carry; the rest are mistakes.
 CAREFUL_WITH_CARRY = 0.22
@@ -78,15 +78,18 @@ def split_pairs(seed: int) -> Splits:
     return Splits(validation=validation, warm_up=warm_up)
 
 
-def build_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the prompt rows for PPO: training, validation."""
+def build_rows(
+    seed: int, unfamiliar: bool = True
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the prompt rows for PPO: training, with or without the unfamiliar ones, validation."""
     splits = split_pairs(seed)
     rng = random.Random(f"{seed} rows")
     train = [Sum(a, b, rng.choice(PHRASES)) for a, b in rng.sample(splits.warm_up, TRAIN_ROWS)]
     validation = [Sum(a, b, rng.choice(PHRASES)) for a, b in splits.validation]
-    train[::UNFAMILIAR_EVERY] = [
-        replace(question, phrase=UNFAMILIAR) for question in train[::UNFAMILIAR_EVERY]
-    ]
+    if unfamiliar:
+        train[::UNFAMILIAR_EVERY] = [
+            replace(question, phrase=UNFAMILIAR) for question in train[::UNFAMILIAR_EVERY]
+        ]
     return (
         [_row(question, "train", i) for i, question in enumerate(train)],
         [_row(question, "val", i) for i, question in enumerate(validation)],
