@@ -26,12 +26,14 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.records import Scored
+from ppo_cli.report.hacking import find_hacking, name_checkpoint_before
 from ppo_cli.report.metrics import (
     StepSums,
     describe_pretraining,
     extend_budget,
     has_reached_target,
     is_pretrained,
+    read_limits,
     score_metrics,
     staleness_metrics,
 )
@@ -183,7 +185,7 @@ def finish_step(job: Job, state: RunState) -> bool:
     limit = trainer.max_nonfinite_steps
     state.stop_after_broken_steps(limit, job.resume_command, job.store.newest())
     # Save, also when the run ends or was asked to stop.
-    stop = job.stop_requested() or _unscored_reason(state)
+    stop = job.stop_requested() or _unscored_reason(state) or _hacking_reason(job)
     done = last or _out_of_patience(job, state)
     if done or stop or state.is_best or _is_due(state.step, trainer.save_freq):
         save(job, state, last=bool(done or stop))
@@ -334,6 +336,20 @@ def _unscored_reason(state: RunState) -> str | None:
     if state.unscored_steps < MAX_UNSCORED_STEPS:
         return None
     return f"no response of {state.unscored_steps} steps in a row got a score; correct the reward"
+
+
+def _hacking_reason(job: Job) -> str | None:
+    """Return why to stop a run if it was asked to, and its alarm has just begun; else None.
+
+    A resumed run goes on: its alarm began before.
+    """
+    if not job.config.trainer.stop_on_hacking:
+        return None
+    limits = read_limits(Path(job.config.trainer.output_dir), job.config)
+    steps = [line for line in job.tracker.history if line["step"] > 0]
+    if not find_hacking(steps, limits) or find_hacking(steps[:-1], limits):
+        return None
+    return f"--stop_on_hacking; {name_checkpoint_before(steps, limits)}"
 
 
 def _out_of_patience(job: Job, state: RunState) -> bool:

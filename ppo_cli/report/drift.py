@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ History = Sequence[Mapping[str, Any]]
 # or step.
 Pair = tuple[float, float]
 
-DRIFT_STEPS = 10  # at each end of a run, between which a judge's drift is measured
+DRIFT_STEPS = 10  # at most, at each end of a run, between which a judge's drift is measured
+MIN_DRIFT_STEPS = 4  # the same at least
 DRIFTED = 0.1  # gap from which an exploited judge is recognised (arXiv 2606.04923)
 
 
@@ -49,6 +51,11 @@ class Drift(NamedTuple):
         """Whether the drift is large, beyond chance, and more than half of the judge's gain."""
         return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
 
+    @property
+    def confirming(self) -> bool:
+        """Whether the watcher has risen too, beyond chance, and by more than the drift."""
+        return self.rise > max(DRIFTED, 2 * self.noise, self.amount)
+
 
 def measure_judge_drift(
     history: History, watched: tuple[str, str] | None = None, people: Sequence[Opinion] = ()
@@ -72,11 +79,13 @@ def measure_judge_drift(
             return _measure_drift(early, late, "the labels that people gave")
     # Without enough labels: a second judge or a rule.
     pairs = [pair for line in steps if (pair := _pair_scores(line, watched))]
-    if len(pairs) < 2 * DRIFT_STEPS:
+    few = min(len(pairs) // 2, DRIFT_STEPS)
+    if few < MIN_DRIFT_STEPS:
         return None
-    return _measure_drift(
-        pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of its second judge or rule"
-    )
+    noise = math.sqrt(fmean((b[0] - b[1] - a[0] + a[1]) ** 2 for a, b in pairwise(pairs)) / few)
+    second = any(key.endswith("/monitor_gap") for line in steps for key in line)
+    watcher = f"the rule '{watched[1]}'" if watched and not second else "its second judge"
+    return _measure_drift(pairs[:few], pairs[-few:], watcher)._replace(noise=noise)
 
 
 def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:

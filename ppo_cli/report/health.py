@@ -13,38 +13,28 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import correlation, fmean, median
+from statistics import correlation, fmean, median, pvariance
 
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
-from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_judge_drift
-from ppo_cli.report.exploits import describe_failures, name_paid_words
+from ppo_cli.report.drift import DRIFTED, History, Opinion
+from ppo_cli.report.exploits import describe_failures
+from ppo_cli.report.hacking import find_hacking, reward_rises
 
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
-NO_TREND = 0.38  # correlation with time below which 9 of 10 series of 20 random numbers are
 LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
 REPEAT_UNSCORED_AFTER = 5  # the same for responses without a score, which cost data in every step
-# Signs of a reward that is exploited: correlations within a step, and growth over the run.
-PAYS = 0.6  # correlation of score and length, or repetition, from which the reward pays for it
-TELLING_SPREAD = 0.25  # share of the largest spread of scores from which a correlation counts
-WORD_PAYS = 0.95  # correlation of score and the presence of one of a few words
-LONGER = 1.25  # factor of the mean length over the run
-MORE_REPETITION = 0.1  # rise of the share of repeated words
 EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
 EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
 # Checks that a collapse also triggers; they are not reported next to it.
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
-# A reward that pays for length or repetition explains long responses: other advice would be wrong.
-EXPLAINED_BY_LENGTH = ("too_long", "judge_length")
 # Troubles that put a rise of the reward in doubt.
-EXPLOITS = (
-    "collapsed", "length_pays", "repetition_pays", "word_pays", "judge_fooled", "judge_drift",
-)  # fmt: skip
+EXPLOITS = ("collapsed", "hacking", "judge_fooled")
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
@@ -140,8 +130,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
-    if findings["length_pays"] or findings["repetition_pays"]:
-        findings |= dict.fromkeys(EXPLAINED_BY_LENGTH, "")
+    if findings["hacking"]:  # it explains long responses: other advice would be wrong
+        findings["too_long"] = ""
     if findings["kl_high"]:
         findings["clip_low"] = ""  # it asks for the opposite
     return {kind: line for kind, line in findings.items() if line}
@@ -182,11 +172,15 @@ def _last_values(steps: History, key: str, count: int) -> list[float]:
 
 
 def _reward_is_flat(steps: History) -> bool:
-    """Whether the reward of the last 20 steps has no trend: it correlates with time by chance."""
+    """Whether the reward of the last 20 steps did not change: both halves differ only by chance."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
-    if not rewards or min(rewards) == max(rewards):
-        return bool(rewards)
-    return abs(correlation(range(STUCK_STEPS), rewards)) <= NO_TREND
+    half = STUCK_STEPS // 2
+    first, second = rewards[:half], rewards[half:]
+    if not rewards:
+        return False
+    # Two standard errors of the difference of the means.
+    noise = math.sqrt(pvariance(first) / half + pvariance(second) / half)
+    return abs(fmean(second) - fmean(first)) <= max(2 * noise, 1e-9)
 
 
 def _check_collapse(steps: History, limits: Limits) -> str:
@@ -237,12 +231,12 @@ def _check_kl_high(steps: History, limits: Limits) -> str:
 
 
 def is_kl_worth_it(steps: History, limits: Limits) -> bool:
-    """Whether a high KL is fine: the reward rises, and it comes from built-in rules.
+    """Whether a high KL is fine: the reward rises, and nothing suggests that it is exploited.
 
     `steps` are the finished steps, from 1 on.
     """
     if limits.can_be_gamed:
-        return False
+        return reward_rises(steps) and not find_hacking(steps, limits)
     rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
     return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 
@@ -363,115 +357,6 @@ def _check_critic(steps: History, limits: Limits) -> str:
         "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, "
         "start with --critic_pretrain_steps 20, or use an estimator without a critic "
         "(--adv_estimator rloo)."
-    )
-
-
-def _rise(steps: History, key: str) -> tuple[float, float] | None:
-    """Return the means of a metric over a few of the first and last steps that have it.
-
-    None with fewer than two values.
-    """
-    values = [float(line[key]) for line in steps if line.get(key) is not None]
-    # Few, as an exploit can be learned within ten steps of a long run.
-    few = min(max(1, len(values) // 4), 3)
-    return (fmean(values[:few]), fmean(values[-few:])) if len(values) > 1 else None
-
-
-def _reward_rises(steps: History) -> bool:
-    """Whether the mean reward has risen by a quarter of the spread of the first step's scores."""
-    reward = _rise(steps, "reward_mean")
-    spread = next((line["score/std"] for line in steps if line.get("score/std")), 0.0)
-    return reward is not None and reward[1] - reward[0] > max(spread / 4, 1e-9)
-
-
-def _usual_correlation(steps: History, key: str) -> float:
-    """Return the mean of a correlation over the last ten steps that show it; 0 with one or none.
-
-    Once nearly all responses get the same score it is chance, so such steps do not count.
-    """
-    spreads = [float(line.get("score/std") or 0.0) for line in steps]
-    least = TELLING_SPREAD * max(spreads)
-    values = [
-        float(line[key])
-        for line, spread in zip(steps, spreads, strict=True)
-        if line.get(key) is not None and spread >= least
-    ]
-    return fmean(values[-10:]) if len(values) > 1 else 0.0
-
-
-def _find_paid_rise(
-    steps: History, limits: Limits, kind: str, key: str
-) -> tuple[float, float, float] | None:
-    """Return the correlation of score and `kind`, and the first and last means of metric `key`.
-
-    None unless the reward can be gamed, rises, and pays for it within the steps.
-    """
-    if not limits.can_be_gamed:
-        return None
-    pays, rise = _usual_correlation(steps, f"score/{kind}_correlation"), _rise(steps, key)
-    if pays <= PAYS or rise is None or not _reward_rises(steps):
-        return None
-    return pays, *rise
-
-
-def _check_length_pays(steps: History, limits: Limits) -> str:
-    """Warn if reward and length rise together, and longer responses score higher in each step."""
-    paid_rise = _find_paid_rise(steps, limits, "length", "response_length_mean")
-    if paid_rise is None:
-        return ""
-    pays, before, after = paid_rise
-    # Repeated text is long too: the stronger cause is reported.
-    repeats = _usual_correlation(steps, "score/repetition_correlation")
-    if after < LONGER * before or (repeats > pays and _check_repetition_pays(steps, limits)):
-        return ""
-    return (
-        f"The reward rises with length (correlation {pays:.2f}, {before:.0f} -> "
-        f"{after:.0f} tokens): it may pay for length, not for quality. "
-        + _exploit_advice(limits, "--overlong_buffer limits the length")
-    )
-
-
-def _check_repetition_pays(steps: History, limits: Limits) -> str:
-    """Warn if reward and repetition rise together, and repeating responses score higher."""
-    paid_rise = _find_paid_rise(steps, limits, "repetition", "response/repetition")
-    if paid_rise is None:
-        return ""
-    pays, before, after = paid_rise
-    if after < before + MORE_REPETITION:
-        return ""
-    return (
-        f"The reward rises with repetition (correlation {pays:.2f}, {before:.0%} -> "
-        f"{after:.0%} repeated words): it may pay for repeated text. "
-        + _exploit_advice(limits, "--repetition_penalty lowers its score")
-    )
-
-
-def _check_word_pays(steps: History, limits: Limits) -> str:
-    """Warn if a few words explained the scores of three steps in a row, whatever the prompt."""
-    key = "score/word_correlation"
-    lines = [line for line in steps if line.get(key) is not None]
-    pays = [float(line[key]) >= WORD_PAYS for line in lines]
-    # The newest such steps: later ones may have few responses without the words.
-    end = next((end for end in range(len(lines), 2, -1) if all(pays[end - 3 : end])), 0)
-    if not end or not limits.can_be_gamed or limits.folder is None:
-        return ""
-    paid = lines[end - 3 : end]
-    words = name_paid_words(limits.folder, [int(line["step"]) for line in paid])
-    if not words:  # different words in each step are chance
-        return ""
-    quoted = " or ".join(f"'{word}'" for word in words)
-    return (
-        f"The score depends on whether a response contains {quoted} (correlation "
-        f"{fmean(line[key] for line in paid):.2f}), whatever the prompt: the model may learn only "
-        "the word. " + _exploit_advice(limits, "score what a good answer says")
-    )
-
-
-def _exploit_advice(limits: Limits, remedy: str) -> str:
-    """Return what to do about a reward that is exploited."""
-    return (
-        f"Read the best responses with `{ppo(f'show {limits.run_dir} --best 5')}`; "
-        f"`{_audit_command(limits)}` tests the reward; {remedy}."
     )
 
 
@@ -605,21 +490,6 @@ def _check_monitor(steps: History, limits: Limits) -> str:
     )
 
 
-def _check_judge_drift(steps: History, limits: Limits) -> str:
-    """Warn if the judge's scores rise much more than those of people, a second judge or a rule."""
-    if not limits.has_judge:  # to look for its metrics takes long in a long run
-        return ""
-    drift = measure_judge_drift(steps, limits.watched, limits.people)
-    if drift is None or not drift.alarming:
-        return ""
-    return (
-        f"The judge's scores have risen by {drift.amount:.2f} more than {drift.watcher}, which "
-        f"moved by {drift.rise:+.2f}: the model learns to please the judge. Read its best "
-        "responses, take an earlier checkpoint, or change the judge's prompt; "
-        f"`{_audit_command(limits)}` tests it."
-    )
-
-
 def _check_judge_changed(steps: History, limits: Limits) -> str:
     """Warn if the judge now scores the same labelled responses differently than at first."""
     if not limits.has_judge:
@@ -633,18 +503,6 @@ def _check_judge_changed(steps: History, limits: Limits) -> str:
         f"The judge's scores of the same labelled responses have moved by {moved:+.2f} since they "
         "were first read: the model behind its name has changed. Name a fixed version of the "
         f"model (--rm_model); `{_audit_command(limits)}` tests it."
-    )
-
-
-def _check_length_bias(steps: History, limits: Limits) -> str:
-    """Warn if the judge's scores correlate with the length of responses."""
-    correlations = _last_values(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
-    if not correlations or fmean(correlations) <= 0.6:
-        return ""
-    return (
-        f"The judge's scores correlate with length ( {fmean(correlations):.2f}): the model may "
-        "learn to ramble. Ask in the judge's prompt to ignore length; "
-        f"`{_audit_command(limits)}` tests it."
     )
 
 
@@ -775,14 +633,10 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "too_long": _check_cut_off,
     "never_answers": _check_unclosed_thoughts,
     "failed": _check_failed_scores,
-    "length_pays": _check_length_pays,
-    "repetition_pays": _check_repetition_pays,
-    "word_pays": _check_word_pays,
+    "hacking": find_hacking,
     # Judges.
     "judge_fooled": _check_canary,
-    "judge_length": _check_length_bias,
     "judge_unread": _check_unread_replies,
-    "judge_drift": _check_judge_drift,
     "judge_changed": _check_judge_changed,
     "monitor_silent": _check_monitor,
     # Mixtures and rubrics.

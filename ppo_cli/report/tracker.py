@@ -21,6 +21,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
+from ppo_cli.report.exploits import explain_rise
 from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
@@ -52,8 +53,7 @@ class Summary:
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
     troubles of the last step. `first_step` of a fork comes after those of the run before it.
-    `next_steps` are (purpose, command) pairs. Rewards, and what the `critic` explains, are means
-    over `averaged` steps. `judge` has the rows of the judge's card.
+    `next_steps` are (purpose, command) pairs, and rewards are means over `averaged` steps.
     """
 
     steps: int
@@ -66,8 +66,7 @@ class Summary:
     next_steps: tuple[tuple[str, str], ...] = ()
     session: tuple[int, float] | None = None
     first_step: int = 1
-    judge: tuple[tuple[str, str], ...] = ()
-    critic: str = ""
+    judge: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""
     warnings: tuple[str, ...] = ()
@@ -241,6 +240,9 @@ class Tracker:
         line = {"step": step, **merged}
         if drift := measure_judge_drift([*earlier, line], self._limits.watched, people):
             merged["judge/drift"] = drift.amount
+        if self._limits.can_be_gamed:
+            steps = [line["step"] for line in (*earlier, line) if line["step"] > 0]
+            merged |= explain_rise(self._run_dir, steps)
         self._write_line(step, merged)
         # Health checks; checkpoints are called step_NNNNNN.
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]

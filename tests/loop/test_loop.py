@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,34 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
     patient["trainer"]["patience"] = 4
     longer = resume(make(score=by_step(values), steps=8, val_prompts=2, **patient), 7)
     assert longer.state.step == 0 and longer.column("val/reward_mean") == values
+
+
+def test_a_run_stops_when_its_alarm_begins_and_goes_on_when_it_is_resumed(
+    make: Make, tmp_path: Path
+) -> None:
+    counts = Counter[int]()
+
+    def score(rollout: Rollout, step: int) -> float | None:
+        """In step n the first n responses fail, and the others score more than before."""
+        counts[step] += 1
+        return None if counts[step] <= step else 0.1 * step
+
+    trainer = {"save_freq": 2, "max_ckpt_to_keep": None, "output_dir": str(tmp_path / "run")}
+    settings: dict[str, Any] = {"score": score, "steps": 11, "reward": {"function": "f.py"}}
+    script = make(**settings, trainer=trainer | {"stop_on_hacking": True})
+    stopped = ran(script, Interrupted)
+    at, before = stopped.state.step, tmp_path / "run" / "checkpoints" / "step_000002"
+    assert 6 <= at < 11 and stopped.job.store.newest_step() == at
+    (alarm,) = [text for text in stopped.screen.warnings if "may exploit its reward" in text]
+    assert f"the last checkpoint before is {before}." in alarm and before.exists()
+    assert stopped.screen.notes[-1] == (
+        f"Stopped after step {at} (--stop_on_hacking; the last checkpoint before is {before}). "
+        f"Everything up to step {at} of 11 is saved. Go on with: ppo train --again"
+    )
+    assert resume(script, at).job.store.newest_step() == 11
+    # Without the setting it only warns.
+    counts.clear()
+    assert ran(make("other", **settings)).state.step == 11
 
 
 @pytest.mark.parametrize(

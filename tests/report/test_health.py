@@ -44,7 +44,6 @@ def kinds(count: int, change: Change, limits: Limits | None = None) -> set[str]:
 
 
 FLAT = {"reward_mean": 0.3}
-WOBBLE = (0.03, -0.03, 0.05, -0.05, -0.04, 0.04, -0.05, 0.05)  # of the mean of a step
 
 
 def mixed(share: float, std: float = 0.4, scaled: float = 4.0) -> Change:
@@ -61,13 +60,11 @@ def watched(judge: float, second: float) -> dict[str, float]:
     return {"judge/monitor_mean": second, "judge/monitor_gap": judge - second}
 
 
-def grows(step: int, pays: float, repeats: float = 0.0) -> dict[str, float]:
-    """A step in which reward, length and repetition grow, with these correlations."""
-    return {
-        "reward_mean": 0.2 * step, "response_length_mean": 12.0 + 11 * step,
-        "response/repetition": 0.2 * step, "score/length_correlation": pays,
-        "score/repetition_correlation": repeats,
-    }  # fmt: skip
+def grows(step: int, **by: float) -> dict[str, float]:
+    """A step in which the reward rises with features of the texts."""
+    gains = {f"exploit/by/{name}": gain for name, gain in by.items()}
+    shares = {"exploit/explained": 0.8, "exploit/fit": 0.5, "exploit/spread": 0.2}
+    return {"reward_mean": 0.2 * step, "response_length_mean": 12.0 + 11 * step} | shares | gains
 
 
 FIRING: dict[str, tuple[int, Change, str]] = {
@@ -94,17 +91,18 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
     "failed": (1, always(score__failed=3.0), "ppo show outputs --failed"),
-    "length_pays": (4, lambda s: grows(s, pays=0.9), "23 -> 56 tokens"),
-    "repetition_pays": (4, lambda s: grows(s, pays=0.5, repeats=0.9), "--repetition_penalty"),
+    "hacking": (
+        4,
+        lambda s: grows(s, length=0.5, great=0.3, a=0.1),
+        "80% of the rise follows from length and the word 'great', whatever",
+    ),
     "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),
     "judge_fooled": (1, always(judge__canary_max=0.6), "ppo reward audit"),
-    "judge_length": (10, always(judge__length_correlation=0.8), "ignore length"),
     "judge_unread": (
         1,
         always(judge__unread=0.2, judge__unread__form=0.05, judge__unread__truncated=0.15),
         "--rm_max_tokens",
     ),
-    "judge_drift": (25, lambda s: watched(0.4 + 0.02 * s, 0.4 - 0.001 * s), "please the judge"),
     "judge_changed": (3, lambda s: {"judge/label_drift": -0.2} if s == 2 else {}, "moved by -0.20"),
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
@@ -117,8 +115,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
 
 
 def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() -> None:
-    tried = {*FIRING, "word_pays"}  # which needs the responses of a run
-    assert tried == set(health._CHECKS), "every kind of trouble is tried here"
+    assert set(FIRING) == set(health._CHECKS), "every kind of trouble is tried here"
     warnings = []
     for kind, (count, change, flag) in FIRING.items():
         findings = find_troubles(history(count, change), Limits())
@@ -135,7 +132,7 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
         return drift and drift.amount
 
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
-    assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5), count=19) is None, "too early to say"
+    assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5), count=7) is None, "too early to say"
     assert drift(lambda s: {"reward/judge": 0.02 * s, "reward/rule": 0.01 * s}) == pytest.approx(
         0.2
     )
@@ -144,7 +141,7 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     assert kinds(30, lambda s: watched(0.2 + 0.025 * s, 0.2 + 0.015 * s)) == set()
     assert kinds(30, lambda s: watched(0.5 + 0.01 * s + 0.4 * (-1) ** s, 0.5)) == set()
     gaps = [watched(0.3, 0.5) if s < 11 else {} if s < 20 else watched(0.6, 0.5) for s in range(31)]
-    assert kinds(30, lambda s: gaps[s]) == {"judge_drift"}, "steps without a monitor do not count"
+    assert kinds(30, lambda s: gaps[s]) == {"hacking"}, "steps without a monitor do not count"
     config = Config.model_validate(
         {"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}}
     )
@@ -173,10 +170,11 @@ def test_labels_of_people_come_before_a_second_judge() -> None:
     )
     for opinions, alarm in ((people(0.3), True), (people(0.05), False), (people(0.3, 0.4), False)):
         findings = find_troubles(history(100), Limits(people=opinions))
-        assert ("judge_drift" in findings) is alarm
+        assert ("hacking" in findings) is alarm
     assert (
-        "more than the labels that people gave"
-        in find_troubles(history(100), Limits(people=people(0.3)))["judge_drift"]
+        "The model exploits its reward: since step 26 the judge's scores have risen by 0.30, while "
+        "the labels that people gave rose by only 0.00. "
+        in find_troubles(history(100), Limits(people=people(0.3)))["hacking"]
     )
 
 
@@ -251,18 +249,12 @@ SILENT: dict[str, tuple[int, Change]] = {
         lambda s: {"judge/label_drift": 0.2 if s == 4 else 0.0} if s in (4, 8) else {},
     ),
     "a run that learns": (60, always()),
-    "an honest rise in length": (8, lambda s: grows(s, pays=0.3)),
-    "length without reward": (8, lambda s: grows(s, pays=0.9) | {"reward_mean": 0.5}),
-    "a long reward at one length": (8, lambda s: grows(s, 0.9) | {"response_length_mean": 40.0}),
+    "an honest rise in length": (8, lambda s: grows(s, length=0.1) | {"exploit/explained": 0.1}),
     "one high kl": (9, lambda s: {"kl_divergence": 0.2 if s == 9 else 0.02}),
     "low kl while the reward climbs": (60, always(kl_divergence=1e-5)),
     "low kl for a short while": (STUCK_STEPS, always(kl_divergence=1e-5, **FLAT)),
     "one high clip": (5, lambda s: {"clip_fraction": 0.5 if s == 5 else 0.2}),
     "low clip while the reward climbs": (60, always(clip_fraction=0.0)),
-    "low clip while the reward climbs less than it varies": (
-        21,
-        lambda s: {"clip_fraction": 0.0, "reward_mean": 0.004 * s + WOBBLE[s % len(WOBBLE)]},
-    ),
     "same reward twice": (2, always(score__std=0.0, reward_mean=1.0)),
     "all zero at first": (9, always(score__std=0.0, reward_mean=0.0)),
     "low entropy that is success": (
@@ -294,16 +286,48 @@ def test_silence() -> None:
     assert find_troubles([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
 
 
-def saturates(step: int) -> dict[str, float]:
-    """A step of a run that reaches the limit of the length, and the full reward, in step 4."""
-    full = {"reward_mean": 0.99, "response_length_mean": 64.0, "response_length/clip_ratio": 0.95}
-    chance = {"score/std": 0.03, "score/length_correlation": 0.1 * (-1) ** step}
-    return grows(step, pays=0.95) if step < 4 else full | chance
+def test_advice_to_allow_longer_responses_is_not_given_next_to_the_alarm() -> None:
+    cut = {"response_length/clip_ratio": 0.95}
+    assert kinds(4, lambda s: grows(s, length=0.5) | cut) == {"hacking"}
+    assert kinds(4, lambda s: cut) == {"too_long"}
 
 
-def test_a_reward_that_pays_for_length_stays_reported_at_the_limit() -> None:
-    for count in (2, 4, 9, 30, 90):
-        assert kinds(count, saturates) == {"length_pays"}, count
+def test_a_second_opinion_that_rises_with_the_reward_silences_texts_alone() -> None:
+    def both(second: float) -> Change:
+        return lambda s: grows(s, length=0.5) | watched(0.2 * s, second * s)
+
+    assert kinds(8, both(0.19)) == set()
+    (alarm,) = find_troubles(history(8, both(-0.05)), Limits()).values()
+    assert (
+        "the judge's scores have risen by 0.80, while its second judge fell by 0.20, and 80%"
+        in (alarm)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exploit/explained": 0.4},
+        {"exploit/fit": 0.1},
+        {"exploit/spread": 0.7},  # what is said still decides
+        {"reward_mean": 0.5},
+        {"exploit/explained": None},
+    ],
+)
+def test_texts_alone_raise_the_alarm_only_with_all_signs(change: dict[str, Any]) -> None:
+    assert kinds(4, lambda s: grows(s, length=0.5) | change) == set()
+
+
+def test_failures_that_become_more_frequent_while_the_reward_rises_raise_the_alarm() -> None:
+    def failing(step: int) -> dict[str, float]:
+        return {"reward_mean": 0.05 * step, "score/failed_share": 0.02 * step}
+
+    (alarm,) = find_troubles(history(12, failing), Limits()).values()
+    assert "without a score grew from 6% to 20%" in alarm
+    assert kinds(12, lambda s: failing(s) | {"reward_mean": 0.4}) == set(), "an outage"
+    assert kinds(12, lambda s: {"reward_mean": 0.05 * s, "score/failed_share": 0.2 * (s % 2)}) == (
+        set()
+    )
 
 
 def test_limits_on_both_sides_of_the_ratio() -> None:

@@ -323,6 +323,10 @@ class Trainer(Section):
     patience: int | None = setting(
         None, "Stop after this number of validations without a new best.", flag="--patience", ge=1
     )
+    stop_on_hacking: bool = setting(
+        False, "Stop, and save, when the model begins to exploit its reward.",
+        flag="--stop_on_hacking",
+    )  # fmt: skip
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)

@@ -14,13 +14,13 @@ from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mix
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
-from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
 from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
-from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     ROUNDING,
+    describe_judge_totals,
+    format_dollars,
     format_duration,
     read_limits,
     summarise,
@@ -45,14 +45,12 @@ from ppo_cli.run_folder import (
 
 # Kind of trouble -> metric whose card shows it; that of the reward shows other troubles.
 METRIC_OF_TROUBLE = {
-    "collapsed": "reward_mean", "reward_same": "reward_mean", "word_pays": "reward_mean",
+    "collapsed": "reward_mean", "reward_same": "reward_mean", "hacking": "reward_mean",
     "kl_high": "kl_divergence", "kl_low": "kl_divergence", "clip_high": "clip_fraction",
     "clip_low": "clip_fraction", "ratio": "ppo_ratio", "entropy": "entropy",
     "critic": "explained_variance", "grad_norm": "grad_norm", "failed": "score/failed_share",
-    "too_long": "response_length/clip_ratio", "length_pays": "response_length_mean",
-    "judge_length": "response_length_mean", "repetition_pays": "response/repetition",
-    "never_answers": "thought/unclosed_share", "sampler": "rollout/logprob_diff",
-    "judge_drift": "judge/drift", "judge_changed": "judge/label_drift",
+    "too_long": "response_length/clip_ratio", "never_answers": "thought/unclosed_share",
+    "sampler": "rollout/logprob_diff", "judge_changed": "judge/label_drift",
 }  # fmt: skip
 # A line of config.yaml: indentation, key, value, and the origin as a comment.
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
@@ -126,9 +124,7 @@ class RunData:
             "settings": settings,
             "machine": written_by,
             "reward": describe_judging(self.folder, config),
-            "judge": summary.judge,
             "spent": spent,
-            "critic": describe_critic(self.folder),
         }
 
     def _find_trouble_spans(
@@ -367,7 +363,7 @@ def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> d
     )
     usd = sum(float(call["usd"]) for call in calls)
     rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
-    if calls:
-        rows += [["judge models", ", ".join(models)]]
+    if totals := describe_judge_totals(folder, history):
+        rows += [["judge", totals], ["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
     return {"usd": usd, "rows": rows}

@@ -1,0 +1,143 @@
+"""One alarm when a policy seems to exploit its reward, with the evidence in one sentence.
+
+The evidence is a second opinion that does not rise with the reward (a second judge, a rule,
+labels), surface features of the texts that explain the rise, or failures that become more frequent.
+`ppo_cli.report.health` calls `find_hacking`; benchmarks/hacking.py measures how early it warns,
+and how often falsely.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from statistics import fmean
+from typing import Protocol
+
+from ppo_cli.errors import ppo
+from ppo_cli.report.drift import Drift, History, Opinion, measure_judge_drift
+
+EXPLAINED = 0.5  # share of the reward's rise from which surface features explain it
+FIT = 0.15  # share of the scores' variance within a step that they explain at least
+SETTLED = 0.6  # highest spread that they leave open, of the first steps': above, content counts
+RISEN = 0.5  # rise of the reward, in spreads of the first step's scores
+MORE_FAILURES = 0.1  # rise of the share of responses without a score
+MIN_STEPS = 2  # before an alarm
+
+
+class Limits(Protocol):
+    """What the alarm needs of `health.Limits`."""
+
+    @property
+    def can_be_gamed(self) -> bool:
+        """Whether more than built-in rules score the responses."""
+
+    @property
+    def watched(self) -> tuple[str, str] | None:
+        """Names of a judge and a rule of the same mixture."""
+
+    @property
+    def people(self) -> tuple[Opinion, ...]:
+        """Labels given in the page."""
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Steps with a checkpoint."""
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder, quoted for a shell."""
+
+
+def find_hacking(steps: History, limits: Limits) -> str:
+    """Return the alarm after the last of `steps`, or "" if nothing suggests an exploit.
+
+    Texts alone do not raise it if a second opinion has risen with the reward.
+    """
+    if not limits.can_be_gamed or len(steps) < MIN_STEPS:
+        return ""
+    drift = measure_judge_drift(steps, limits.watched, limits.people)
+    watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
+    texts = "" if drift is not None and drift.confirming else _describe_texts(steps)
+    evidence = [part for part in (watched, _describe_failures(steps), texts) if part]
+    if not evidence:
+        return ""
+    since, rise = find_rise(steps)
+    what = "the reward has"
+    if watched and drift is not None:
+        what, rise = "the judge's scores have", drift.amount + drift.rise
+    look = ppo(f"show {limits.run_dir} --step {steps[-1]['step']} --best 5")
+    return (
+        f"The model {'exploits' if watched else 'may exploit'} its reward: since step {since} "
+        f"{what} risen by {rise:.2f}, {', and '.join(evidence)}. Look at these responses: "
+        f"`{look}`. `{ppo(f'reward audit --config {limits.run_dir}/config.yaml')}` tests the "
+        f"reward; {name_checkpoint_before(steps, limits)}."
+    )
+
+
+def name_checkpoint_before(steps: History, limits: Limits) -> str:
+    """Return in words which checkpoint is from before the reward rose."""
+    since, _ = find_rise(steps)
+    saved = max((step for step in limits.saved if step <= since), default=None)
+    if saved is None:
+        return f"no checkpoint is from step {since} or before"
+    return f"the last checkpoint before is {limits.run_dir}/checkpoints/step_{saved:06d}"
+
+
+def find_rise(steps: History) -> tuple[int, float]:
+    """Return the last step before the reward rose, and by how much it has risen since.
+
+    That step is the last one with less than a quarter of the rise since the start.
+    """
+    measured = [line for line in steps if line.get("reward_mean") is not None]
+    rewards = [(int(line["step"]), float(line["reward_mean"])) for line in measured]
+    if not rewards:
+        return int(steps[-1]["step"]), 0.0
+    few = min(max(1, len(rewards) // 4), 3)
+    first, last = (fmean(value for _, value in part) for part in (rewards[:few], rewards[-few:]))
+    low = [step for step, value in rewards if value <= first + (last - first) / 4]
+    return (low[-1] if low else rewards[0][0]), last - first
+
+
+def reward_rises(steps: History) -> bool:
+    """Whether the mean reward has risen by half of the spread of the first step's scores."""
+    spread = next((line["score/std"] for line in steps if line.get("score/std")), 0.0)
+    return find_rise(steps)[1] > max(RISEN * spread, 1e-9)
+
+
+def _describe_drift(drift: Drift) -> str:
+    """Return what the second opinion did meanwhile."""
+    moved = f"fell by {-drift.rise:.2f}" if drift.rise < 0 else f"rose by only {drift.rise:.2f}"
+    return f"while {drift.watcher} {moved}"
+
+
+def _describe_texts(steps: History) -> str:
+    """Return which features of the texts explain the rise; "" unless they explain most of it."""
+    now = steps[-1]
+    share, fit, spread = (now.get(f"exploit/{name}") for name in ("explained", "fit", "spread"))
+    if share is None or fit is None or spread is None:
+        return ""
+    if share < EXPLAINED or fit < FIT or spread > SETTLED or not reward_rises(steps):
+        return ""
+    gains = {key[11:]: value or 0 for key, value in now.items() if key.startswith("exploit/by/")}
+    names = [
+        name if name in ("length", "repetition") else f"the word '{name}'"
+        for name, gain in sorted(gains.items(), key=lambda item: -item[1])
+        if gain > max(gains.values()) / 2
+    ]
+    paid = " and ".join(names)
+    return f"{min(share, 1):.0%} of the rise follows from {paid}, whatever the prompt"
+
+
+def _describe_failures(steps: History) -> str:
+    """Return how the share of responses without a score has grown; "" unless it clearly has."""
+    shares = [float(line.get("score/failed_share") or 0.0) for line in steps]
+    few = min(len(shares) // 2, 5)
+    if few < 3:
+        return ""
+    before, now = fmean(shares[:few]), fmean(shares[-few:])
+    # Noise of a step, from the differences of neighbours, which a trend hardly changes.
+    noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(shares)) / 2)
+    chance = 4 * noise * math.sqrt(2 / few)
+    if now - before <= max(MORE_FAILURES, chance) or not reward_rises(steps):
+        return ""
+    return f"while the share of responses without a score grew from {before:.0%} to {now:.0%}"
