@@ -1,9 +1,10 @@
-"""How much longer a step takes when a judge with a second of latency scores it, not a rule.
+"""How much longer a step takes when judges with a second of latency score it, not a rule.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/judge_overlap.py [--steps 6] [--turns 2]
 A judge on loopback answers after --latency seconds. The model has random weights and is large
 enough that sampling and annotating take longer than that. Runs take turns; the ratio is that of
-the medians of all steps but each run's first. The target is 1.03 at most.
+the medians of all steps but each run's first. The target is 1.03 at most. In the cascade
+each response goes to a cheaper judge first and then to the judge, the longest that it can wait.
 """
 
 from __future__ import annotations
@@ -74,14 +75,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--latency", type=float, default=1.0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place, judge(options.latency) as url:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        judge(options.latency) as url,
+        judge(options.latency) as cheap,
+    ):
         model = Path(place) / "model"
         build_model(model)
+        one = ["--use_api_reward", "--rm_api_type", "openai", "--rm_base_url", url,
+               "--rm_model", "judge", "--rm_cache", "off", "--rm_concurrency", "64"]  # fmt: skip
+        small = f"reward.api.judges={{small: {{model: small, base_url: {cheap}}}}}"
         rewards = {
             "rule": ["--rule", "exact"],
-            "judge": ["--use_api_reward", "--rm_api_type", "openai", "--rm_base_url", url,
-                      "--rm_model", "judge", "--rm_cache", "off", "--rm_concurrency", "64"],
-        }  # fmt: skip
+            "judge": one,
+            "cascade": [*one, "--rm_cascade", "small", "--rm_cascade_band", "0-1", small],
+        }
         found: dict[str, list[dict[str, float]]] = {name: [] for name in rewards}
         for turn in range(options.turns):
             for name, flags in rewards.items():
@@ -90,9 +98,11 @@ def main() -> None:
     for name, lines in found.items():
         keys = ("time/step_s", "time/rollout_s", "time/annotate_s", "time/reward_wait_s")
         told = ", ".join(f"{k[5:]} {statistics.median(x[k] for x in lines):.3f}" for k in keys)
-        print(f"{name:6} medians of {len(lines)} steps: {told}")
-    medians = [statistics.median(x["time/step_s"] for x in found[n]) for n in ("judge", "rule")]
-    print(f"ratio judge / rule: {medians[0] / medians[1]:.3f} (target 1.03 at most)")
+        print(f"{name:7} medians of {len(lines)} steps: {told}")
+    medians = {n: statistics.median(x["time/step_s"] for x in found[n]) for n in found}
+    for name, other in (("judge", "rule"), ("cascade", "judge")):
+        ratio = medians[name] / medians[other]
+        print(f"ratio {name} / {other}: {ratio:.3f} (target 1.03 at most)")
 
 
 if __name__ == "__main__":

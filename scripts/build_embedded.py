@@ -47,7 +47,9 @@ def build(out: Path, seed: int) -> dict[str, float]:
     train, validation = build_rows(seed)
     write_rows(out / "train.jsonl", train)
     write_rows(out / "val.jsonl", validation)
-    tokenizer = build_tokenizer([row["prompt"] for row in train])
+    # The tokenizer does not know the unfamiliar wording either.
+    familiar, _ = build_rows(seed, unfamiliar=False)
+    tokenizer = build_tokenizer([row["prompt"] for row in familiar])
     model = build_model(tokenizer, seed, CONTEXT)
     teacher = Teacher(tokenizer, split_pairs(seed).warm_up, seed)
     for stage in STAGES:

@@ -106,7 +106,7 @@ def rubric(arguments: Arguments) -> None:
     out = Path(str(arguments.extras["out"])).expanduser()
     check_out(out, file)
     # A draft is free text: settings for scores and votes do not apply.
-    plain = {"mode": "text", "rubric": None, "votes": 1}
+    plain = {"mode": "text", "rubric": None, "votes": 1, "max_votes": None}
     api, max_criteria = (
         config.reward.api.model_copy(update=plain),
         int(arguments.extras["criteria"]),

@@ -206,8 +206,11 @@ def _format_example(example: Facts) -> list[str]:
 
 def format_calibration(result: Facts) -> list[str]:
     """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
-    rows = [*_count_rows(result), ("labels", result["labels"]), *_cost_rows(result["spent"])]
-    lines = titled_table("Rows", rows)
+    counts, spent = _count_rows(result), _cost_rows(result["spent"])
+    cascades = [line for facts in result["cascade"].values() for line in _format_cascade(facts)]
+    if "labels" not in result:
+        return [*titled_table("Rows", [*counts, *spent]), *cascades]
+    lines = titled_table("Rows", [*counts, ("labels", result["labels"]), *spent])
     agreement = _estimate_rows(result["agreement"])
     lines += _section("Compared with the labels (95 % interval)", agreement)
     for name, facts in result["parts"].items():
@@ -224,9 +227,24 @@ def format_calibration(result: Facts) -> list[str]:
     for name, facts in result["parts"].items():
         if facts.get("repeated") is not None:
             lines += _section(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"]))
+    lines += cascades
     # What a run would pay.
     lines += _section("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))
     return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
+
+
+def _format_cascade(facts: Facts) -> list[str]:
+    """Return what a cascade's best rule keeps and saves, and the flags that set it."""
+    if "why" in facts:
+        return _section("Cascade", [("not measured", facts["why"])])
+    rows = [*_estimate_rows(facts["figures"])]
+    if (cost := facts["cost"]) is not None:
+        alone, cascade = cost["judge_usd"], cost["cascade_usd"]
+        saved = f"${cascade:.3f} instead of ${alone:.3f}: {1 - cascade / alone:.0%} less"
+        rows.append(("cost of 1,000 responses", saved))
+    others = plural(facts["measured_on"], "row")
+    title = f"Cascade: agreement on {others} that the rule was not chosen on (95 % interval)"
+    return [*_section(title, rows), "", f"Set {facts['flags']}"]
 
 
 def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
@@ -377,6 +395,8 @@ def calibrate(arguments: Arguments) -> None:
     """Compare a reward's scores with labels from people."""
     config, screen = _resolve_settings(arguments)
     from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
+    from ppo_cli.extras.trust.calibrate import calibrate_cascade
+    from ppo_cli.extras.trust.cascade import ask_both
     from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
     from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
@@ -390,17 +410,23 @@ def calibrate(arguments: Arguments) -> None:
     # Labels of criteria add up to a label of the response, if it has none.
     labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
     marks = read_marks(responses, marked, config.reward) if marked else {}
-    if not labels:
+    if marked and not labels:
         labels, responses = LABEL_VALUE, add_label_values(responses, marks, config.reward)
-    labelled = read_labels(responses, labels, arguments.extras["positive"])
+    # Without labels the judge of a cascade takes their place.
+    labelled = read_labels(responses, labels, arguments.extras["positive"]) if labels else None
+    rows = labelled.rows if labelled else responses.rows
     repeat = int(arguments.extras["repeat"])
     with closing(screen):
-        screen.note_all([*responses.notes, *labelled.notes])
-        prompts = [row.rollout.prompt for row in labelled.rows]
-        with open_reward(config.reward, prompts, Callbacks(note=screen.note)) as reward:
-            result = run_calibration(
-                reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
-            )
+        screen.note_all([*responses.notes, *(labelled.notes if labelled else ())])
+        prompts = [row.rollout.prompt for row in rows]
+        both = ask_both(config.reward)
+        with open_reward(both, prompts, Callbacks(note=screen.note)) as reward:
+            if labelled is None:
+                result = calibrate_cascade(reward, config.reward, rows, screen=screen)
+            else:
+                result = run_calibration(
+                    reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
+                )
     _print_result(arguments, {"file": responses.source, **result}, format_calibration)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
@@ -531,8 +557,9 @@ def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     # The parser cannot require these arguments, because overrides may be in their place.
     if "file" in arguments.extras and not arguments.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
+    cascade = any(j.settings.cascade.model for j in judges_of(resolved.config.reward))
     if "labels" in arguments.extras and not any(
-        arguments.extras[n] for n in ("labels", "criteria_labels")
+        (*(arguments.extras[n] for n in ("labels", "criteria_labels")), cascade)
     ):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     config = resolved.config
@@ -620,6 +647,16 @@ FIT_FLAGS = [
         "parquet, or a hub set.", "FILE",
     ),
     make_flag(
+        "labels", str, None,
+        "Learn labels instead of pairs: the column with a label (true, false, 0 to 1) of each "
+        "prompt and response, or with those of --criteria.", "COLUMN",
+    ),
+    make_flag(
+        "criteria", str, None,
+        "Criteria as for --rm_rubric; --labels then has {NAME: true, false or level} in each row.",
+        "FILE",
+    ),
+    make_flag(
         "model", str, None,
         "Causal language model to start from: folder, hub name, or `embedded`.", "PATH",
     ),
@@ -670,7 +707,7 @@ RECIPE = (
 
 
 def fit_model(**typed: Any) -> None:
-    """Train a reward model from pairs of responses (Bradley-Terry)."""
+    """Train a reward model from pairs of responses (Bradley-Terry), or a judge from labels."""
     if problems := _find_fit_problems(typed):
         raise ConfigError(problems)
     from ppo_cli.extras.fitting.fit import fit as run_fit
@@ -684,8 +721,9 @@ def fit_model(**typed: Any) -> None:
         recipe=Recipe(**{name: typed[name] for name in RECIPE}),
         val_data=tuple(typed["val_data"] or ()),
         val_share=0.1 if typed["val_share"] is None else typed["val_share"],
-        **{n: typed[n] for n in ("max_length", "template", "skip_bad_rows", "overwrite")},
-    )
+        **{n: typed[n] for n in ("max_length", "template", "skip_bad_rows", "overwrite",
+                                 "labels", "criteria")},
+    )  # fmt: skip
     screen = make_screen(sys.stderr)  # stdout is for the result
     try:
         record = run_fit(settings, screen)
@@ -717,6 +755,10 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
             ),
         ]
     )
+    if typed["criteria"] and not typed["labels"]:
+        problems.append("--criteria needs the column with their labels: name it with --labels.")
+    if typed["labels"] and typed["center"]:
+        problems.append("--center keeps the scores of pairs around 0; leave it out with --labels.")
     if typed["val_data"] and typed["val_share"] is not None:
         problems.append("--val_data and --val_share both choose the held-out pairs; keep one.")
     if typed["lr"] == 0:
@@ -728,11 +770,13 @@ def _find_fit_problems(typed: Mapping[str, Any]) -> list[str]:
 
 def format_fit(record: dict[str, Any]) -> str:
     """Return the result of a fit as text: scores before and after, and how to use the model."""
-    before, after, pairs = record["before"], record["after"], record["pairs"]
+    before, after, labelled = record["before"], record["after"], "labels" in record
+    held_out = record["rows" if labelled else "pairs"]["held_out"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
+    kept = "measured on {} held-out rows" if labelled else "the best on {} held-out pairs"
     lines = [
         f"Reward model in {record['out']} (step {record['steps']['kept']} of "
-        f"{record['steps']['all']}, the best on {pairs['held_out']} held-out pairs)",
+        f"{record['steps']['all']}, {kept.format(held_out)})",
         "              before    after",
         *(
             f"  {name:<10}{before[name]:>8.3f} {after[name]:>8.3f}"
@@ -742,9 +786,28 @@ def format_fit(record: dict[str, Any]) -> str:
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
         f"In a mixture, set for its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
-    if warning := warn_if_like_guessing(after["accuracy"], pairs["held_out"]):
+    if labelled:
+        lines[5:5] = [
+            *_section(
+                "How often the better of two held-out rows scores higher (chance: 0.5)",
+                _estimate_rows(record["agreement"]),
+            ),
+            _cost_line(record),
+        ]
+        if (record["agreement"]["score"]["low"] or 0.0) <= 0.5:
+            lines.insert(1, "  Doubtful: guessing can give that. More rows or steps may help.")
+    elif warning := warn_if_like_guessing(after["accuracy"], held_out):
         lines.insert(1, warning)
     return "\n".join(lines)
+
+
+def _cost_line(record: Mapping[str, Any]) -> str:
+    """Return what a score costs, next to what a response costs."""
+    score, policy = record["seconds"]["score"], record["seconds"]["policy"]
+    return (
+        f"A score takes {1000 * score:.3g} ms a response, {score / policy:.0%} of the "
+        f"{1000 * policy:.3g} ms in which {record['model']} writes one."
+    )
 
 
 def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:

@@ -29,8 +29,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.redact import redact
 from ppo_cli.report.catalogue import PHASES
+from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
-    format_dollars,
     format_duration,
     format_explained,
     is_pretrained,
@@ -236,8 +236,9 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         change = _format_change(before, after, arrow, name in summary.declined)
         averaged = name.startswith("reward") and before is not None and summary.averaged > 1
         rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
-    if summary.judge:
-        rows.append(("judge", summary.judge))
+    rows += [(f"judge: {name}", text) for name, text in summary.judge]
+    if summary.critic:
+        rows.append(("critic", summary.critic))
     if len(summary.rewards) >= MIN_POINTS:
         rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:

@@ -25,16 +25,14 @@ from ppo_cli.cli.screen import (
 )
 from ppo_cli.config.layers import PLACE_KEYS, is_chosen
 from ppo_cli.config.plan import batch_arithmetic
+from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
 from ppo_cli.report.critic import describe_critic
-from ppo_cli.report.drift import measure_judge_drift, read_opinions
-from ppo_cli.report.health import make_limits
+from ppo_cli.report.judge_card import describe_judges, format_dollars
 from ppo_cli.report.metrics import (
-    describe_judge_totals,
     estimate_budget,
     extend_budget,
-    format_dollars,
     recent_statistics,
 )
 from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
@@ -324,34 +322,20 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 
 
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
-    """Return the table of steps, and below it the judges' totals and drift, and the critic."""
-    judge = describe_judge_totals(run, history)
+    """Return the table of steps, and below it the card of the judges, and the critic."""
+    config, _ = read_run_config(run)
+    judge = describe_judges(run, config or Config(), history)
     fork = describe_fork_of(run)
     blocks = [
         format_steps_table(steps),
         *([fork] if fork else []),
-        *([f"judge: {judge}"] if judge else []),
-        *format_drift(run, history),
+        *(["\n".join(titled_table("The judge", judge))] if judge else []),
         *format_critic(run),
     ]
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
-
-
-def format_drift(run: Path, history: Sequence[Line]) -> list[str]:
-    """Return a line on how far the judge has drifted; empty if it cannot be measured."""
-    config, _ = read_run_config(run)
-    if config is None:
-        return []
-    drift = measure_judge_drift(history, make_limits(config).watched, read_opinions(run, config))
-    if drift is None:
-        return []
-    return [
-        f"drift of the judge: its scores have risen by {drift.amount:+.2f} beyond {drift.watcher}, "
-        f"which moved by {drift.rise:+.2f} (standard error {drift.noise:.2f})"
-    ]
 
 
 def format_critic(run: Path) -> list[str]:

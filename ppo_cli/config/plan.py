@@ -181,11 +181,13 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     for judge in judges_of(reward):
         if judge.part is not None:
             cheap = cheaper_judge(judge.settings)
-            votes = judge.settings.votes + (cheap.votes if cheap else 0)
+            votes = judge.settings.most_votes + (cheap.most_votes if cheap else 0)
             count = calls[judge.part] = _multiply(responses, votes)
             number = "unknown calls" if count is None else plural(count, "call")
-            fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
-            fewer = fewer or (f" at most, those of {cheap.model} included" if cheap else "")
+            fewer = " at most" if judge.settings.max_votes else ""
+            fewer = f" at most, those of {cheap.model} included" if cheap else fewer
+            if judge.only_if:
+                fewer = f" at most: it is asked only if {judge.only_if}"
             name = judge.name.removeprefix("the ")
             sentences.append(f"{name}: {number} for responses in the run{fewer}")
     shown = [part.model_dump(include=set(SHOWN_FIELDS)) for part in parts]

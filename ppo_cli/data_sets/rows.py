@@ -12,7 +12,7 @@ import datetime
 import decimal
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -505,3 +505,30 @@ def read_ground_truth(record: Record, column: str) -> Any:
     if flat is not None and nested is not None and flat != nested:
         raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")
     return nested if flat is None else flat
+
+
+def read_grades(cell: Any, levels: Mapping[str, int | None]) -> Iterator[tuple[str, float]]:
+    """Yield (criterion, grade in [0, 1]) from a cell of labels; ValueError for a wrong cell.
+
+    `levels` are the highest levels of the criteria: 1 for one that is met or not, None for one
+    whose label is a share.
+    """
+    if cell is None:
+        return
+    if not isinstance(cell, Mapping):
+        raise ValueError(
+            f"is {name_type(cell)}, not an object such as {{'{next(iter(levels))}': …}}"
+        )
+    # A row may have labels for some of its criteria; null counts as no label.
+    for name, value in cell.items():
+        if name not in levels:
+            near = did_you_mean(name, levels)
+            raise ValueError(f"has no criterion '{name}' in its rubric.{near}")
+        if value is None:
+            continue
+        top, numbers = levels[name], bool | int | float if levels[name] is None else bool | int
+        if not isinstance(value, numbers) or not 0 <= value <= (top or 1):
+            forms = {None: "true, false or a number from 0 to 1", 1: "true or false"}
+            expected = forms.get(top, f"a level from 0 to {top}")
+            raise ValueError(f"has {value!r} for '{name}', not {expected}")
+        yield name, value / (top or 1)

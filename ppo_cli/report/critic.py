@@ -94,7 +94,7 @@ def describe_critic(run_dir: Path) -> list[dict[str, Any]]:
 
     A run of one step has one.
     """
-    lines = read_lines(run_dir / CRITIC_FILE)
+    lines = [x for x in read_lines(run_dir / CRITIC_FILE) if {"positions", "tenths"} <= x.keys()]
     few = max(1, len(lines) // 10)
     ends = [lines[:few], lines[-few:]] if len(lines) > 1 else [lines]
     return [pool_steps(end) for end in ends if end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,10 +24,10 @@ from ppo_cli.records import Scored
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
+from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations, name_measure
-from ppo_cli.run_folder import STEP_NAME, CheckpointStore, paid_calls, read_metrics
-from ppo_cli.spending import IN_FLIGHT
+from ppo_cli.run_folder import STEP_NAME, CheckpointStore, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,7 +222,6 @@ DOUBTFUL = "Doubtful"  # the verdict on a run whose reward seems to be exploited
 VALIDATION_MEASURES = ("validation accuracy", "validation reward")
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 BUDGET_MARGIN = 1.2  # factor on a budget, as later responses may be longer
-_JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
 def summarise(
@@ -251,6 +250,7 @@ def summarise(
     rows.append(
         (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
     )
+    explained = [x for line in measured[-few:] if (x := line.get("explained_variance")) is not None]
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
@@ -273,7 +273,8 @@ def summarise(
         next_steps=_list_next_steps(config, run_dir, history, resume_command, doubtful=doubtful),
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
-        judge=describe_judge_totals(run_dir, history),
+        judge=tuple(describe_judges(run_dir, config, history)),
+        critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
         declined=fell,
         verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),
         warnings=tuple(troubles.values()),
@@ -344,40 +345,6 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     )
 
 
-def describe_judge_totals(run_dir: Path, history: Lines) -> str:
-    """Return a sentence on the calls and cost of a run's judges; empty without calls.
-
-    Calls and cost come from the record of paid calls, which includes interrupted steps.
-    """
-    calls = paid_calls(run_dir)
-    # Calls in flight when the run stopped are charged at their worst case.
-    causes = Counter(str(call["outcome"]) for call in calls if call.get("outcome") != "ok")
-    in_flight = causes.pop(IN_FLIGHT, 0)
-    sums: Counter[str] = Counter()
-    for line in history:
-        for key, value in line.items():
-            if (match := _JUDGE_COUNTER.fullmatch(key)) and value is not None:
-                sums[match[1]] += value
-    if not calls and not sums["cached"]:
-        return ""
-    # Clauses with a count of 0 are left out.
-    clauses = [plural(len(calls), "call")]
-    if in_flight:
-        clauses.append(f"{in_flight:,} in flight (at their worst case)")
-    if causes:
-        each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
-        retries = plural(sums["retries"], "retry", "retries")
-        clauses.append(f"{causes.total():,} failed ({each}), {retries}")
-    if sums["cached"]:
-        clauses.append(f"{plural(sums['cached'], 'verdict')} reused")
-    unscored = sum(
-        line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
-    )
-    if unscored:
-        clauses.append(f"{plural(unscored, 'response')} without a score")
-    return ", ".join([*clauses, format_dollars(sum(float(call["usd"]) for call in calls))])
-
-
 def extend_budget(
     command: str,
     stop: Interrupted,
@@ -413,7 +380,7 @@ def estimate_budget(
     config = with_settings(config, {"trainer.total_training_steps": total_steps})
     sums = batch_arithmetic(config)
     # Calls per step and per validation, done so far and in total.
-    votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
+    votes = max((judge.settings.most_votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)
@@ -439,13 +406,6 @@ def format_duration(seconds: float) -> str:
         return f"{total} s"
     minutes, rest = divmod(total, 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def format_dollars(amount: float) -> str:
-    """Return dollars with at least two significant digits: `$12.50`, `$0.0021`."""
-    if amount >= 0.0995:
-        return f"${amount:,.2f}"
-    return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
 
 
 def _step_rewards(lines: Lines) -> tuple[float, ...]:

@@ -53,7 +53,8 @@ class Summary:
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
     troubles of the last step. `first_step` of a fork comes after those of the run before it.
-    `next_steps` are (purpose, command) pairs, and rewards are means over `averaged` steps.
+    `next_steps` are (purpose, command) pairs. Rewards, and what the `critic` explains, are means
+    over `averaged` steps. `judge` has the rows of the judge's card.
     """
 
     steps: int
@@ -66,7 +67,8 @@ class Summary:
     next_steps: tuple[tuple[str, str], ...] = ()
     session: tuple[int, float] | None = None
     first_step: int = 1
-    judge: str = ""
+    judge: tuple[tuple[str, str], ...] = ()
+    critic: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""
     warnings: tuple[str, ...] = ()

@@ -39,10 +39,9 @@ from ppo_cli.errors import (
     shell_name,
 )
 from ppo_cli.redact import mask_secrets, redact
+from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
     Lines,
-    describe_judge_totals,
-    format_dollars,
     mixture_part_means,
     summarise,
 )
@@ -277,6 +276,7 @@ def _describe_reward(run: Path, config: Config) -> list[str]:
         if api.rubric is not None:
             asked = f"rubric {_public_name(api.rubric)}"
         lines[-1] += f", {asked}, votes a response: {api.votes}"
+        lines[-1] += f" to {api.max_votes}" if api.max_votes else ""
         lines += _list_criteria(api, request)
     for model in models_of(reward):
         path = _public_name(str(model.settings.path))

@@ -27,6 +27,7 @@ from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
+from ppo_cli.rewards.judge.monitor import NOISE_REPEATS
 from ppo_cli.rewards.judge.prices import Price, find_price, look_up_model, model_hint
 from ppo_cli.rewards.judge.prompt import (
     Template,
@@ -46,6 +47,7 @@ SAMPLE = 200
 # about twice what prose takes: right for a budget, too high for a forecast.
 TOKEN_BYTES = (4, 3)
 CRITERION_TOKENS = (15, 60)  # verdict on one criterion: a word, or a long sentence
+DIFFERING = 0.136  # share of repeated verdicts that differ (arXiv 2606.13685)
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
@@ -78,10 +80,12 @@ class UsageRange:
     low: TokenCount
     high: TokenCount
 
-    def times(self, calls: float) -> UsageRange:
-        """Return the estimate for `calls` times as many calls."""
-        low, high = (TokenCount(a.input * calls, a.output * calls) for a in (self.low, self.high))
-        return UsageRange(round(self.calls * calls), low, high)
+    def times(self, calls: float, most: float | None = None) -> UsageRange:
+        """Return the estimate for `calls` times as many calls, at most `most` times as many."""
+        most = calls if most is None else most
+        low = TokenCount(self.low.input * calls, self.low.output * calls)
+        high = TokenCount(self.high.input * most, self.high.output * most)
+        return UsageRange(round(self.calls * most), low, high)
 
     def __add__(self, other: UsageRange) -> UsageRange:
         """Return the sum of two estimates."""
@@ -113,6 +117,7 @@ class Forecast:
     rows: int
     sampled: int
     held_out: int = 0  # verdicts on labelled responses
+    repeated: int = 0  # verdicts that measure the noise
     cheap: Forecast | None = None  # of a cascade's cheaper judge
 
     def stops_at(self) -> tuple[int, int] | None:
@@ -195,8 +200,11 @@ class Forecast:
         # A second judge sees a share of the responses once, not once per vote.
         if api.monitor.model is not None:
             monitor, share = monitor_settings(api), api.monitor.share
-            votes = api.votes * (api.cascade.share if self.cheap else 1.0)
-            line = _usage_line(usage.times(share / votes), find_price(monitor))
+            scored = api.cascade.share if self.cheap else 1.0
+            read = usage.times(
+                share / scored / expected_votes(api), share / scored / api.most_votes
+            )
+            line = _usage_line(read, find_price(monitor))
             lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
                 f"the second judge {monitor.model} are added"
@@ -205,6 +213,17 @@ class Forecast:
             lines.append(
                 f"{self.held_out:,} of the verdicts are on labelled responses, scored again "
                 f"({api.monitor.labels})"
+            )
+        if self.repeated and self.run is not None:
+            lines.append(
+                f"{self.repeated:,} of the verdicts are repeated ones, which show the judge's "
+                "noise (--rm_noise_responses 0: none)"
+            )
+        if api.max_votes is not None:
+            lines.append(
+                f"votes: up to {api.max_votes} a response are counted as calls and in the high "
+                f"figures, {expected_votes(api):.2f} in the low ones, as repeated verdicts differ "
+                f"in {DIFFERING:.1%} of cases (arXiv 2606.13685)"
             )
         return [*lines, f"assumed: {self.assumptions()}"]
 
@@ -280,7 +299,8 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     sums, listed = batch_arithmetic(config), api.compare == "list"
     # A cascade's judge is asked about a share of the responses.
     cheaper = cheaper_judge(api)
-    votes = api.votes * (1.0 if cheaper is None else api.cascade.share)
+    asked = 1.0 if cheaper is None else api.cascade.share
+    expected, most = asked * expected_votes(api), asked * api.most_votes
     # Responses per request (alone, in a list), and requests per response.
     alone, of_list, requests = 1, 1, 1.0
     if api.mode == "compare":
@@ -305,34 +325,48 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     run = None
     if calls is not None and validation is not None:
         # Training calls without validation's, since the two read different rows.
-        run = a_call.times((calls - validation) * votes * requests)
+        trained = (calls - validation) * requests
+        run = a_call.times(trained * expected, trained * most)
         if validation:
             bill = _usage_per_call(template, chosen_val, config, alone)
-            run += bill.times(validation * votes * alone)
+            run += bill.times(validation * expected * alone, validation * most * alone)
     labelled = len(read_held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
     # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
     checks = len(format_checks(api, template)) if api.canary_every else 0
+    # A few responses of the first step are judged again, unless votes show the noise.
+    a_step = (sums["reward_calls_per_step"] or 0) * requests
+    repeated = 0
+    if api.votes == 1 or api.mode == "compare":
+        repeated = NOISE_REPEATS * round(min(api.noise_responses, a_step))
     if run is not None:
-        run += a_call.times(labelled + checks)
+        run += a_call.times(labelled + checks + repeated)
     return Forecast(
         config=config,
         price=find_price(api),
-        a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes * requests),
+        a_step=a_call.times(a_step * expected, a_step * most),
         run=run,
         steps=sums["total_steps"],
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
+        repeated=repeated,
         cheap=None if cheaper is None else _forecast_cheaper(config, cheaper, train, val),
     )
+
+
+def expected_votes(api: ApiReward) -> float:
+    """Return the expected votes on a response: one more each time that a further one differs."""
+    further = range(1, api.most_votes - api.votes + 1)
+    return api.votes + sum(DIFFERING**number for number in further)
 
 
 def _forecast_cheaper(
     config: Config, judge: ApiReward, train: Sequence[Prompt], val: Sequence[Prompt]
 ) -> Forecast:
     """Return the forecast of a cascade's cheaper judge on the same rows."""
-    reward = config.reward.model_copy(update={"api": judge})
+    quiet = judge.model_copy(update={"noise_responses": 0})
+    reward = config.reward.model_copy(update={"api": quiet})
     rows = {"train": train, "val": val}
     return forecast(config.model_copy(update={"reward": reward}), rows.__getitem__)
 

@@ -41,7 +41,9 @@ POLL_S = 0.2  # how often a waiting reward is asked for the reason
 SHORT_CHARS = 100  # of a text in a table
 MANY_ROWS = 64  # from this size the two calls of a format check are negligible
 # Monitors watch a judge over a run. The failure rate is defined per step, and a file has no steps.
-MONITORS_OFF = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
+MONITORS_OFF = {
+    "canary_every": 0, "noise_responses": 0, "monitor.model": None, "max_failure_rate": 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

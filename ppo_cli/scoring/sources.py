@@ -223,7 +223,7 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 def verdicts_per_response(settings: RewardSettings) -> int:
     """The most verdicts that one response takes: each vote of each judge, and each other part."""
     # Each part that is not a judge counts as one verdict.
-    votes = sum(api.votes for judge in judges_of(settings) for api in _asked_judges(judge))
+    votes = sum(api.most_votes for judge in judges_of(settings) for api in _asked_judges(judge))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
 

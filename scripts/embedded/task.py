@@ -8,7 +8,7 @@ and most of them forget the carry; that is the habit which PPO has to unlearn.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SEED = 17
@@ -23,6 +23,10 @@ PHRASES = (
     "Add {a} and {b}.",
     "How much is {a} plus {b}?",
 )
+# The supervised text never asks like this, so prompts differ in difficulty, as real ones do, and
+# the critic has something to learn: how much to expect of a prompt.
+UNFAMILIAR = "Please, what is {a} + {b}?"
+UNFAMILIAR_EVERY = 9  # training rows
 
 # How often a pupil is careful, by whether the sum has a carry; the rest are mistakes.
 CAREFUL_WITH_CARRY = 0.22
@@ -74,17 +78,21 @@ def split_pairs(seed: int) -> Splits:
     return Splits(validation=validation, warm_up=warm_up)
 
 
-def build_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the prompt rows for PPO: training, validation."""
+def build_rows(
+    seed: int, unfamiliar: bool = True
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the prompt rows for PPO: training, with or without the unfamiliar ones, validation."""
     splits = split_pairs(seed)
     rng = random.Random(f"{seed} rows")
-    train = rng.sample(splits.warm_up, TRAIN_ROWS)
+    train = [Sum(a, b, rng.choice(PHRASES)) for a, b in rng.sample(splits.warm_up, TRAIN_ROWS)]
+    validation = [Sum(a, b, rng.choice(PHRASES)) for a, b in splits.validation]
+    if unfamiliar:
+        train[::UNFAMILIAR_EVERY] = [
+            replace(question, phrase=UNFAMILIAR) for question in train[::UNFAMILIAR_EVERY]
+        ]
     return (
-        [_row(Sum(a, b, rng.choice(PHRASES)), "train", i) for i, (a, b) in enumerate(train)],
-        [
-            _row(Sum(a, b, rng.choice(PHRASES)), "val", i)
-            for i, (a, b) in enumerate(splits.validation)
-        ],
+        [_row(question, "train", i) for i, question in enumerate(train)],
+        [_row(question, "val", i) for i, question in enumerate(validation)],
     )
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path, prompt_files
-from ppo_cli.report.metrics import format_dollars
+from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run.export import _describe_base
 from ppo_cli.run_folder import read_lines, read_metrics, rollout_file

@@ -18,9 +18,10 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder import replace_lines, rollout_file
+from ppo_cli.run_folder import append_line, replace_lines, rollout_file
 from tests.config.settling import settle
 from tests.golden import INPUTS
+from tests.report.page.runs import add_critic
 
 
 @pytest.fixture
@@ -95,3 +96,22 @@ def test_a_reader_that_needs_no_more_is_no_error(tmp_path: Path) -> None:
         assert shown.stdout.readline().startswith(b"step,loss/0,")
         shown.stdout.close()
         assert (shown.wait(timeout=60), shown.stderr.read()) == (0, b"")
+
+
+def test_what_the_critic_predicts_is_below_the_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(run)]) == 0
+    assert "variance" not in capsys.readouterr().out
+    add_critic(run, 20)
+    append_line(run / "critic.jsonl", {"step": "x"})
+    assert main(["show", str(run)]) == 0
+    *_, positions, tenths = capsys.readouterr().out.rstrip().split("\n\n")
+    assert [row.split() for row in positions.split("\n")] == [
+        ["explained", "variance", "at", "token", "1", "2"],
+        ["steps", "1", "to", "2", "0.013", "-0.187"],
+        ["steps", "19", "to", "20", "0.487", "0.287"],
+    ]
+    first, second = (row.split() for row in tenths.split("\n"))
+    assert first[:8] == ["steps", "19", "to", "20:", "value", "of", "a", "token"]
+    assert first[8:10] == ["0.000", "0.100"] and second[3:5] == ["0.195", "0.245"]

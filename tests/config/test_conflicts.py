@@ -21,7 +21,7 @@ NEEDED = {
     "algorithm.": ("rollout.n=2",),
     "reward.api.": JUDGE,
     "reward.api.monitor.": JUDGE,
-    "reward.api.cascade.": JUDGE,
+    "reward.api.cascade.": (*JUDGE, "reward.api.votes=3"),
     PART: (f"{PART}kind=rule",),
 }
 

@@ -26,6 +26,7 @@ NEEDED = {
     **dict.fromkeys(
         ("every_rule_its_own", "every_model_its_own"), "reward.parts=[judge:1] reward.api.model=m"
     ),
+    "votes_show_noise": f"{JUDGE} reward.api.votes=3",
     "own_judge_prompt": f"{JUDGE} reward.api.scoring_prompt=x",
     "fixed_scale": f"{JUDGE} reward.api.rubric=extra_info.r",
     "not_in_pairs": f"{JUDGE} reward.api.mode=compare reward.api.compare=list",
@@ -60,6 +61,7 @@ VALUES = {
     "reward.model.device": "cpu", "reward.model.template": "{response}", "reward.rule": "exact",
     "reward.parts": "judge:1", "reward.composite.weights": "{judge: 1}",
     "reward.composite.parts": "{judge: 1}", "reward.api.cascade.band": "0-1",
+    "reward.api.cascade.spread": "0.1",
 }  # fmt: skip
 
 

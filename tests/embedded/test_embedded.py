@@ -166,6 +166,15 @@ def test_rows_say_what_they_should() -> None:
             assert row["extra_info"] == {"split": name, "index": index}
 
 
+def test_one_training_prompt_in_nine_is_worded_as_no_other_text() -> None:
+    task = load_task()
+    worded = [row["prompt"].startswith("Please, what is ") for row in read_rows("train")]
+    assert [i for i, unfamiliar in enumerate(worded) if unfamiliar] == list(range(0, 2400, 9))
+    assert not any("Please" in text for text in task.PHRASES)
+    assert not any("Please" in row["prompt"] for row in read_rows("val"))
+    assert load_tokenizer().tokenize("Please") == list("Please")
+
+
 def test_validation_is_held_out_whatever_the_order_of_the_numbers() -> None:
     held_out = {frozenset(numbers(row)) for row in read_rows("val")}
     trained = {frozenset(numbers(row)) for row in read_rows("train")}
@@ -178,6 +187,8 @@ def test_the_script_makes_these_rows_and_warms_up_on_no_validation_pair() -> Non
     train, validation = task.build_rows(task.SEED)
     assert train == read_rows("train")
     assert validation == read_rows("val")
+    familiar, _ = task.build_rows(task.SEED, unfamiliar=False)
+    assert [a == b for a, b in zip(familiar, train, strict=True)].count(False) == 267
     warm_up = {frozenset(pair) for pair in task.split_pairs(task.SEED).warm_up}
     assert not warm_up & {frozenset(numbers(row)) for row in validation}
 

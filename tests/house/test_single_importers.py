@@ -26,7 +26,6 @@ STANDS = {
     "report.page.rollouts": "reads and chooses responses; the server only sends them",
     "rewards.algebra": "what sympy compares, in workers; rules stays free of it",
     "rewards.code.probe": "a separate program, inside the sandbox",
-    "rewards.judge.monitor": "a second judge and canaries: watches the judge",
     "rewards.judge.providers.claude": "one provider of several, behind their declarations",
     "rewards.judge.providers.gemini": "one provider of several, behind their declarations",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",

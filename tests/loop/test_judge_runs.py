@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppo_cli.run_folder import paid_calls, read_metrics
+from ppo_cli.run_folder import paid_calls, read_lines, read_metrics
 from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
 from tests.loop.runs import ROOT, rows, stored, undocumented, wait_for
@@ -57,7 +57,9 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     folder = tmp_path_factory.mktemp("whole")
     with JudgeServer() as server:
         server.keys = {KEY}
-        run_ppo(environment(folder), command(server, folder / "run", *FOUR, *PRICE, *UNCACHED))
+        args = command(server, folder / "run", *FOUR, *PRICE, *UNCACHED)
+        done = run_ppo(environment(folder), args)
+        assert "judge: noise" in done.stdout
         return FullRun(folder / "run", server.state.answered)
 
 
@@ -237,6 +239,9 @@ def test_ended_in_an_outage_and_resumed_ends_the_same(
     server.resume()
     run_ppo(environment(tmp_path), args)
     assert_same_weights(full_run.out, out)
+    # Eight responses of the first step are asked about twice more, in both sessions together.
+    repeats = read_lines(out / "judge_repeats.jsonl")
+    assert Counter(Counter(line["response"] for line in repeats).values()) == {2: 8}
 
 
 def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: Path) -> None:

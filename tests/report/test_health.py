@@ -44,6 +44,7 @@ def kinds(count: int, change: Change, limits: Limits | None = None) -> set[str]:
 
 
 FLAT = {"reward_mean": 0.3}
+WOBBLE = (0.03, -0.03, 0.05, -0.05, -0.04, 0.04, -0.05, 0.05)  # of the mean of a step
 
 
 def mixed(share: float, std: float = 0.4, scaled: float = 4.0) -> Change:
@@ -255,6 +256,10 @@ SILENT: dict[str, tuple[int, Change]] = {
     "low kl for a short while": (STUCK_STEPS, always(kl_divergence=1e-5, **FLAT)),
     "one high clip": (5, lambda s: {"clip_fraction": 0.5 if s == 5 else 0.2}),
     "low clip while the reward climbs": (60, always(clip_fraction=0.0)),
+    "low clip while the reward climbs less than it varies": (
+        21,
+        lambda s: {"clip_fraction": 0.0, "reward_mean": 0.004 * s + WOBBLE[s % len(WOBBLE)]},
+    ),
     "same reward twice": (2, always(score__std=0.0, reward_mean=1.0)),
     "all zero at first": (9, always(score__std=0.0, reward_mean=0.0)),
     "low entropy that is success": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ import pytest
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.health import EXPLOITS
+from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
-    describe_judge_totals,
     extend_budget,
     find_lr_jumps,
-    format_dollars,
     refuse_unscored,
     summarise,
 )
@@ -55,6 +55,18 @@ def test_a_tenth_of_the_steps_is_compared_at_each_end() -> None:
     assert measures["reward"] == pytest.approx([0.2, 2.9])
     assert measures["reward judge"] == [2.0, 29.0] and measures["validation judge"] == [1.0, 30.0]
     assert end.steps == 30 and len(end.rewards) == 30 and end.model_dir is None
+
+
+def test_what_the_critic_explains_is_a_mean_of_the_last_steps() -> None:
+    explained = [0.0] * 18 + [0.4, 0.5]
+    lines = [{"step": n, "reward_mean": 0.1, "explained_variance": x} for n, x in
+             enumerate(explained, 1)]  # fmt: skip
+    assert summary_of(*lines).critic == "explained variance 0.45"
+    # Returns that were all equal in one of these steps, or in both.
+    assert summary_of(*lines[:-1], lines[-1] | {"explained_variance": None}).critic[-4:] == "0.40"
+    unknown = {"explained_variance": math.nan}
+    assert summary_of(*(line | unknown for line in lines)).critic == "explained variance unknown"
+    assert summary_of({"step": 1, "reward_mean": 0.4}).critic == ""
 
 
 def test_calls_are_counted_over_judges_sessions_and_validations(tmp_path: Path) -> None:
@@ -176,7 +188,10 @@ def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
         (store / "best").unlink(missing_ok=True)
         (store / "best").symlink_to(best)
         end = summarise(history, tmp_path, Config(), session=(4, 1.0), resume_command="ppo")
-        assert end.model_dir == store / "latest" / "actor" and end.judge == "1 call, $0.25"
+        assert end.model_dir == store / "latest" / "actor" and end.judge[0] == (
+            "calls",
+            "1 call, $0.25",
+        )
         assert (
             any(str(store / "best" / "actor") == command for _, command in end.next_steps) is named
         )

@@ -157,6 +157,21 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     assert both.stops_at() is not None, "the tightest budget counts"
 
 
+def test_repeated_verdicts_and_further_votes_are_counted() -> None:
+    once = whole_run(foretell("reward.api.noise_responses=0"))
+    repeated = foretell("reward.api.noise_responses=3")
+    assert whole_run(repeated).calls == once.calls + 2 * 3
+    assert "6 of the verdicts are repeated" in "\n".join(repeated.lines())
+    # Votes show the noise themselves; further ones are counted at most, and as expected.
+    two = whole_run(foretell("reward.api.votes=2"))
+    further = foretell("reward.api.votes=2", "reward.api.max_votes=5")
+    responses = two.calls - once.calls
+    assert whole_run(further).calls == two.calls + 3 * responses
+    expected = (0.136 + 0.136**2 + 0.136**3) * (two.low.output - once.low.output)
+    assert whole_run(further).low.output - two.low.output == pytest.approx(expected)
+    assert "up to 5 a response" in "\n".join(further.lines())
+
+
 TYPED = [
     "plan", "--train_files", "t.jsonl", "--model", "o/m", "--batch_size", "4", "--mini_batch_size",
     "4", "--use_api_reward", "--rm_model", "qwen-plus", "--rm_prompt_preset", "math",
@@ -167,7 +182,7 @@ def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     write("t.jsonl", 8)
     assert main([*TYPED, "--json"]) == 0
     output = json.loads(capsys.readouterr().out)["judge"]
-    assert (output["model"], output["run"]["calls"]) == ("qwen-plus", 10)
+    assert (output["model"], output["run"]["calls"]) == ("qwen-plus", 2 + 8 + 2 * 4)
     assert output["run"]["cost_usd"][0] < output["run"]["cost_usd"][1]
     assert main(["plan", "--preset", "embedded", "--json"]) == 0
     assert "judge" not in json.loads(capsys.readouterr().out), "without a judge there is none"
@@ -186,7 +201,7 @@ def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
     truth = foretell(*compare, "reward.api.compare=ground_truth", "reward.api.votes=2")
     assert truth.a_step.calls == 4 * 4 * 2 * 2
     with_val = foretell(*compare, "data.val_files=v.jsonl", "trainer.test_freq=1")
-    known_answers = 2
-    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known_answers
+    known_answers, repeated = 2, 2 * 8
+    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known_answers + repeated
     with pytest.raises(RewardError, match="extra_info\\.best is missing"):
         foretell(*compare, "reward.api.compare=extra_info.best")

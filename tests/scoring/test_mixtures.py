@@ -188,6 +188,7 @@ def test_every_judge_is_quiet() -> None:
     for judge in judges_of(quiet):
         api = judge.settings
         assert (api.canary_every, api.monitor.model, api.max_failure_rate) == (0, None, 1.0)
+        assert api.noise_responses == 0
     assert [judge.settings.model for judge in judges_of(quiet)] == ["m", "other"]
     assert mixture_of(quiet) == tuple(
         part if part.name != "style" else part.model_copy(update={"judge": {"model": "other"}})

@@ -130,6 +130,10 @@ UNUSED: Final[dict[str, Unused]] = {
         "no criteria are given; set --rm_rubric, or leave it out",
         _all_judges(lambda api: api.rubric is None),
     ),
+    "votes_show_noise": Unused(
+        "the votes on each response (reward.api.votes) show how much verdicts differ; leave it out",
+        _all_judges(lambda api: api.votes > 1 and api.mode != "compare"),
+    ),
     # Judges that do not read the setting: their kind of answer, prompt or comparison replaces it.
     "fixed_scale": Unused(
         "criteria (reward.api.rubric) and comparisons come to a score from 0 to 1; leave it out",

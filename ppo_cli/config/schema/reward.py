@@ -361,6 +361,10 @@ class ApiReward(Section):
         advice="Raise it to 3 if `ppo reward calibrate` shows that repeated verdicts differ; "
         "the cost rises with it.",
     )  # fmt: skip
+    max_votes: int | None = setting(
+        None, "Further verdicts, one at a time, while no score has more than half of them, up to "
+        "this number in all. Unset: votes.", flag="--rm_max_votes", ge=3, le=64,
+    )  # fmt: skip
     # Time and rate of calls.
     timeout: float = setting(
         60.0, "Maximum seconds of one call.", flag="--rm_timeout", gt=0.0, identity="start"
@@ -426,6 +430,12 @@ class ApiReward(Section):
         "Steps between two tests of the judge with worthless replies; 0: no tests, at the start "
         "neither.", flag="--rm_canary_every", ge=0, identity="start",
     )  # fmt: skip
+    noise_responses: int = setting(
+        8,
+        "Responses of the first step that the judge scores two more times, which shows how much "
+        "repeated verdicts differ; 0: none.", flag="--rm_noise_responses", ge=0, identity="start",
+        unused="votes_show_noise",
+    )  # fmt: skip
     batch_wait: float | None = setting(
         None, "Seconds to wait for batch jobs instead of calls; --batch of ppo reward sets it.",
         gt=0.0, identity="start",
@@ -461,6 +471,27 @@ class ApiReward(Section):
             ),
             example="mode=compare compare=ground_truth rubric=extra_info.r",
             advice="mode=text",
+        ),
+        Conflict(
+            "max_votes votes",
+            lambda s: s.max_votes is not None and not 2 <= s.votes < s.max_votes,
+            lambda s, at: (
+                f"--rm_max_votes {s.max_votes} asks on while verdicts differ, so it needs at least "
+                "two to begin with and more in the end; set --rm_votes 2 "
+                f"({at}votes is {s.votes})."
+            ),
+            example="max_votes=5",
+            advice="votes=2",
+        ),
+        Conflict(
+            "mode max_votes",
+            lambda s: s.mode == "compare" and s.max_votes is not None,
+            lambda s, at: (
+                "--rm_mode compare has a fixed number of comparisons; set --rm_votes, and leave "
+                "--rm_max_votes out."
+            ),
+            example="mode=compare compare=ground_truth votes=2 max_votes=3",
+            advice="max_votes=null",
         ),
         Conflict(
             "mode monitor.labels",
@@ -505,6 +536,11 @@ class ApiReward(Section):
     def has_spread(self) -> bool:
         """Whether verdicts on one response show how sure the judge is."""
         return self.mode == "decision" or self.votes > 1
+
+    @property
+    def most_votes(self) -> int:
+        """The most verdicts that a response may get."""
+        return self.max_votes or self.votes
 
     @property
     def within_group(self) -> bool:

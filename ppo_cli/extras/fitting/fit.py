@@ -1,12 +1,14 @@
-"""`ppo reward fit`: fit a reward model to preference pairs, keep the best by held-out accuracy.
+"""`ppo reward fit`: fit a reward model to preference pairs or to labels of responses.
 
-The folder of a fitted model is written atomically.
+Of a fit to pairs the best model by held-out accuracy is kept. One to labels keeps the last, so that
+its held-out figures chose nothing. The folder of a fitted model is written atomically.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,11 +21,14 @@ from ppo_cli.atomic import atomic_replace, check_out_folder, replace_model
 from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
+from ppo_cli.engine.base import Sampling, build_sampler
 from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.engine.export import write_weights
+from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import (
     ConfigError,
     DataError,
@@ -33,7 +38,9 @@ from ppo_cli.errors import (
     replace_path,
 )
 from ppo_cli.extras.fitting.preferences import (
-    EncodedPair,
+    EncodedExample,
+    LabelledRow,
+    Labels,
     Split,
     describe_left_out,
     encode_pairs,
@@ -46,15 +53,18 @@ from ppo_cli.extras.fitting.preferences import (
 from ppo_cli.extras.fitting.training import (
     Figures,
     FitSettings,
+    GradeObjective,
     ScoreNetwork,
     Trainer,
     choose_lr,
     count_steps,
     iterate_batches,
     load_to_fit,
-    measure,
+    score_examples,
 )
+from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
+from ppo_cli.rewards.models.heads import CRITERIA_FILE
 from ppo_cli.run_folder import plain
 from ppo_cli.signals import StopOnSignal
 
@@ -108,7 +118,8 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     require_gpus(len(list_gpus()[:1]))
     # Check the folder and the data before the model is loaded.
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
-    split, dropped = read_split(settings, screen)
+    labels = Labels.of(settings.labels, settings.criteria) if settings.labels else None
+    split, dropped = read_split(settings, screen, labels)
     recipe = settings.recipe
     # Incomplete weights are found now, before anything is loaded.
     require_intact_model(
@@ -124,10 +135,11 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         frozen=recipe.freeze_body,
         template=settings.template,
         max_length=settings.max_length,
+        objective=GradeObjective(labels.rubric) if labels else None,
     )
     # Encode both sides in the format that will score with the model later.
     form = unlimited_format(network.tokenizer, settings.model)
-    sides: list[tuple[EncodedPair, ...]] = []
+    sides: list[tuple[EncodedExample, ...]] = []
     with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
         for what, pairs in (("training", split.train), ("held-out", split.held_out)):
             encoded = encode_pairs(form, pairs, network.max_length, advance)
@@ -136,27 +148,61 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
             screen.note_all(describe_left_out(encoded, what, network.max_length))
             dropped.update(too_long=len(encoded.too_long), refused=len(encoded.refused))
             sides.append(encoded.pairs)
-    return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
+    record = Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
+    if labels is None:
+        return record
+    # What a judge costs beside its policy is known once the policy has written something.
+    rows = [row for row in split.held_out if isinstance(row, LabelledRow)][:POLICY_ROWS]
+    record["seconds"]["policy"] = time_policy(settings, network.tokenizer, rows)
+    folder.finish(record)
+    return record
 
 
-def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
-    """Read and split the pairs; also return how many were dropped, by reason."""
-    loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
+POLICY_ROWS = 16  # responses that are written to time the policy
+
+
+def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[LabelledRow]) -> float:
+    """Return the seconds in which --model writes a response as long as those of the rows."""
+    config = Config.model_validate(
+        {"model": {"path": settings.model, "dtype": settings.recipe.dtype}}
+    )
+    prompts = []
+    for number, row in enumerate(rows):
+        ids = tokenizer.apply_chat_template(
+            list(row.messages), add_generation_prompt=True, return_dict=False
+        )
+        prompts.append(Prompt(str(number), "", row.messages, "", tuple(ids)))
+    tokens = sum(len(tokenizer(row.response).input_ids) for row in rows) / len(rows)
+    sampler = build_sampler(config, load_tokenizer(model_folder(settings.model)))
+    try:
+        sampling, began = Sampling(max_tokens=max(1, round(tokens))), time.perf_counter()
+        written = sum(len(rollout.token_ids) for rollout in sampler.generate(prompts, sampling, 0))
+        return (time.perf_counter() - began) * tokens / written
+    finally:
+        sampler.close()
+
+
+def read_split(
+    settings: FitSettings, screen: Screen, labels: Labels | None = None
+) -> tuple[Split, Counter[str]]:
+    """Read and split pairs or rows; also return how many were dropped, by reason."""
+    word = "rows" if labels else "pairs"
+    loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows, labels=labels)
     screen.note_all(loaded.notes)
     if not loaded.pairs:
-        raise DataError("--data has no usable pairs.")
+        raise DataError(f"--data has no usable {word}.")
     dropped = Counter(loaded.dropped)
     # Without held-out data, hold out a share of the prompts.
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
-    held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
+    held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows, labels=labels)
     screen.note_all(held_out.notes)
     if not held_out.pairs:
-        raise DataError("--val_data has no usable pairs.")
+        raise DataError(f"--val_data has no usable {word}.")
     # A prompt in both files would make the held-out accuracy too good.
     split = exclude_held_out(loaded.pairs, held_out.pairs)
     if shared := len(loaded.pairs) - len(split.train):
-        screen.note(f"{plural(shared, 'pair')} left out: the prompt is in --val_data too.")
+        screen.note(f"{plural(shared, word[:-1])} left out: the prompt is in --val_data too.")
         dropped["in_val_data"] = shared
     return split, dropped
 
@@ -168,8 +214,8 @@ class Fit:
         self,
         settings: FitSettings,
         network: ScoreNetwork,
-        train: Sequence[EncodedPair],
-        held_out: Sequence[EncodedPair],
+        train: Sequence[EncodedExample],
+        held_out: Sequence[EncodedExample],
         dropped: Mapping[str, int],
         folder: ModelFolder,
         screen: Screen,
@@ -186,6 +232,9 @@ class Fit:
         self._before: Figures | None = None
         self._best: Figures | None = None
         self._history: list[dict[str, float]] = []
+        self._word = "row" if settings.labels else "pair"
+        self._agreement: dict[str, Any] = {}  # with held-out labels
+        self._seconds = 0.0  # to score a held-out response
 
     def run(self) -> dict[str, Any]:
         """Run all steps, or stop after a signal; the best model is saved in the folder."""
@@ -196,7 +245,7 @@ class Fit:
         chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
         what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
         self._screen.note(
-            f"{plural(len(self._train), 'pair')} to train on, {len(self._held_out)} held out; "
+            f"{plural(len(self._train), self._word)} to train on, {len(self._held_out)} held out; "
             f"{plural(self._total, 'step')} of {recipe.batch_size}, {what}, "
             f"lr {self._lr:g}{chosen}."
         )
@@ -208,6 +257,11 @@ class Fit:
                 raise ModelError(
                     f"{self._settings.model} gives scores that are not finite: its weights may be "
                     "damaged, or --dtype is too small for it."
+                )
+            if math.isnan(self._before.accuracy):
+                raise DataError(
+                    "All labels of the held-out rows are equal, so that nothing can be measured. "
+                    "Hold out more with --val_share, or name other rows with --val_data."
                 )
             self._screen.note(self._figures_line(self._before))
             self._train_steps(stop.reason)
@@ -222,7 +276,8 @@ class Fit:
         # The saved model is the best so far; its record tells whether the fit was finished.
         if reason and self._best:
             raise Interrupted(
-                f"{self._stop_text(reason)} {self._folder.path} holds the best model so far (step "
+                f"{self._stop_text(reason)} {self._folder.path} holds the "
+                f"{'last' if self._settings.labels else 'best'} model so far (step "
                 f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), complete and "
                 "ready for --reward_model. A fit cannot continue from it: run the same "
                 "command with --overwrite."
@@ -264,8 +319,9 @@ class Fit:
         """Measure on the held-out pairs, and save the model if it is the best so far."""
         figures = self._measure()
         self._history.append({"step": self._step, **asdict(figures)})
-        # Scores that are not finite never replace a model.
-        better = math.isfinite(figures.loss) and figures.better_than(self._best)
+        # Scores that are not finite never replace a model, and labels choose none.
+        chosen = bool(self._settings.labels) or figures.better_than(self._best)
+        better = math.isfinite(figures.loss) and chosen
         self._screen.note(self._figures_line(figures) + ("; kept" if better else ""))
         if better:
             self._best, self._best_step = figures, self._step
@@ -275,11 +331,23 @@ class Fit:
     def _save(self, folder: Path) -> None:
         write_files(folder, self._files)
         write_weights(self._network.module, folder)
+        objective = self._network.objective
+        if isinstance(objective, GradeObjective):
+            criteria = {"criteria": [asdict(one) for one in objective.rubric.criteria]}
+            (folder / CRITERIA_FILE).write_text(json.dumps(criteria, indent=2), encoding="utf-8")
 
     def _measure(self) -> Figures:
-        with self._screen.phase("held out", 2 * len(self._held_out)) as advance:
-            tokens = self._settings.recipe.batch_tokens
-            return measure(self._network, self._held_out, tokens, advance)
+        samples = len(self._held_out) * len(self._held_out[0].samples)
+        with self._screen.phase("held out", samples) as advance:
+            tokens, began = self._settings.recipe.batch_tokens, time.perf_counter()
+            scores_SPO = score_examples(self._network, self._held_out, tokens, advance)
+        self._seconds = (time.perf_counter() - began) / samples
+        objective = self._network.objective
+        if isinstance(objective, GradeObjective):
+            agreement = objective.agreement(scores_SPO, self._held_out)
+            why = {"why": "all held-out labels are equal"}  # shown where there is no value
+            self._agreement = {name: asdict(figure) | why for name, figure in agreement.items()}
+        return objective.figures(scores_SPO, self._held_out)
 
     def _figures_line(self, figures: Figures) -> str:
         return (
@@ -290,13 +358,17 @@ class Fit:
     def _build_record(self, *, finished: bool) -> dict[str, Any]:
         """Return the record of the fit, which is written as fit.json."""
         assert self._best is not None and self._before is not None
-        return {
+        labelled: dict[str, Any] = {
+            "labels": self._settings.labels, "criteria": self._settings.criteria,
+            "agreement": self._agreement, "seconds": {"score": self._seconds},
+        }  # fmt: skip
+        return (labelled if self._settings.labels else {}) | {
             "model": self._settings.model,
             "out": str(self._folder.path),
             "finished": finished,
             "data": list(self._settings.data),
             "val_data": list(self._settings.val_data),
-            "pairs": {"train": len(self._train), "held_out": len(self._held_out)},
+            f"{self._word}s": {"train": len(self._train), "held_out": len(self._held_out)},
             "dropped": dict(self._dropped),
             "steps": {
                 "done": self._step, "all": self._total, "skipped": self._trainer.skipped,

@@ -1,9 +1,10 @@
-"""Preference pairs: read from files and hub datasets, split by prompt, encoded for the model.
+"""Preference pairs and labelled responses: read from files, split by prompt, and encoded.
 
 A pair has one of three shapes, detected per row: `prompt` with `chosen` and `rejected`; two message
 lists that share all but the last message; two transcripts that share all but the last reply. A
-file of scored responses (`prompt`, `response`, `score`) is turned into pairs. They are tokenised in
-exactly the format in which the model will score later.
+file of scored responses (`prompt`, `response`, `score`) is turned into pairs. A labelled response
+has one label, or one for each criterion of a rubric. All are tokenised in exactly the format in
+which the model will score later.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem, name_type
@@ -24,6 +26,7 @@ from ppo_cli.data_sets.rows import (
     as_plain,
     is_transcript,
     list_names,
+    read_grades,
     read_message,
     read_messages,
     read_plain,
@@ -37,6 +40,8 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean, plural
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
+from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
+from ppo_cli.rewards.judge.written import read_yaml
 from ppo_cli.rewards.models.base import Encoded, Format
 from ppo_cli.rewards.models.formats import ControlToken, format_for
 
@@ -53,19 +58,103 @@ PAIR_SHAPES = (
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two responses to one prompt; `margin` is by how much the chosen one should lead."""
+class Example:
+    """What a fit learns from: responses to one prompt, with a preference or labels."""
 
     place: Place
     messages: Messages
-    chosen: str
-    rejected: str
-    margin: float = 0.0
 
     @property
     def prompt_id(self) -> str:
         """A key that is equal for equal prompts."""
         return prompt_key(self.messages)
+
+
+@dataclass(frozen=True)
+class Pair(Example):
+    """Two responses to one prompt; `margin` is by how much the chosen one should lead."""
+
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    word: ClassVar[str] = "pair"
+    useless: ClassVar[tuple[str, str]] = ("equal", "chosen and rejected are the same text")
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether nothing can be learnt from it."""
+        return self.chosen == self.rejected
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The responses."""
+        return self.chosen, self.rejected
+
+    def encode(self, form: Format) -> EncodedPair:
+        """Return both samples as tokens."""
+        chosen, rejected = (form.encode(self.messages, text) for text in self.texts)
+        return EncodedPair(chosen, rejected, self.margin)
+
+
+@dataclass(frozen=True)
+class LabelledRow(Example):
+    """A response with a grade in [0, 1] for each criterion; NaN where it has no label."""
+
+    response: str
+    grades: tuple[float, ...]
+    word: ClassVar[str] = "row"
+    useless: ClassVar[tuple[str, str]] = ("unlabelled", "without a label")
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether nothing can be learnt from it."""
+        return all(map(math.isnan, self.grades))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The response."""
+        return (self.response,)
+
+    def encode(self, form: Format) -> EncodedRow:
+        """Return the sample as tokens."""
+        samples = (form.encode(self.messages, self.response),)
+        return EncodedRow(samples, self.grades, self.prompt_id)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The column of labels: grades of the criteria of a rubric, or one label, its only criterion.
+
+    A label without criteria is true, false or a number from 0 to 1.
+    """
+
+    column: str
+    rubric: Rubric
+    shape: str  # of a row, for messages
+
+    @classmethod
+    def of(cls, column: str, criteria: str | None) -> Labels:
+        """Return the labels of a file of criteria, or without one a single label."""
+        shape = f'A row is {{"prompt": text or messages, "response": text, "{column}": %s}}.'
+        if criteria is None:
+            return cls(column, Rubric((Criterion(column, f"Its {column}."),)), shape % "0 to 1")
+        where = f"--criteria {criteria}"
+        rubric = read_rubric(read_yaml(Path(criteria).expanduser(), where), where, fixed=True)
+        return cls(column, rubric, shape % '{"NAME": true, false or a level}')
+
+    def read(self, place: Place, record: Record, prompt: str) -> LabelledRow:
+        """Read a labelled response; RowError if it is bad."""
+        _, messages, response, _ = read_scored(place, {**record, SCORE: None}, prompt)
+        cell, criteria = as_plain(record.get(self.column)), self.rubric.criteria
+        if not self.rubric.fixed:
+            cell = {self.column: cell}
+        levels = {one.name: one.levels if self.rubric.fixed else None for one in criteria}
+        try:
+            grades = dict(read_grades(cell, levels))
+        except ValueError as error:
+            raise RowError(self.column, str(error)) from None
+        known = tuple(grades.get(criterion.name, math.nan) for criterion in criteria)
+        return LabelledRow(place, messages, response, known)
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
@@ -75,16 +164,23 @@ def prompt_key(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class PairSet:
-    """The usable pairs of all sources, and how many rows were dropped by reason."""
+    """The usable pairs (or labelled rows) of all sources, and rows dropped by reason."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Pair | LabelledRow, ...]
     notes: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSet:
-    """Read all sources; a DataError lists all bad rows, unless `skip_bad_rows` drops them."""
-    pairs: list[Pair] = []
+def load_pairs(
+    sources: Iterable[str], *, skip_bad_rows: bool = False, labels: Labels | None = None
+) -> PairSet:
+    """Read the pairs, or with `labels` the labelled rows, of all sources.
+
+    A DataError lists all bad rows, unless `skip_bad_rows` drops them.
+    """
+    pairs: list[Pair | LabelledRow] = []
+    kind = LabelledRow if labels else Pair
+    shape = labels.shape if labels else PAIR_SHAPES
     problems: list[RowProblem] = []
     notes: list[str] = []
     for source in sources:
@@ -95,18 +191,22 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         if prompt not in (PROMPT, ""):
             notes.append(f"{raw.source}: the prompt is read from column '{prompt}'.")
         columns = set(names)
-        # Scored responses, else pairs; a missing column is reported for the whole file.
-        if prompt and {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns:
+        # Scored responses, else pairs or labels; a missing column is reported for the whole file.
+        scored = {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns
+        source_pairs: Sequence[Pair | LabelledRow]
+        if prompt and scored and labels is None:
             source_pairs, bad, note = pairs_from_scores(raw, prompt)
             notes.append(note)
         else:
-            for column in (CHOSEN, REJECTED) if raw.records else ():
+            read: Callable[..., Pair | LabelledRow] = labels.read if labels else read_pair
+            needed = (RESPONSE, labels.column) if labels else (CHOSEN, REJECTED)
+            for column in needed if raw.records else ():
                 if column not in names:
                     raise DataError(
                         f"{raw.source}: no column '{column}'. Its columns: {list_names(names)}."
-                        f"{did_you_mean(column, names)} {PAIR_SHAPES}"
+                        f"{did_you_mean(column, names)} {shape}"
                     )
-            source_pairs, bad = read_records(raw, partial(read_pair, prompt=prompt))
+            source_pairs, bad = read_records(raw, partial(read, prompt=prompt))
         pairs += source_pairs
         problems += bad
     # Report bad rows, or drop them.
@@ -119,21 +219,20 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         if len(problems) > PROBLEMS_SHOWN:
             lines.append(f"… and {len(problems) - PROBLEMS_SHOWN} more.")
         way = "Fix them, or leave them out with --skip_bad_rows."
-        raise DataError("\n".join([*lines, PAIR_SHAPES, way]))
+        raise DataError("\n".join([*lines, shape, way]))
     dropped: dict[str, int] = {}
     if problems:
         dropped["bad"] = len({problem.place for problem in problems})
         notes.append(f"{plural(dropped['bad'], 'bad row')} left out, such as {problems[0]}.")
-    # A pair of equal texts teaches nothing.
-    usable = tuple(pair for pair in pairs if pair.chosen != pair.rejected)
+    # A pair of equal texts teaches nothing, and neither does a row without labels.
+    usable = tuple(example for example in pairs if not example.is_useless)
     if len(usable) < len(pairs):
-        dropped["equal"] = len(pairs) - len(usable)
-        notes.append(
-            f"{plural(dropped['equal'], 'pair')} left out: chosen and rejected are the same text."
-        )
+        name, why = kind.useless
+        dropped[name] = len(pairs) - len(usable)
+        notes.append(f"{plural(dropped[name], kind.word)} left out: {why}.")
     # Empty responses may be meant (a model that says nothing), so they only get a note.
-    if empty := sum(not (p.chosen.strip() and p.rejected.strip()) for p in usable):
-        notes.append(f"{plural(empty, 'pair')} with an empty response; kept.")
+    if empty := sum(not all(text.strip() for text in example.texts) for example in usable):
+        notes.append(f"{plural(empty, kind.word)} with an empty response; kept.")
     return PairSet(usable, tuple(notes), dropped)
 
 
@@ -275,22 +374,22 @@ MAX_HELD_OUT = 2000  # more pairs would hardly make the accuracy more precise
 
 @dataclass(frozen=True)
 class Split:
-    """Pairs for training and held-out pairs."""
+    """Pairs (or labelled rows) for training, and held-out ones."""
 
-    train: tuple[Pair, ...]
-    held_out: tuple[Pair, ...]
+    train: tuple[Pair | LabelledRow, ...]
+    held_out: tuple[Pair | LabelledRow, ...]
 
 
-def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
+def split_by_prompt(pairs: Sequence[Pair | LabelledRow], share: float, seed: int) -> Split:
     """Hold out about `share` of the pairs, at most MAX_HELD_OUT; a prompt's pairs stay together."""
     if not 0 < share < 1:
         raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
     # Sorted, so that the split depends on the seed and not on the order of the rows.
-    prompts = sorted({pair.prompt_id for pair in pairs})
+    prompts, word = sorted({pair.prompt_id for pair in pairs}), pairs[0].word
     if len(prompts) < 2:
         raise DataError(
-            f"{len(prompts)} prompt in {len(pairs)} pairs: none of them can be held out. Give "
-            "pairs of more prompts, or the held-out pairs with --val_data FILE."
+            f"{len(prompts)} prompt in {len(pairs)} {word}s: none of them can be held out. Give "
+            f"{word}s of more prompts, or the held-out {word}s with --val_data FILE."
         )
     by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
     for pair in pairs:
@@ -311,13 +410,16 @@ def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
     )
 
 
-def exclude_held_out(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
+def exclude_held_out(
+    pairs: Sequence[Pair | LabelledRow], held_out: Sequence[Pair | LabelledRow]
+) -> Split:
     """Split with given held-out pairs: training pairs with one of their prompts are dropped."""
     prompts = {pair.prompt_id for pair in held_out}
     train = tuple(pair for pair in pairs if pair.prompt_id not in prompts)
     if not train:
         raise DataError(
-            "Every prompt of --data is also in --val_data: no pairs remain for training."
+            f"Every prompt of --data is also in --val_data: no {pairs[0].word}s remain for "
+            "training."
         )
     return Split(train, tuple(held_out))
 
@@ -326,8 +428,19 @@ def exclude_held_out(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
 NO_LIMIT = 10**9  # tokens
 
 
+class EncodedExample:
+    """What a fit learns from, as tokens."""
+
+    samples: tuple[Encoded, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sample."""
+        return max(len(sample.ids) for sample in self.samples)
+
+
 @dataclass(frozen=True)
-class EncodedPair:
+class EncodedPair(EncodedExample):
     """Both samples of a pair as tokens."""
 
     chosen: Encoded
@@ -335,16 +448,26 @@ class EncodedPair:
     margin: float
 
     @property
-    def length(self) -> int:
-        """Tokens of the longer sample."""
-        return max(len(self.chosen.ids), len(self.rejected.ids))
+    def samples(self) -> tuple[Encoded, ...]:  # type: ignore[override]
+        """Both samples, the chosen one first."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True)
+class EncodedRow(EncodedExample):
+    """The sample of a labelled row as tokens, its grades (NaN: no label), and its prompt."""
+
+    samples: tuple[Encoded, ...]
+    grades: tuple[float, ...]
+    prompt_id: str
 
 
 @dataclass(frozen=True)
 class EncodedSet:
     """Encoded pairs, and messages about the others: too long, or refused by the chat template."""
 
-    pairs: tuple[EncodedPair, ...]
+    pairs: tuple[EncodedExample, ...]
+    word: str
     too_long: tuple[str, ...]
     refused: tuple[str, ...]
 
@@ -358,48 +481,42 @@ def unlimited_format(tokenizer: Any, path: str) -> Format:
 
 
 def encode_pairs(
-    form: Format, pairs: Sequence[Pair], max_length: int, advance: Advance
+    form: Format, pairs: Sequence[Pair | LabelledRow], max_length: int, advance: Advance
 ) -> EncodedSet:
-    """Encode both samples of each pair, and call `advance(1)` after it.
+    """Encode the samples of each pair or row, and call `advance(1)` after it.
 
     A pair is dropped and listed if a sample has more than `max_length` tokens or cannot be encoded.
     """
-    done: list[EncodedPair] = []
+    done: list[EncodedExample] = []
     too_long: list[str] = []
     refused: list[str] = []
     for pair in pairs:
         # One sample that cannot be encoded drops its pair, since a comparison needs both.
         try:
-            both = (
-                form.encode(pair.messages, pair.chosen),
-                form.encode(pair.messages, pair.rejected),
-            )
+            encoded = pair.encode(form)
         except (RewardError, ControlToken) as error:
             refused.append(f"{pair.place}: {error}")
         else:
-            encoded = EncodedPair(*both, pair.margin)
             if encoded.length > max_length:
                 too_long.append(f"{pair.place}: {encoded.length}")
             else:
                 done.append(encoded)
         advance(1)
-    return EncodedSet(tuple(done), tuple(too_long), tuple(refused))
+    return EncodedSet(tuple(done), pairs[0].word, tuple(too_long), tuple(refused))
 
 
 def describe_left_out(encoded: EncodedSet, what: str, max_length: int) -> list[str]:
     """Return notes on how many pairs were dropped and why; DataError if none remains."""
-    notes = []
+    notes, what = [], f"{what} {encoded.word}"
     if encoded.refused:
-        notes.append(
-            f"{plural(len(encoded.refused), f'{what} pair')} left out: {encoded.refused[0]}"
-        )
+        notes.append(f"{plural(len(encoded.refused), what)} left out: {encoded.refused[0]}")
     if encoded.too_long:
         notes.append(
-            f"{plural(len(encoded.too_long), f'{what} pair')} left out, longer than "
+            f"{plural(len(encoded.too_long), what)} left out, longer than "
             f"{max_length} tokens ({encoded.too_long[0]}); --max_length sets the limit."
         )
     if not encoded.pairs:
-        raise DataError("\n".join([f"There is no usable {what} pair.", *notes]))
+        raise DataError("\n".join([f"There is no usable {what}.", *notes]))
     return notes
 
 
@@ -408,6 +525,7 @@ def raise_if_unrenderable(encoded: EncodedSet) -> None:
     if not encoded.refused:
         return
     raise DataError(
-        f"{plural(len(encoded.refused), 'pair')} cannot be rendered, such as {encoded.refused[0]} "
-        "Leave such rows out with --skip_bad_rows, or give another --template."
+        f"{plural(len(encoded.refused), encoded.word)} cannot be rendered, such as "
+        f"{encoded.refused[0]} Leave such rows out with --skip_bad_rows, or give another "
+        "--template."
     )

@@ -1,10 +1,10 @@
 """The model of a fit, and its training steps.
 
 A decoder with one score, read at the last token of a sample. A model without a chat template gets
-one, which is saved with it, so that scoring uses the same. Then the recipe, the Bradley-Terry loss
-of pairs, updates in micro-batches, and evaluation.
+one, which is saved with it, so that scoring uses the same. Then the recipe, the losses of pairs
+(Bradley-Terry) and of labelled rows (cross-entropy), updates in micro-batches, and evaluation.
 
-Legend: P pairs, B samples, L tokens, H hidden size.
+Legend: P pairs or rows, S samples of each, O outputs, B samples, L tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,8 +31,10 @@ from ppo_cli.engine.models.value_models import VALUE_HEADS
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError, did_you_mean
-from ppo_cli.extras.fitting.preferences import EncodedPair
+from ppo_cli.estimates import Estimate, bootstrap
+from ppo_cli.extras.fitting.preferences import EncodedExample
 from ppo_cli.report.tracker import Advance
+from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.models.base import Encoded, pad
 from ppo_cli.rewards.models.checkpoint import last_BH
 from ppo_cli.rewards.models.heads import hard_limit, hidden_states
@@ -100,7 +103,7 @@ PAD_TOKEN = "<|pad|>"
 
 @dataclass
 class ScoreNetwork:
-    """A sequence classifier with one output; a frozen body's hidden states are cached.
+    """A sequence classifier and what it learns; a frozen body's hidden states are cached.
 
     `max_length` is the token limit of a sample; `notes` are for the user.
     """
@@ -112,10 +115,11 @@ class ScoreNetwork:
     pad_token_id: int
     frozen: bool = False
     notes: tuple[str, ...] = ()
+    objective: PairObjective | GradeObjective = field(default_factory=lambda: PairObjective())
     _cached_hidden: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
-        """Score samples of any length: (B,) in float32."""
+        """Score samples of any length: (B,) in float32, or (B, O) for several outputs."""
         if not self.frozen:
             return self._apply_head(self._compute_last_hidden_BH(samples))
         # The body does not change: compute each sample's last hidden state once.
@@ -154,11 +158,13 @@ def load_to_fit(
     frozen: bool = False,
     template: str | None = None,
     max_length: int | None = None,
+    objective: PairObjective | GradeObjective | None = None,
 ) -> ScoreNetwork:
     """Load a causal LM, or a reward model to continue from, ready for fitting."""
     tokenizer = load_tokenizer(path)
     set_template(tokenizer, path, template)
-    model, fresh = load_classifier(path)
+    objective = objective or PairObjective()
+    model, fresh = load_classifier(path, objective.outputs)
     generator = torch.Generator().manual_seed(seed)
     pad = choose_pad(tokenizer, model)
     # A head that was loaded continues; a new one needs a start.
@@ -171,15 +177,16 @@ def load_to_fit(
     model.eval()
     longest = choose_max_length(model.config, tokenizer, max_length)
     notes = () if fresh else (f"{path} already has a score head: the fit continues from it.",)
-    return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes)
+    return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes, objective)
 
 
-def load_classifier(path: str) -> tuple[Any, bool]:
-    """Load a sequence classifier with one output; also return whether its head is new."""
+def load_classifier(path: str, outputs: Sequence[str] = ("score",)) -> tuple[Any, bool]:
+    """Load a sequence classifier with these outputs; also return whether its head is new."""
     config = load_config(path, "--model", False)
-    # The head's size and label, which transformers writes into the saved config.
-    config.num_labels = 1
-    config.id2label, config.label2id = {0: "score"}, {"score": 0}
+    # The head's size and labels, which transformers writes into the saved config.
+    config.num_labels = len(outputs)
+    config.id2label = dict(enumerate(outputs))
+    config.label2id = {name: i for i, name in enumerate(outputs)}
     model, fresh = load_weights(
         AutoModelForSequenceClassification,
         path,
@@ -276,6 +283,8 @@ class FitSettings:
     template: str | None = None
     skip_bad_rows: bool = False
     overwrite: bool = False
+    labels: str | None = None  # the column of labels; unset: pairs
+    criteria: str | None = None  # the file of a rubric whose grades the labels are
 
 
 def choose_lr(recipe: Recipe, parameters: int) -> float:
@@ -317,20 +326,106 @@ class Figures:
         return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
 
 
+@dataclass(frozen=True)
+class PairObjective:
+    """The chosen response of a pair scores above the rejected one."""
+
+    outputs: tuple[str, ...] = ("score",)
+
+    def losses(self, scores_SPO: Tensor, examples: Sequence[Any], center: float) -> Tensor:
+        """Return `pair_losses` of chosen and rejected: (P,)."""
+        margin_P = torch.tensor([pair.margin for pair in examples], device=scores_SPO.device)
+        return pair_losses(scores_SPO[0, :, 0], scores_SPO[1, :, 0], margin_P, center)
+
+    def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
+        """Return the figures of scored pairs."""
+        margin_P = torch.tensor([pair.margin for pair in examples])
+        return summarise_pairs(scores_SPO[0, :, 0], scores_SPO[1, :, 0], margin_P)
+
+
+@dataclass(frozen=True)
+class GradeObjective:
+    """The sigmoid of an output is the grade of its criterion; labels are grades in [0, 1]."""
+
+    rubric: Rubric
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the criteria."""
+        return tuple(criterion.name for criterion in self.rubric.criteria)
+
+    def losses(self, scores_SPO: Tensor, examples: Sequence[Any], center: float) -> Tensor:
+        """Return the cross-entropy with the grades, a mean over a row's labels: (P,)."""
+        grades_PO = torch.tensor([row.grades for row in examples], device=scores_SPO.device)
+        losses_PO = F.binary_cross_entropy_with_logits(
+            scores_SPO[0], grades_PO.nan_to_num(), reduction="none"
+        )
+        known_PO = ~grades_PO.isnan()
+        return (losses_PO * known_PO).sum(-1) / known_PO.sum(-1)
+
+    def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
+        """Return the figures of rows: any two with different labels are a pair."""
+        value_P, label_P = map(torch.from_numpy, self._columns(scores_SPO, examples)["score"])
+        leads = (value_P[:, None] - value_P)[label_P[:, None] > label_P]
+        return Figures(
+            loss=float(self.losses(scores_SPO, examples, 0.0).mean()),
+            accuracy=float(((leads > 0).double() + 0.5 * (leads == 0).double()).mean()),
+            margin=float(leads.mean()),
+            mean=float(value_P.mean()),
+            std=float(value_P.std(correction=0)),
+        )
+
+    def agreement(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, Estimate]:
+        """Return the ranking accuracy of the score and of each criterion, with its interval."""
+        columns, prompts = self._columns(scores_SPO, rows), [row.prompt_id for row in rows]
+        return {name: rank_agreement(*both, prompts) for name, both in columns.items()}
+
+    def _columns(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the prediction and the label of each row: of the score, then of each criterion."""
+        predicted_PO = scores_SPO[0].double().sigmoid().numpy()
+        grades_PO, value = np.array([row.grades for row in rows]), self.rubric.value
+        # A row that lacks a label has no value, and NaN ranks neither above nor below another.
+        known = [value(g) if not np.isnan(g).any() else np.nan for g in grades_PO]
+        columns = {"score": (np.array([value(g) for g in predicted_PO]), np.array(known))}
+        if len(self.outputs) == 1:
+            return columns
+        return columns | {
+            name: (predicted_PO[:, i], grades_PO[:, i]) for i, name in enumerate(self.outputs)
+        }
+
+
+def rank_agreement(scores: Any, labels: Any, prompts: Sequence[str]) -> Estimate:
+    """Return how often the better-labelled of two rows scores higher; a tie counts half.
+
+    For labels of two classes that is the area under the ROC curve. The interval is a bootstrap over
+    prompts, since the rows of one prompt are alike; undefined if all labels are equal.
+    """
+    ahead = (labels[:, None] > labels).astype(np.float64)
+    right = ahead * ((scores[:, None] > scores) + 0.5 * (scores[:, None] == scores))
+    names, prompt_of_row = np.unique(np.array(prompts), return_inverse=True)
+
+    def share(drawn: Any) -> float | None:
+        count = np.bincount(drawn, minlength=len(names))[prompt_of_row].astype(np.float64)
+        pairs = count @ ahead @ count
+        return float(count @ right @ count / pairs) if pairs else None
+
+    return bootstrap(share, len(names), share=True)
+
+
 @torch.no_grad()
-def measure(
-    network: ScoreNetwork, pairs: Sequence[EncodedPair], batch_tokens: int, advance: Advance
-) -> Figures:
-    """Score all pairs and return their figures; the loss is without centring."""
-    samples = [s for pair in pairs for s in (pair.chosen, pair.rejected)]
+def score_examples(
+    network: ScoreNetwork, examples: Sequence[EncodedExample], batch_tokens: int, advance: Advance
+) -> Tensor:
+    """Score all samples of pairs or rows: (S, P, O)."""
+    samples = [sample for example in examples for sample in example.samples]
     # Micro-batches group samples of similar length; `group` holds positions in `samples`.
-    scores_B = torch.empty(len(samples))
+    scores_BO = torch.empty(len(samples), len(network.objective.outputs))
     lengths = [len(s.ids) for s in samples]
     for group in plan_micro_batches(lengths, Budget(batch_tokens)):
-        scores_B[group] = network.score_samples([samples[i] for i in group]).float().cpu()
+        scores = network.score_samples([samples[i] for i in group]).float().cpu()
+        scores_BO[group] = scores.view(len(group), -1)
         advance(len(group))
-    margin_P = torch.tensor([pair.margin for pair in pairs])
-    return summarise_pairs(scores_B[0::2], scores_B[1::2], margin_P)
+    return scores_BO.view(len(examples), -1, scores_BO.shape[1]).transpose(0, 1)
 
 
 def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
@@ -390,15 +485,14 @@ class Trainer:
             clip_grad_value=None,
         )  # fmt: skip
 
-    def step(self, number: int, pairs: Sequence[EncodedPair]) -> FitStep:
+    def step(self, number: int, pairs: Sequence[EncodedExample]) -> FitStep:
         """Run step `number`, counted from 0; a step that is not finite changes no weights."""
         # Gradient, then clipped update with the scheduled rate.
         self.optimizer.set_progress(number)
         self.optimizer.zero_grad()
-        chosen_P, rejected_P = self.backward(pairs)
+        scores_SPO, objective = self.backward(pairs), self.network.objective
         norm, updated = self.optimizer.apply()
-        margin_P = torch.tensor([pair.margin for pair in pairs])
-        loss = float(pair_losses(chosen_P, rejected_P, margin_P, self._recipe.center).mean())
+        loss = float(objective.losses(scores_SPO, pairs, self._recipe.center).mean())
         # Single bad steps are skipped; several in a row mean that training has diverged.
         self._nonfinite_steps = 0 if updated else self._nonfinite_steps + 1
         self.skipped += not updated
@@ -408,30 +502,31 @@ class Trainer:
                 f"to step {number + 1}): the fit cannot continue. Lower --lr, try --dtype "
                 "float32, or check whether the weights of --model are whole."
             )
-        return FitStep(summarise_pairs(chosen_P, rejected_P, margin_P), loss, norm, updated)
+        return FitStep(objective.figures(scores_SPO, pairs), loss, norm, updated)
 
-    def backward(self, pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of the mean loss; returns the scores."""
-        scores = torch.empty(2, len(pairs))
+    def backward(self, pairs: Sequence[EncodedExample]) -> Tensor:
+        """Accumulate the gradient of the mean loss; returns the scores (S, P, O)."""
+        outputs = len(self.network.objective.outputs)
+        scores_SPO = torch.empty(len(pairs[0].samples), len(pairs), outputs)
 
         def work(group: Sequence[int], last: bool) -> None:
-            scores[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
+            scores_SPO[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
 
         run_within_memory(
             [pair.length for pair in pairs], self._budget, work, self.optimizer.zero_grad
         )
-        return scores[0], scores[1]
+        return scores_SPO
 
-    def _backward_group(self, pairs: Sequence[EncodedPair], step_pairs: int) -> Tensor:
-        """Run one micro-batch backwards; returns its scores, chosen and rejected (2, P)."""
-        # Chosen first, then rejected, so that one view separates them.
-        samples = [p.chosen for p in pairs] + [p.rejected for p in pairs]
-        both = self.network.score_samples(samples).view(2, len(pairs))
-        margin_P = torch.tensor([pair.margin for pair in pairs], device=both.device)
-        losses_P = pair_losses(both[0], both[1], margin_P, self._recipe.center)
+    def _backward_group(self, pairs: Sequence[EncodedExample], step_pairs: int) -> Tensor:
+        """Run one micro-batch backwards; returns its scores (S, P, O)."""
+        # The chosen samples of pairs first, then the rejected, so that one view separates them.
+        samples = [s for side in zip(*(p.samples for p in pairs), strict=True) for s in side]
+        scores = self.network.score_samples(samples)
+        scores_SPO = scores.view(len(pairs[0].samples), len(pairs), -1)
+        losses_P = self.network.objective.losses(scores_SPO, pairs, self._recipe.center)
         # Divided by the pairs of the whole step, so that the micro-batches add up to its mean.
         (losses_P.sum() / step_pairs).backward()
-        return both.detach().cpu()
+        return scores_SPO.detach().cpu()
 
 
 def count_steps(pairs: int, recipe: Recipe) -> int:
@@ -441,8 +536,8 @@ def count_steps(pairs: int, recipe: Recipe) -> int:
 
 
 def iterate_batches(
-    pairs: Sequence[EncodedPair], recipe: Recipe, total_steps: int
-) -> Iterator[list[EncodedPair]]:
+    pairs: Sequence[EncodedExample], recipe: Recipe, total_steps: int
+) -> Iterator[list[EncodedExample]]:
     """Yield the pairs of each step; each epoch has its own seeded order."""
     done, epoch = 0, 0
     while done < total_steps:

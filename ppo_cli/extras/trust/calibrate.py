@@ -23,12 +23,13 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted, plural
+from ppo_cli.extras.trust.cascade import cascade_facts
 from ppo_cli.extras.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.scoring.rows import LabelledRows
+from ppo_cli.scoring.rows import LabelledRows, ResponseRow
 from ppo_cli.scoring.score import (
     STOPPED_BY_CTRL_C,
     Callbacks,
@@ -284,6 +285,7 @@ def calibrate(
         "agreement": label_agreement(columns),
         "bias": score_biases(columns),
         **part_facts(settings, rollouts, scoring.scores),
+        "cascade": cascade_facts(settings, rollouts, scoring, labelled),
         "criteria": criteria_facts(
             settings, labelled.rows, scoring.scores, list(labelled.values), marks or {}
         ),
@@ -305,6 +307,27 @@ def calibrate(
             alone = label_agreement(_scored_columns(labelled, column))
             result["parts"][name] |= {"agreement": alone, "repeated": repeated(name)}
     return {**result, "advice": write_advice(result)}
+
+
+def calibrate_cascade(
+    reward: Reward, settings: RewardSettings, rows: Sequence[ResponseRow], *, screen: Screen
+) -> dict[str, Any]:
+    """Score rows without labels with both judges of a cascade, and choose when to ask the second.
+
+    The judge's own scores take the place of labels.
+    """
+    rollouts = [row.rollout for row in rows]
+    screen.note(forecast_calls(settings, len(rollouts), 0, 0))
+    with screen.phase("score", len(rollouts)) as advance:
+        scoring = score_all(reward, rollouts, Callbacks(advance, screen.note))
+    return {
+        "rows": len(rollouts),
+        "scored": sum(score.judged for score in scoring.scores),
+        "failed": count_failures(scoring.scores),
+        "cascade": cascade_facts(settings, rollouts, scoring, None),
+        "spent": scoring_spending(scoring.scores, scoring),
+        "stopped": redact(scoring.stopped),
+    }
 
 
 def forecast_calls(settings: RewardSettings, rows: int, repeated: int, repeat: int) -> str:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
-from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.data_sets.files import Place, RowProblem, raise_problems
+from ppo_cli.data_sets.rows import read_grades
+from ppo_cli.errors import DataError
 from ppo_cli.estimates import wilson
 from ppo_cli.extras.trust.attacks import MAX_GAIN, PROMPTS_PER_ATTACK, Item, Trial
 from ppo_cli.records import Rollout, Score
@@ -85,38 +86,15 @@ def read_marks(responses: ResponseSet, column: str, settings: RewardSettings) ->
     cells = column_cells(responses, column, "--criteria_labels")
     for n, (row, cell) in enumerate(zip(responses.rows, cells, strict=True)):
         # Criteria of all judges by name: a label is looked up in any of them.
-        criteria = {c.name: c for of_judge in rubrics.values() for c in of_judge[n].criteria}
+        levels = {c.name: c.levels for of_judge in rubrics.values() for c in of_judge[n].criteria}
         try:
-            marks[row.place] = dict(_read_row_marks(cell, criteria))
+            marks[row.place] = dict(read_grades(cell, levels))
         except ValueError as error:
             problems.append(RowProblem(row.place, column, str(error)))
     raise_problems(problems)
     if not any(marks.values()):
         raise DataError(f"{responses.source}: the column '{column}' (--criteria_labels) is empty.")
     return marks
-
-
-def _read_row_marks(cell: Any, criteria: Mapping[str, Criterion]) -> Iterator[tuple[str, float]]:
-    """Yield (criterion, grade in [0, 1]) from a cell; ValueError for a wrong cell."""
-    if cell is None:
-        return
-    if not isinstance(cell, Mapping):
-        raise ValueError(
-            f"is {name_type(cell)}, not an object such as {{'{next(iter(criteria))}': …}}"
-        )
-    # A row may have labels for some of its criteria; null counts as no label.
-    for name, value in cell.items():
-        if name not in criteria:
-            raise ValueError(
-                f"has no criterion '{name}' in its rubric.{did_you_mean(name, criteria)}"
-            )
-        levels = criteria[name].levels
-        if value is None:
-            continue
-        if not isinstance(value, bool | int) or not 0 <= value <= levels:
-            expected = "true or false" if levels == 1 else f"a level from 0 to {levels}"
-            raise ValueError(f"has {value!r} for '{name}', not {expected}")
-        yield name, value / levels
 
 
 def add_label_values(responses: ResponseSet, marks: Marks, settings: RewardSettings) -> ResponseSet:

@@ -157,9 +157,17 @@ function drawSpent() {
   ]).filter(Boolean));
 }
 
+/** The card of the judges: noise, biases, agreement, cost and latency. */
+function drawJudge() {
+  fill($("judge"), ...DATA.runs.filter((run) => run.judge.length).map((run) => el("article", { class: "card" },
+    el("h3", {}, DATA.runs.length > 1 ? `The judge of ${run.name}` : "The judge"),
+    el("dl", { class: "answers" }, ...run.judge.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])))));
+}
+
 function drawOverview() {
   drawSentences();
   drawSettings();
+  drawJudge();
   drawFindings();
   drawSpent();
 }

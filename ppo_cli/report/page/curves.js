@@ -272,7 +272,7 @@ function layOut() {
     $(`${place}-plots`).replaceChildren(...cards.filter(({ spec }) => spec.place === place).map(({ box }) => box));
   }
   $("others").hidden = !$("other-plots").children.length;
-  $("more").hidden = cards.every(({ spec }) => spec.place === "main");
+  $("more").hidden = cards.every(({ spec }) => spec.place === "main") && !$("critic-plots").children.length;
   const texts = specs.filter(isConstant).map((spec) => {
     const values = spec.lines.map(([key, label]) => [spec.lines.length > 1 ? `${label} ` : "",
       ...new Set(linesOf(spec).filter((line) => line.key === key).map((line) => measured(line.y.at(-1), spec.unit)))]);
@@ -291,6 +291,7 @@ function layOut() {
 
 /** New values into the cards; another set of cards, or another finding, rebuilds the layout. */
 function follow() {
+  drawCritic();
   const layout = JSON.stringify(specsOf().map((spec) => [spec.title, spec.lines, isConstant(spec), spec.findings.map(({ text }) => text)]));
   if (layout !== follow.layout) {
     follow.layout = layout;

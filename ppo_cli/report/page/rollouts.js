@@ -10,7 +10,7 @@ const FILTERS = {
   from_step: (row, value) => row.step >= value, to_step: (row, value) => row.step <= value,
   split: (row, value) => row.split === value, source: (row, value) => row.data_source === value,
   min: (row, value) => row.score != null && row.score >= value, max: (row, value) => row.score != null && row.score <= value,
-  why: (row, value) => (row.score == null ? ["unscored", `unscored: ${row.cause}`].includes(value) : value === "scored"),
+  why: (row, value) => (row.score == null ? ["unscored", `unscored: ${row.cause}`].includes(value) : value === "scored" || (value === "detailed" && row.detailed === 1)),
   pattern: () => true, where: () => true, // texts are searched apart
 };
 const SPLITS = { train: "training", val: "validation" };
@@ -25,7 +25,7 @@ async function ask(path, query, body = null) {
 }
 
 const source = DATA.live ? {
-  texts: (run, ids, chars) => (ids.length ? ask("texts", { run, ids, chars }) : []),
+  texts: (run, ids, chars, tokens = 0) => (ids.length ? ask("texts", { run, ids, chars, tokens }) : []),
   search: (run, pattern, where) => ask("search", { run, pattern, where }),
 } : {
   texts: async (run, ids) => ids.map((id) => DATA.rows[run].find((row) => row.id === id)),
@@ -175,11 +175,13 @@ function drawChoices() {
   const count = (values) => [...Map.groupBy(values, (value) => value)].map(([value, same]) => [value, same.length]);
   const counted = (value, text, number) => [value, `${text} (${number.toLocaleString("en-US")})`];
   const unscored = rows.filter((row) => row.score == null);
+  const detailed = rows.filter((row) => row.detailed).length;
   const causes = count(unscored.map((row) => row.cause)).sort((a, b) => b[1] - a[1]);
   setOptions("run", DATA.runs.map((run, i) => [String(i), run.name]), 2);
   setOptions("split", [["", "training and validation"], ...count(rows.map((row) => row.split)).map(([split]) => [split, SPLITS[split]])]);
   setOptions("source", [["", "all"], ...count(rows.map((row) => row.data_source)).filter(([name]) => name).sort().map(([name]) => [name, name])]);
   setOptions("why", [["", "all responses"], counted("scored", "scored", rows.length - unscored.length),
+    ...(detailed ? [counted("detailed", "token by token", detailed)] : []),
     ...(causes.length ? [counted("unscored", "without a score", unscored.length)] : []),
     ...causes.map(([cause, number]) => counted(`unscored: ${cause}`, `without a score: ${cause}`, number))]);
 }
@@ -334,7 +336,7 @@ async function choose(place) {
 async function read(id, whole = false) {
   const { run } = now;
   try {
-    const [line] = await source.texts(run, [id], whole ? 0 : PANE_CHARS);
+    const [line] = await source.texts(run, [id], whole ? 0 : PANE_CHARS, 1);
     if (!line?.id) throw new Error("This response is not on this page.");
     now.row = line;
     address.set({ at: "rollouts", response: id });
@@ -351,10 +353,11 @@ const FACTS = new Map(Object.entries({
   cached: ["verdict", ["from a call", "from the cache"]], gated: ["judge", ["asked", "not asked"]], unclosed: ["thought", ["finished", "not finished"]],
   cost_usd: ["cost", (value) => `$${Number(value.toPrecision(2))}`], latency_s: ["time", (value) => `${digits(value)} s`],
   vote_spread: ["spread of the votes"], monitor: ["second judge"], monitor_gap: ["gap to the second judge"],
+  escalated: ["asked", ["the cheaper judge", "both judges"]], cheap_score: ["cheaper judge"], cheap_spread: ["its spread"], cheap_reason: ["its reason"],
   extracted: ["answer that was read"], imputed: ["substitute score"],
 }));
 const SHOWN = new Set(["id", "response_id", "split", "step", "line", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
-  "failure", "cause", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "thoughts", "opened", "criteria", "history"]);
+  "failure", "cause", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "thoughts", "opened", "criteria", "history", "detailed", "token_details"]);
 const graded = (line) => Object.values(line.criteria || "").some((credit) => typeof credit === "number");
 
 function fact(name, value) {
@@ -403,7 +406,7 @@ function drawPane(line) {
       ` · step ${line.step}, ${SPLITS[line.split]} · ${line.tokens} token${line.tokens === 1 ? "" : "s"}${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source ? `${line.data_source} · ` : ""}${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `no score: ${line.failure}`) : null,
     !DATA.live && labelOf(line) ? el("p", {}, `label ${labelOf(line).label ?? "–"} ${labelOf(line).comment}`) : null,
-    ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"), el("div", { id: "ends" }),
+    ...part("prompt", line.prompt), head("response"), responseView(line), cutNote(line, "response"), el("div", { id: "ends" }),
     ...part("ground truth", line.ground_truth), ...(graded(line) ? [] : part("reason", line.reason)),
     parts.length ? table("", ["part of the score", "weight in the sum", "raw", "scaled"].filter((_, i) => mixed.length || i !== 1),
       parts.map(([name, value]) => [name, ...(mixed.length ? [digits(weights[name])] : []), digits(value?.raw), digits(value?.scaled)])) : null,

@@ -23,6 +23,7 @@ from ppo_cli.report.exploits import name_cause
 from ppo_cli.report.labels import compute_response_id, write_label
 from ppo_cli.run_folder import (
     PREFIXES,
+    Encoded,
     read_lines,
     rollout_file,
     rollout_steps,
@@ -44,8 +45,8 @@ class Row(NamedTuple):
     """Index entry of a response; the page has all fields but the last under the same names.
 
     `line` is its place in the file of the step, `cause` the kind of failure of an unscored
-    response, `disputed` the gap between its parts or its judges, and `size` the approximate bytes
-    of its line.
+    response, `disputed` the gap between its parts or its judges, `detailed` 1 if its tokens are
+    kept, and `size` the approximate bytes of its line.
     """
 
     split: str
@@ -58,6 +59,7 @@ class Row(NamedTuple):
     cause: str
     tokens: int
     disputed: float
+    detailed: int
     size: int
 
     @property
@@ -121,8 +123,13 @@ class Rollouts:
             since += len(changes)
             return index, since, self._unread + len(self._changes) - since
 
-    def read(self, rows: Sequence[Row], max_chars: int | None) -> list[dict[str, Any]]:
-        """Return the full lines of rows in their order; texts are cut to `max_chars` characters."""
+    def read(
+        self, rows: Sequence[Row], max_chars: int | None, *, tokens: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return the full lines of rows in their order; texts are cut to `max_chars` characters.
+
+        Without `tokens` they have no details of tokens.
+        """
         # Read each file once.
         by_file: dict[Place, list[int]] = defaultdict(list)
         for place, row in enumerate(rows):
@@ -134,6 +141,9 @@ class Rollouts:
                 row = rows[place]
                 if row.line < len(lines):
                     line = truncate_texts(lines[row.line], max_chars)
+                    details = line.pop("token_details", None)
+                    if tokens and isinstance(details, dict):
+                        line["token_details"] = _mark_encoded(details)
                     full_line = lines[row.line] | {"split": split, "step": step}
                     index = dict(zip(Row._fields[:-1], row[:-1], strict=True))
                     responses[place] = line | index | {
@@ -201,6 +211,11 @@ def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
+def _mark_encoded(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the details of tokens with their numbers marked, so that they are not redacted."""
+    return {k: Encoded(v) if isinstance(v, str) else v for k, v in details.items()}
+
+
 def _file_state(file: Path) -> tuple[int, int] | None:
     """Return size and modification time of a file; None if it does not exist."""
     with suppress(FileNotFoundError):  # a run that resumes from an earlier step removes it
@@ -230,7 +245,9 @@ def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
             name_cause(str(line.get("failure") or "")) if score is None else "",
             _integer_or_zero(line.get("tokens")),
             _dispute_gap(line),
-            60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
+            int("token_details" in line),
+            60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values())
+            + len(str(line.get("token_details", ""))),
         )  # fmt: skip
 
 

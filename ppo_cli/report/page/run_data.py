@@ -14,13 +14,13 @@ from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mix
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
+from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
 from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
+from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     ROUNDING,
-    describe_judge_totals,
-    format_dollars,
     format_duration,
     read_limits,
     summarise,
@@ -124,7 +124,9 @@ class RunData:
             "settings": settings,
             "machine": written_by,
             "reward": describe_judging(self.folder, config),
+            "judge": summary.judge,
             "spent": spent,
+            "critic": describe_critic(self.folder),
         }
 
     def _find_trouble_spans(
@@ -363,7 +365,7 @@ def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> d
     )
     usd = sum(float(call["usd"]) for call in calls)
     rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
-    if totals := describe_judge_totals(folder, history):
-        rows += [["judge", totals], ["judge models", ", ".join(models)]]
+    if calls:
+        rows += [["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
     return {"usd": usd, "rows": rows}

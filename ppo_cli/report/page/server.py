@@ -44,7 +44,7 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
 
 MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs
-SCRIPTS = ("base.js", "curves.js", "rollouts.js")
+SCRIPTS = ("base.js", "critic.js", "curves.js", "tokens.js", "rollouts.js")
 
 
 def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -> str:
@@ -327,10 +327,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json({"fields": Row._fields[2:-1], "steps": steps, "since": since, "left": left})
 
     def _serve_texts(self, query: dict[str, str]) -> None:
-        """Send the responses with these ids; texts are cut to `chars` characters, 0 means whole."""
+        """Send the responses with these ids; texts are cut to `chars` characters, 0 means whole.
+
+        Details of tokens come if `tokens` is 1.
+        """
         rollouts = self._select_rollouts(query)
         rows = rollouts.rows_of_ids(query.get("ids", "").split(","))
-        self._send_json(rollouts.read(rows, _parse_count(query, "chars") or None))
+        chars = _parse_count(query, "chars") or None
+        self._send_json(rollouts.read(rows, chars, tokens=_parse_count(query, "tokens") > 0))
 
     def _serve_search(self, query: dict[str, str]) -> None:
         """Send the ids of the responses whose texts match a pattern."""

@@ -18,6 +18,7 @@ from ppo_cli.rewards.judge.calls import (
     Question,
     Verdict,
     merge_criteria,
+    needs_vote,
     score_from_votes,
     split_answers,
 )
@@ -126,16 +127,19 @@ class JudgeAsker:
 
         `first` is the request for the first vote, if it is there already.
         """
-        # One request per vote.
-        seen = self._visible_text(rollout)
+        # One request per vote; then further ones, while the verdicts differ.
+        votes, seen = self._api.votes, self._visible_text(rollout)
         questions = [
             (None if vote else first) or self.question(rollout.prompt, seen, vote)
-            for vote in range(self._api.votes)
+            for vote in range(self._api.most_votes)
         ]
-        answers = await asyncio.gather(
-            *(self._ask_verdict(rollout, question) for question in questions),
-            return_exceptions=True,
-        )
+        answers: list[Verdict | BaseException] = []
+        while len(answers) < len(questions) and (not answers or needs_vote(answers)):
+            asked = questions[len(answers) : len(answers) + 1] if answers else questions[:votes]
+            answers += await asyncio.gather(
+                *(self._ask_verdict(rollout, question) for question in asked),
+                return_exceptions=True,
+            )
         score, error = score_from_votes(answers, questions[0])
         if score is not None:
             self._last_judged = questions[0]

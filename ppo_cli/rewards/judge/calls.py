@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -298,6 +299,12 @@ def score_from_votes(
     if 2 * len(verdicts) <= len(answers):
         return None, error
     return _mean_score(verdicts, question), None
+
+
+def needs_vote(answers: Sequence[Verdict | BaseException]) -> bool:
+    """Return whether no value has more than half of the votes; a failed call agrees with none."""
+    values = Counter(answer.value for answer in answers if isinstance(answer, Verdict))
+    return 2 * max(values.values(), default=0) <= len(answers)
 
 
 def split_answers(

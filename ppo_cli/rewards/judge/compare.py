@@ -254,6 +254,7 @@ class CompareReward(JudgeReward):
         for question, answer in zip(questions.values(), answers, strict=True):
             if isinstance(answer, Verdict):
                 self._last_judged = question
+                self._observer.noise.offer(contest.entries[0].rollout, question, answer.value)
         self._ask_monitor(contest, questions)
         self._score(contest)
 

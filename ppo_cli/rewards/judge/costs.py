@@ -332,7 +332,7 @@ class Ledger:
     def _open_file(self, path: Path) -> None:
         """Count what earlier starts spent, and settle the calls that they left in flight."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        sent, settled = _read_lines(in_flight_file(path)), _read_lines(path)
+        sent, settled = read_lines(in_flight_file(path)), read_lines(path)
         # Calls of earlier starts; those without an end were in flight at a kill.
         ends: list[str] = []
         for call in merge_calls(sent, settled):
@@ -423,8 +423,8 @@ def share_ledger(
     return SharedLedger(ledger, price, judge.type, model)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger's file; a line that a kill cut off is skipped."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines of a file; a line that a kill cut off is skipped."""
     lines: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for row in text.splitlines():

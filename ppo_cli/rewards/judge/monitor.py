@@ -1,4 +1,4 @@
-"""Observes a judge during training: its calls, canaries, labelled responses and a second judge.
+"""Observes a judge during training: its calls, noise, canaries, labels and a second judge.
 
 Nothing here changes a reward. Failures are counted and never stop a run.
 """
@@ -6,9 +6,13 @@ Nothing here changes a reward. Failures are counted and never stop a run.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 import numpy as np
@@ -24,19 +28,28 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.connection import JudgeConnection
-from ppo_cli.rewards.judge.costs import Ledger, share_ledger
+from ppo_cli.rewards.judge.costs import Ledger, read_lines, share_ledger
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
+Judged = tuple[Rollout, Question, float]  # the first verdict, in [0, 1]
+NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
+NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
+
 
 @dataclass
 class StepReport:
-    """What the client does not know of a step: scores, lengths, vote spread, gated responses."""
+    """What the client does not know of a step: scores, lengths, votes, gated responses.
 
+    `votes` are those that each response gets: later ones were only asked for because these differ.
+    """
+
+    votes: int
     lengths: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
+    verdicts: list[list[float]] = field(default_factory=list)
     gated: int = 0
 
     def add(self, rollout: Rollout, score: Score) -> None:
@@ -61,6 +74,9 @@ class StepReport:
         }
         if self.spreads:
             metrics["judge/vote_spread"] = float(np.mean(self.spreads))
+        if self.verdicts:
+            metrics["judge/votes"] = fmean(map(len, self.verdicts))
+            metrics |= noise_metrics([verdicts[: self.votes] for verdicts in self.verdicts])
         if (correlation := correlate(self.lengths, self.values)) is not None:
             metrics["judge/length_correlation"] = correlation
         return metrics
@@ -91,6 +107,90 @@ def call_metrics(counters: Counters) -> dict[str, float]:
         p50, p95 = np.percentile(counters.latencies, [50, 95])
         metrics |= {"judge/latency_p50_s": float(p50), "judge/latency_p95_s": float(p95)}
     return metrics
+
+
+def noise_metrics(verdicts: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the spread of verdicts on the same response, in units of the score.
+
+    It is the within-subject standard deviation: the root of the mean variance (divided by n - 1)
+    of the verdicts on each response (Bland & Altman 1996, BMJ 312:1654). A response with fewer
+    than two verdicts does not count.
+    """
+    variances = [variance(each) for each in verdicts if len(each) > 1]
+    if not variances:
+        return {}
+    return {
+        "judge/noise": math.sqrt(fmean(variances)),
+        "judge/noise_responses": float(len(variances)),
+    }
+
+
+class NoiseCheck:
+    """Asks again about a few responses of one step, to measure how much verdicts differ by chance.
+
+    Each verdict is written to a file of the run folder at once, so that a resumed run asks for
+    none of them again. Scores are those of the first verdicts and do not change.
+    """
+
+    def __init__(self, responses: int) -> None:
+        self._responses = responses
+        self._file: Path | None = None
+        self._step: int | None = None  # the step whose responses are asked about
+        self._due = self._listening = False
+        self._first: dict[str, Judged] = {}
+        self._repeated: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, float] = {}
+
+    def attach(self, file: Path) -> None:
+        """Keep verdicts in this file; those of earlier starts of the run are in it already."""
+        self._file = file
+        for line in read_lines(file):
+            self._step = int(line["step"])
+            self._repeated[line["response"]].append(float(line["verdict"]))
+
+    def begin_step(self, step: int) -> None:
+        """Mark the check as due in the run's first step."""
+        if self._step is None and self._responses:
+            self._step = step
+        self._due = self._listening = step == self._step
+        self._first = {}
+
+    def pop_due(self) -> bool:
+        """Return whether the check is due, and mark it as begun."""
+        due, self._due = self._due, False
+        return due
+
+    def offer(self, rollout: Rollout, question: Question, score: float) -> None:
+        """Take note of a first verdict, in [0, 1]."""
+        if self._listening:
+            self._first[digest_text(question.identity, 16)] = rollout, question, score
+
+    async def measure(self, ask: Callable[[Rollout, Question], Awaitable[float]]) -> None:
+        """Ask again about the responses with the lowest digests, which are the same in every run.
+
+        Failures leave a response with fewer verdicts.
+        """
+        chosen = {name: self._first[name] for name in sorted(self._first)[: self._responses]}
+
+        async def repeat(name: str) -> None:
+            rollout, question, _ = chosen[name]
+            verdict = await ask(rollout, question)
+            self._repeated[name].append(verdict)
+            if self._file is not None:
+                line = {"step": self._step, "response": name, "verdict": verdict}
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(f"{json.dumps(line)}\n")
+
+        missing = [n for n in chosen for _ in range(NOISE_REPEATS - len(self._repeated[n]))]
+        answers = await asyncio.gather(*map(repeat, missing), return_exceptions=True)
+        failed = sum(isinstance(answer, BaseException) for answer in answers)
+        self._metrics = noise_metrics([[v, *self._repeated[n]] for n, (_, _, v) in chosen.items()])
+        self._metrics |= {"judge/noise_failed": float(failed)} if failed else {}
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of a check that ended since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
 
 class Canaries:
@@ -332,7 +432,7 @@ class Monitor:
 class JudgeObserver:
     """Everything that observes a judge and changes no reward.
 
-    The report of the step, canaries, labelled responses and the second judge.
+    The report of the step, noise, canaries, labelled responses and the second judge.
     """
 
     def __init__(
@@ -340,7 +440,11 @@ class JudgeObserver:
     ) -> None:
         self._labels_every = api.monitor.labels_every
         self._scale = scale
-        self.report = StepReport()
+        self._votes = api.votes
+        self.report = StepReport(api.votes)
+        # Several votes on each response show the noise without further calls.
+        voted = api.votes > 1 and api.mode != "compare"
+        self.noise = NoiseCheck(0 if voted else api.noise_responses)
         self.canaries = Canaries(connection.client, every=api.canary_every)
         self.labelled: LabelledCheck | None = None
         self.monitor: Monitor | None = None
@@ -355,9 +459,17 @@ class JudgeObserver:
         """Have `judge` read these responses every so many steps."""
         self.labelled = LabelledCheck(rows, judge, self._scale, self._labels_every)
 
+    def add_verdicts(self, rollout: Rollout, question: Question, score: Score) -> None:
+        """Take note of the verdicts of the judge on a response, to measure its noise."""
+        self.noise.offer(rollout, question, float(score.value or 0.0))
+        if "votes" in score.info:
+            votes = [question.scale.scaled(vote) for vote in score.info["votes"]]
+            self.report.verdicts.append(votes)
+
     def begin_step(self, step: int) -> Coroutine[Any, Any, None] | None:
         """Mark canaries due; return a reading of the labelled responses to be run, if it is due."""
         self.canaries.begin_step(step)
+        self.noise.begin_step(step)
         if self.labelled is not None and self.labelled.is_due(step):
             return self.labelled.read()
         return None
@@ -367,12 +479,13 @@ class JudgeObserver:
     ) -> dict[str, float]:
         """Return the metrics since the last call, and reset them.
 
-        When `validating`, those of labelled responses are kept for the next call.
+        When `validating`, those of noise and labelled responses are kept for the next call.
         """
-        report, self.report = self.report, StepReport()
+        report, self.report = self.report, StepReport(self._votes)
         metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics(self._scale)
-        if self.labelled is not None and not validating:
-            metrics |= self.labelled.pop_metrics()
+        if not validating:
+            metrics |= self.noise.pop_metrics()
+            metrics |= self.labelled.pop_metrics() if self.labelled is not None else {}
         return metrics | (self.monitor.pop_metrics() if self.monitor else {})
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell
 from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question, gated_score
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge
-from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, JudgeObserver
+from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, NOISE_WAIT_S, JudgeObserver
 from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.rewards.remote.event_loop import LoopThread
@@ -47,6 +47,7 @@ class JudgeReward(JudgeAsker, Reward):
         self._policy = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._round = self._new_round()
         self._validating = False
+        self._measuring: Future[None] | None = None
         self._closed = False
 
     def start(
@@ -99,8 +100,10 @@ class JudgeReward(JudgeAsker, Reward):
         self._validating = kind == "validation"
         # Responses submitted from now on belong to the next round.
         ended, self._round = self._round, self._new_round()
+        measuring = kind == "train" and self._observer.noise.pop_due()
         if ended.entries:
-            self._loop.submit(ended.finish())
+            future = self._loop.submit(self._finish(ended, measuring=measuring))
+            self._measuring = future if measuring else self._measuring
 
     def waiting_for(self) -> str | None:
         """Return what the judge is waiting for, or None while verdicts come in."""
@@ -113,7 +116,12 @@ class JudgeReward(JudgeAsker, Reward):
         return self._loop.submit(self._repeat(rollout, votes))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the `judge/…` metrics since the last call; works after `close` too."""
+        """Return the `judge/…` metrics since the last call; works after `close` too.
+
+        Repeated verdicts are waited for, so that they belong to a step's metrics in every run.
+        """
+        if self._measuring is not None:
+            wait([self._measuring], NOISE_WAIT_S)
         if self._closed:
             return asyncio.run(self._collect_metrics())
         return self._loop.call(self._collect_metrics(), timeout=60.0)
@@ -132,6 +140,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Keep the calls in the run folder; each judge has its own file."""
         suffix = "" if self.name == "judge" else f"_{self.name}"
         self.connection.ledger.attach(folder / f"judge_calls{suffix}.jsonl")
+        self._observer.noise.attach(folder / f"judge_repeats{suffix}.jsonl")
 
     def close(self) -> None:
         """Let calls in flight finish, then free connections and the thread."""
@@ -140,12 +149,20 @@ class JudgeReward(JudgeAsker, Reward):
         self._closed = True
         try:
             self._loop.call(self._close(), timeout=DRAIN_S + 10.0)
+            if self._measuring is not None:  # what it got is written down
+                wait([self._measuring], NOISE_WAIT_S)
         finally:
             self._loop.close()
             self.connection.provider.stop_server()
 
     def _new_round(self) -> JudgingRound:
         return JudgingRound(self._policy, self._judge, self._is_judge_up)
+
+    async def _finish(self, ended: JudgingRound, *, measuring: bool) -> None:
+        """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
+        await ended.finish()
+        if measuring:
+            await self._observer.noise.measure(self._ask_again)
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
@@ -167,6 +184,8 @@ class JudgeReward(JudgeAsker, Reward):
         if score is None:
             return
         self._observer.report.add(entry.rollout, score)
+        if entry.info.get("escalated", True):  # not a verdict of the cheaper judge
+            self._observer.add_verdicts(entry.rollout, question, score)
         # The second judge reads a share; its verdict is filled into `info` later.
         monitor = self._observer.monitor
         if monitor is not None and monitor.wants(entry.rollout):
@@ -199,6 +218,10 @@ class JudgeReward(JudgeAsker, Reward):
     async def _rejudge(self, rollout: Rollout) -> float:
         """Return a fresh score in [0, 1]."""
         question = self.question(rollout.prompt, self._visible_text(rollout))
+        return await self._ask_again(rollout, question)
+
+    async def _ask_again(self, rollout: Rollout, question: Question) -> float:
+        """Return the score in [0, 1] of a fresh verdict on a question."""
         verdict = await self._ask_verdict(rollout, question, fresh=True)
         return question.scale.scaled(verdict.value)
 

@@ -31,6 +31,7 @@ from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, fi
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
+from ppo_cli.rewards.judge.rubric import Rubric, read_rubric
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (
     Checkpoint,
@@ -83,8 +84,9 @@ class BodyAndHead(nn.Module):
     """A body and a linear head at the last token: its row, or the weighted sum of its rows."""
 
     def __init__(
-        self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None, rows: RowWeights
-    ) -> None:
+        self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None,
+        rows: RowWeights | CriteriaRows,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.body = body
         self.weight = nn.Parameter(weight_OH)
@@ -122,8 +124,34 @@ class RowWeights:
         return Scores((output_BO * weights_O).sum(-1), each if len(each) > 1 else {})
 
 
-def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) -> RowWeights:
-    """Return names and weights of a head's rows; several rows need weights in the settings."""
+CRITERIA_FILE = "criteria.json"  # in the folder of a model that was fitted to labels
+
+
+@dataclass(frozen=True)
+class CriteriaRows:
+    """The rows of a head that decide criteria: the sigmoid of a row is its grade."""
+
+    rubric: Rubric
+
+    def scores(self, output_BO: Tensor) -> Scores:
+        """Return the value of the grades; several criteria become objectives by name."""
+        grades_BO, criteria = output_BO.sigmoid(), self.rubric.criteria
+        score_B = output_BO.new_tensor([self.rubric.value(grades) for grades in grades_BO.tolist()])
+        faults_O = output_BO.new_tensor([criterion.fault for criterion in criteria])
+        credits_BO = (faults_O - grades_BO).abs()
+        each = {f"rubric/{c.name}": credits_BO[:, i] for i, c in enumerate(criteria)}
+        return Scores(score_B, each if len(each) > 1 else {})
+
+
+def row_weights(
+    path: Path, rows: int, config: Any, outputs: Sequence[float]
+) -> RowWeights | CriteriaRows:
+    """Return how a head's rows make the score: by criteria, or by weights of the settings."""
+    if not outputs and (criteria := read_json(path / CRITERIA_FILE)):
+        rubric = read_rubric(criteria, str(path / CRITERIA_FILE), fixed=True)
+        if len(rubric.criteria) != rows:
+            raise ModelError(f"{path} has {rows} outputs, but {CRITERIA_FILE} has other criteria.")
+        return CriteriaRows(rubric)
     if len(outputs) != rows and (outputs or rows > 1):
         raise ModelError(
             f"{path} has {plural(rows, 'output')}, and reward.model.outputs holds "
@@ -189,7 +217,7 @@ def load_starling(parts: Parts) -> Network:
 class Encoder(nn.Module):
     """Scores with the forward pass of transformers' sequence classifier."""
 
-    def __init__(self, model: Any, rows: RowWeights) -> None:
+    def __init__(self, model: Any, rows: RowWeights | CriteriaRows) -> None:
         super().__init__()
         self.model = model
         self._rows = rows

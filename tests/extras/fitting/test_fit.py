@@ -155,7 +155,7 @@ def test_settings_reach_their_part(write_sums: WriteSums, monkeypatch: pytest.Mo
 
         return noted
 
-    for name in ("split_by_prompt", "load_to_fit", "measure", "Trainer"):
+    for name in ("split_by_prompt", "load_to_fit", "score_examples", "Trainer"):
         monkeypatch.setattr(fits, name, note(name, getattr(fits, name)))
     recipe = {
         "batch_size": 4, "batch_tokens": 333, "dtype": "bfloat16", "seed": 9, "freeze_body": True,
@@ -169,9 +169,9 @@ def test_settings_reach_their_part(write_sums: WriteSums, monkeypatch: pytest.Mo
     (path,), loading = arguments["load_to_fit"]
     assert path == model_folder("embedded") and loading == {
         "compute": Compute.choose("bfloat16"), "seed": 9, "frozen": True, "template": "chatml",
-        "max_length": 70,
+        "max_length": 70, "objective": None,
     }  # fmt: skip
-    assert arguments["measure"][0][2] == 333
+    assert arguments["score_examples"][0][2] == 333
     assert arguments["Trainer"][0][1:] == (request.recipe, 1e-3, 2)
     assert record["steps"]["all"] == 2 and record["max_length"] == 70
     assert record["recipe"] == asdict(request.recipe) | {"lr": 1e-3}

@@ -55,3 +55,45 @@ def test_ppo_raises_the_score_of_held_out_prompts(reward_model: Path, tmp_path: 
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
+
+
+@pytest.mark.slow
+def test_a_judge_of_labelled_responses_agrees_on_held_out_prompts_and_trains(
+    tmp_path: Path,
+) -> None:
+    """The embedded model's own responses, with labels by rule; then PPO with the judge."""
+    embedded = ("train", "--preset", "embedded", "--output_dir")
+    ppo(*embedded, str(tmp_path / "first"), "--max_steps", "2", "trainer.val_before_train=false")
+    lines = [
+        json.loads(line)
+        for file in sorted((tmp_path / "first/rollouts").glob("step_*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    rows = []
+    for line in lines:
+        number = int(line["extracted"] or 0)
+        marks = {"hundreds": number >= 100, "size": min(3, max(0, number // 50))}
+        rows.append({"prompt": line["prompt"], "response": line["response"], "marks": marks})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    criteria = [
+        {"name": "hundreds", "text": "The number has three digits.", "weight": 2},
+        {"name": "size", "text": "How large the number is.", "levels": 3},
+    ]
+    (tmp_path / "criteria.yaml").write_text(json.dumps(criteria))
+    result = ppo(
+        "reward", "fit", "--data", str(tmp_path / "rows.jsonl"), "--labels", "marks",
+        "--criteria", str(tmp_path / "criteria.yaml"), "--model", "embedded", "--epochs", "3",
+        "--val_share", "0.25", "--lr", "0.003", "--out", str(tmp_path / "judge"),
+    )  # fmt: skip
+    record = json.loads((tmp_path / "judge/fit.json").read_text())
+    for name in ("score", "hundreds", "size"):
+        assert record["agreement"][name]["low"] > 0.7, record["agreement"]
+    assert "hundreds" in result and " ms in which embedded writes one." in result
+    assert 0 < record["seconds"]["score"] < record["seconds"]["policy"]
+    ppo(
+        *embedded, str(tmp_path / "run"), "--reward_model", str(tmp_path / "judge"), "--max_steps",
+        "8", "--test_freq", "8", "--reward_model_self_test", "warn",
+    )  # fmt: skip
+    steps = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["val/reward_mean"] > steps[0]["val/reward_mean"] + 0.02
+    assert 0 <= steps[-1]["rubric/hundreds"] <= 1

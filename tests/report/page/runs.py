@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import append_line
+from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
 
 RAN = "window.ran=(window.ran||0)+1"
 HOSTILE = [
@@ -97,3 +98,39 @@ def serve(run: Path) -> Iterator[PageServer]:
         finally:
             server.shutdown()
             thread.join(10)
+
+
+PIECES = ["The", " sum", "", "日本", " is", "\n", "🎉", " 4", "</b>", "."]
+TOKENS = {
+    "value": [0.1, 0.2, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9],
+    "advantage": [0.5, -1.0, 0.25, 0.0, 2.0, -0.125, 1.5, -0.75, 0.0625, 0.03],
+    "return": 1.0,
+    "kl": [0.0, 0.001, 0.02, 0.3, 0.0, 0.005, 0.0, 1.25, 0.1, 0.0],
+    "entropy": [2.5, 0.1, 0.0, 0.4, 0.003, 1.0, 0.2, 0.7, 0.01, 0.0],
+}
+LIKE_A_KEY = "AIzaSyA1B2C3D4E5F6G7H8I9J0KLMN"  # numbers may look so as base64
+
+
+def encode(numbers: Any) -> Any:
+    if isinstance(numbers, float):
+        return numbers
+    return base64.b64encode(np.array(numbers, "<f2").tobytes()).decode()
+
+
+def add_tokens(run: Path, step: int) -> None:
+    """Give the responses 1 and 5 of a step details of ten tokens, of which 5 and 6 are masked."""
+    lines = read_lines(rollout_file(run, step))
+    details = {"lengths": " ".join(str(len(piece)) for piece in PIECES), "masked": [4, 5]}
+    details |= {name: encode(numbers) for name, numbers in TOKENS.items()}
+    for row in (1, 5):
+        lines[row] |= {"response": "".join(PIECES), "tokens": 10, "token_details": details}
+    replace_lines(rollout_file(run, step), lines)
+
+
+def add_critic(run: Path, steps: int) -> None:
+    """Write a critic that learns: nothing in the first step, all but a half in the last."""
+    for step in range(1, steps + 1):
+        errors = 10 - 5 * (step - 1) / (steps - 1)
+        positions = [[9, 9, 10.0, errors], [9, 9, 10.0, errors + 2], [3, 6, 1.0, 1.0]]
+        tenths = [[2, t / 10, t / 20 + step / 100] for t in range(10)]
+        append_line(run / "critic.jsonl", {"step": step, "positions": positions, "tenths": tenths})

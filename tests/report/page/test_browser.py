@@ -18,7 +18,7 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file, rollout_steps
-from tests.report.page.runs import HOSTILE, make_run, serve
+from tests.report.page.runs import HOSTILE, PIECES, TOKENS, add_critic, add_tokens, make_run, serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -463,4 +463,119 @@ def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
     browser.get(write_report(run, tmp_path).as_uri())
     until(lambda: texts(browser, "#table tbody tr"))
     assert "rubric.yaml" in texts(browser, "#asked .error")[0]
+    assert errors_of(browser) == []
+
+
+def point_at(browser: Any, token: int, event: str) -> str:
+    """Point at a token, or tap it, and return what is said of it."""
+    browser.execute_script(
+        "document.querySelectorAll('.tokens [data-token]')[arguments[0]].dispatchEvent("
+        "  new PointerEvent(arguments[1], { bubbles: true }))", token, event,
+    )  # fmt: skip
+    return texts(browser, "#tokens [role=status]")[0]
+
+
+def read_tokens(browser: Any) -> None:
+    """What both ways to open the page show of the tokens of a response, with right numbers."""
+    browser.execute_script("read('train:3:1')")
+    until(lambda: texts(browser, "#tokens button"))
+    names = ["none", "value", "advantage", "return", "KL to the reference", "entropy"]
+    assert texts(browser, "#tokens button") == names
+    assert texts(browser, "#tokens .tokens") == []
+    click(browser, "#tokens button", "advantage")
+    assert texts(browser, "#tokens [aria-pressed=true]") == ["advantage"]
+    assert texts(browser, ".tokens [data-token]") == PIECES
+    assert texts(browser, "#tokens .scale") == [
+        "advantage: -22 · hatched: masked, not in the losses"
+    ]
+    # Blue and orange to both sides of zero, full at the largest of all; hatched where masked.
+    styles = browser.execute_script(
+        "return [...document.querySelectorAll('.tokens span')].map((s) => s.getAttribute('style'))"
+    )
+    assert ("c0) 15%" in styles[0], "c3) 30%" in styles[1], "c0) 0%" in styles[3]) == (True,) * 3
+    assert [n for n, style in enumerate(styles) if style is None] == [4, 5]
+    assert texts(browser, ".tokens .masked") == PIECES[4:6]
+    for event, token in (("pointerover", 7), ("click", 1)):
+        numbers = {name: x if isinstance(x, float) else x[token] for name, x in TOKENS.items()}
+        assert point_at(browser, token, event) == (
+            f'token {token + 1} of 10: "{PIECES[token]}" · value {numbers["value"]} · advantage '
+            f'{numbers["advantage"]:g} · return 1 · KL to the reference {numbers["kl"]} nats · '
+            f'entropy {numbers["entropy"]} nats'
+        )  # fmt: skip
+    assert point_at(browser, 5, "click").endswith("masked: not in the losses")
+    assert "no text" in point_at(browser, 2, "click")
+    # Keys move from token to token within one tab stop.
+    box = browser.find_element("css selector", ".tokens")
+    for key, place in (("\ue014", 4), ("\ue014", 5), ("\ue012", 4)):
+        box.send_keys(key)
+        assert texts(browser, "#tokens [role=status]")[0].startswith(f"token {place} of 10")
+    stops = "return document.querySelectorAll('#tokens :is(button, summary, [tabindex])').length"
+    assert browser.execute_script(stops) == len(names) + 2
+    # All numbers are in a table.
+    browser.execute_script("document.querySelector('#tokens details').open = true")
+    until(lambda: texts(browser, "#tokens td"))
+    cells = texts(browser, "#tokens td")
+    for token, row in enumerate(zip(*[iter(cells)] * 7, strict=True)):
+        assert row[0] == f"{token + 1}{' masked' if token in (4, 5) else ''}"
+        for cell, numbers in zip(row[2:], TOKENS.values(), strict=True):
+            expected = numbers if isinstance(numbers, float) else numbers[token]
+            assert float(cell) == pytest.approx(expected, rel=5e-3)
+    # Another response is coloured as well; one that was not kept says so.
+    browser.execute_script("read('train:3:5')")
+    until(lambda: "train:5 #0" in texts(browser, "#pane p")[0] and texts(browser, ".tokens"))
+    browser.execute_script("read('train:3:2')")
+    note = "2 of the 8 responses of this step are kept token by token, this one is not. list them"
+    until(lambda: note in texts(browser, "#tokens p"))
+    assert texts(browser, "#tokens .tokens") == []
+    click(browser, "#tokens button", "list them")
+    until(lambda: count(browser) == "2 of 24 responses")
+    assert "token by token (2)" in texts(browser, "#filter [name=why] option")
+    assert "tokens=advantage" in browser.current_url
+    assert errors_of(browser) == []
+
+
+def test_a_response_is_read_token_by_token(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    add_tokens(run, 3)
+    add_critic(run, 3)
+    with serve(run) as server:
+        browser.get(server.url)
+        until(lambda: count(browser) == "24 of 24 responses")
+        # Numbers come when a response is opened.
+        loaded = (
+            "return [DATA, now.rows, indexes[0].rows].map((x) => Object.values(x).some((row) =>"
+        )
+        loaded += " 'token_details' in Object(row)))"
+        assert browser.execute_script(loaded) == [False] * 3
+        read_tokens(browser)
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: count(browser) == "24 of 24 responses")
+    read_tokens(browser)
+
+
+def test_what_the_critic_predicts_is_drawn(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: count(browser) == "24 of 24 responses")
+    assert texts(browser, "#critic-plots *") == []  # without a critic there is nothing
+    add_critic(run, 3)
+    browser.get("about:blank")
+    browser.get(write_report(run, tmp_path).as_uri())
+    until(lambda: texts(browser, "#critic-plots h3"))
+    assert texts(browser, "#critic-plots h3") == [
+        "Explained variance by position", "Value against return"
+    ]  # fmt: skip
+    assert texts(browser, "#critic-plots .legend span b, #critic-plots .legend > span") == [
+        "step 1", "step 3", "step 3"
+    ]  # fmt: skip
+    cells = texts(browser, "#critic-plots td")
+    # Three responses are too few for the third place.
+    assert cells[:6] == ["1", "0", "0.5", "2", "-0.2", "0.3"]
+    assert cells[6:10] == ["step 3", "2", "0", "0.03"] and len(cells) == 6 + 40
+    titles = texts(browser, "#critic-plots circle title")
+    assert titles[:4] == [
+        "token 1: 0, of 9 tokens", "token 2: -0.2, of 9 tokens",
+        "token 1: 0.5, of 9 tokens", "token 2: 0.3, of 9 tokens",
+    ]  # fmt: skip
+    assert titles[4] == "value 0: mean return 0.03, of 2 tokens" and len(titles) == 14
     assert errors_of(browser) == []

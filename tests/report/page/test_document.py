@@ -21,12 +21,13 @@ from ppo_cli.run_folder import (
     FORK_LINE,
     LOCK,
     METRICS_FILE,
+    Encoded,
     read_lines,
     read_metrics,
     replace_lines,
     rollout_file,
 )
-from tests.report.page.runs import HOSTILE, RAN, make_run
+from tests.report.page.runs import HOSTILE, LIKE_A_KEY, RAN, add_tokens, make_run
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +259,17 @@ def test_the_first_lines_state_what_the_run_is(run: Path, tmp_path: Path) -> Non
     with (fork / LOCK).open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
         assert dict(RunData(fork, "fork").read()["facts"])["state"] == "running"
+
+
+def test_numbers_of_tokens_are_never_taken_for_a_secret(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    add_tokens(run, 2)
+    lines = read_lines(rollout_file(run, 2))
+    lines[1]["token_details"]["value"] = Encoded(LIKE_A_KEY)
+    replace_lines(rollout_file(run, 2), [*lines, {"response": LIKE_A_KEY}])
+    assert read_lines(rollout_file(run, 2))[-1]["response"] == "***"
+    rows = {row["id"]: row for row in data_of(render_report([RunData(run, "run")]))["rows"][0]}
+    assert rows["train:2:1"]["token_details"]["value"] == LIKE_A_KEY
+    assert rows["train:2:1"]["detailed"] == 1 and rows["train:2:0"]["detailed"] == 0
+    rollouts = Rollouts(run)
+    assert not any("token_details" in x for x in rollouts.read(rollouts.rows(), 9, tokens=False))

@@ -45,6 +45,7 @@ def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]
         usual = {
             "enable": True, "type": WIRES[wire], "model": "judge-1", "base_url": server.url(wire),
             "cache": str(tmp_path / "c.sqlite"), "canary_every": 0,
+            "noise_responses": 0,
         }  # fmt: skip
         keys = KEYS | {"OTHER_KEY": "k2"} | (environ or {})
         rewards.append(kind(ApiReward.model_validate(usual | changes), environ=keys))

@@ -132,7 +132,7 @@ def monitor_settings(api: ApiReward) -> ApiReward:
     changes = {
         "type": monitor.type, "model": monitor.model, "base_url": base_url, "key_env": key_env,
     }  # fmt: skip
-    reset = ("temperature", "votes", "mode", "price_input", "price_output")
+    reset = ("temperature", "votes", "max_votes", "mode", "price_input", "price_output")
     defaults = {name: ApiReward.model_fields[name].default for name in reset}
     return api.model_copy(update=changes | defaults)
 

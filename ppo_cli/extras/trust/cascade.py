@@ -1,0 +1,171 @@
+"""Chooses when the cheaper judge of a cascade is unsure, from rows that both judges have scored.
+
+The rule is chosen on half of the prompts and measured on the other half. A score agrees with one of
+two classes if it is on the right side of 0.5, with another label by 1 - |score - label|, both in
+[0, 1]. Without labels the judge's score takes their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppo_cli.config.checks.rewards import scale_labels
+from ppo_cli.config.mixture import Judge, cheaper_judge, judges_of
+from ppo_cli.config.schema.reward import Reward as RewardSettings
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.judge.cascade import Doubt
+from ppo_cli.rewards.judge.prompt import load_template
+from ppo_cli.scoring.rows import LabelledRows
+from ppo_cli.scoring.score import Scoring, judged_value
+from ppo_cli.scoring.sources import override_all
+from ppo_cli.scoring.statistics import MIN_ROWS, Floats, as_floats, estimate_or_reason
+
+KEPT = 0.95  # share of the judge's agreement that a cascade has to keep
+MARGIN = 1.645  # standard errors of a one-sided bound of 95 %
+MAX_LEVELS = 20  # scores between which bands are tried
+STEPS = 1000  # spreads and ends of bands are rounded to a thousandth
+
+
+def ask_both(settings: RewardSettings) -> RewardSettings:
+    """Return the reward with cascades in which both judges score every row."""
+    return override_all(settings, "judge", {"cascade.spread": None, "cascade.band": "0-1"})
+
+
+def cascade_facts(
+    settings: RewardSettings,
+    rollouts: Sequence[Rollout],
+    scoring: Scoring,
+    labelled: LabelledRows | None,
+) -> dict[str, Any]:
+    """Return the best rule for each cascade, by the name of its judge; {} without a cascade."""
+    return {
+        judge.part or "judge": _measure(judge, rollouts, scoring, labelled)
+        for judge in judges_of(settings)
+        if judge.settings.cascade.model is not None
+    }
+
+
+def _measure(
+    judge: Judge, rollouts: Sequence[Rollout], scoring: Scoring, labelled: LabelledRows | None
+) -> dict[str, Any]:
+    """Choose a rule on half of the prompts, and measure it on the others."""
+    api, cheap = judge.settings, cheaper_judge(judge.settings)
+    assert cheap is not None
+    # Rows that both judges have scored.
+    scores = [s if judge.part is None else s.mixture.get(judge.part, s) for s in scoring.scores]
+    rows = [
+        i for i, score in enumerate(scores)
+        if judged_value(score) is not None and score.info.get("cheap_score") is not None
+    ]  # fmt: skip
+    facts: dict[str, Any] = {"cheap": cheap.model, "strong": api.model, "rows": len(rows)}
+    held_out = _second_half([rollouts[i].prompt.text for i in rows])
+    if min(held_out.sum(), (~held_out).sum()) < MIN_ROWS:
+        why = f"{len(rows)} rows that both judges have scored; {2 * MIN_ROWS} are needed"
+        return facts | {"why": why}
+    first, strong = _columns([scores[i] for i in rows])
+    if labelled is not None and labelled.positive is not None:
+        good = labelled.positive[rows]
+        agreements = [as_floats((x >= 0.5) == good) for x in (first[0], strong)]
+    else:
+        scale, truth = load_template(api).scale, strong
+        if labelled is not None:
+            labels = list(labelled.values[rows])
+            truth = as_floats(scale_labels(labels, scale.low, scale.high))
+        agreements = [1 - np.abs(x - truth) for x in (first[0], strong)]
+    # Choose on one half, so that the figures of the other half are not too good.
+    alone, judged = (a[~held_out] for a in agreements)
+    chosen = _choose(first[:, ~held_out], alone, judged, by_spread=cheap.has_spread)
+    asked = _unsure(chosen, first)[held_out]
+    alone, judged = (a[held_out] for a in agreements)
+    mixed = np.where(asked, judged, alone)
+    share = float(asked.mean())
+
+    def mean(values: NDArray[Any]) -> dict[str, Any]:
+        return estimate_or_reason(len(asked), lambda rows: float(values[rows].mean()), "")
+
+    kept = estimate_or_reason(
+        len(asked), lambda rows: float(mixed[rows].sum() / max(judged[rows].sum(), 1e-9)), ""
+    )
+    return facts | {
+        "flags": f"{_flag(chosen)} --rm_cascade_share {max(share, 0.01):.2g}",
+        "measured_on": len(asked),
+        "figures": {
+            f"{cheap.model} alone": mean(alone), f"{api.model} alone": mean(judged),
+            "the cascade": mean(mixed), f"share of {api.model} alone": kept,
+            f"responses sent to {api.model}": mean(asked.astype(np.float64)),
+        },
+        "cost": _costs(judge, scoring.metrics, len(rows), share),
+    }  # fmt: skip
+
+
+def _second_half(prompts: Sequence[str]) -> NDArray[np.bool_]:
+    """Return whether each row is in the second half; rows of one prompt stay together."""
+    names = sorted(set(prompts))
+    order = np.random.default_rng(0).permutation(len(names))
+    place = {name: int(number) for name, number in zip(names, order, strict=True)}
+    return np.asarray([2 * place[prompt] >= len(names) for prompt in prompts], dtype=bool)
+
+
+def _columns(scores: Sequence[Score]) -> tuple[Floats, Floats]:
+    """Return the cheaper judge's scores and spreads (2, rows), and the judge's scores."""
+    pairs = [(s.info["cheap_score"], s.info["cheap_spread"]) for s in scores]
+    first = as_floats([[score, math.inf if s is None else s] for score, s in pairs]).T
+    return first, as_floats([score.value or 0.0 for score in scores])
+
+
+def _choose(first: Floats, alone: Floats, judged: Floats, *, by_spread: bool) -> Doubt:
+    """Return the rule with the fewest calls that keeps KEPT of the judge's agreement.
+
+    The rows are a sample: it has to keep that with a confidence of 95 %.
+    """
+    best, fewest = Doubt(spread=0.0) if by_spread else Doubt(band=(0.0, 1.0)), math.inf
+    for doubt in _rules(first, by_spread):
+        asked = _unsure(doubt, first)
+        surplus = np.where(asked, judged, alone) - KEPT * judged
+        enough = surplus.mean() >= MARGIN * surplus.std() / math.sqrt(len(surplus))
+        if enough and asked.mean() < fewest:
+            best, fewest = doubt, float(asked.mean())
+    return best
+
+
+def _rules(first: Floats, by_spread: bool) -> Iterator[Doubt]:
+    """Yield rules to try: each spread that occurs, or bands between scores that occur."""
+    if by_spread:
+        spreads = np.unique(np.floor(first[1][np.isfinite(first[1])] * STEPS) / STEPS)
+        yield from (Doubt(spread=float(spread)) for spread in (*spreads, 0.5))
+        return
+    levels = np.unique(np.quantile(first[0], np.linspace(0, 1, MAX_LEVELS), method="nearest"))
+    for i, low in enumerate(levels):
+        for high in levels[i:]:
+            yield Doubt(band=(math.floor(low * STEPS) / STEPS, math.ceil(high * STEPS) / STEPS))
+
+
+def _unsure(doubt: Doubt, first: Floats) -> NDArray[np.bool_]:
+    return np.asarray([doubt.applies(score, spread) for score, spread in first.T], dtype=bool)
+
+
+def _flag(doubt: Doubt) -> str:
+    if doubt.spread is not None:
+        return f"--rm_cascade_spread {doubt.spread:g}"
+    return f"--rm_cascade_band {doubt.band[0]:g}-{doubt.band[1]:g}"
+
+
+def _costs(
+    judge: Judge, metrics: Mapping[str, float], rows: int, share: float
+) -> dict[str, float] | None:
+    """Return dollars for 1,000 responses, of the judge alone and of the cascade.
+
+    None if a price is unknown, or if verdicts came from the cache.
+    """
+    stage = "judge" if judge.part in (None, "judge") else f"judge_{judge.part}"
+    cheap, strong = (
+        1000 * metrics.get(f"{stage}/{who}_cost_usd", 0.0) / rows for who in ("cheap", "strong")
+    )
+    if not cheap or not strong or metrics.get(f"{stage}/cached"):
+        return None
+    return {"judge_usd": strong, "cascade_usd": cheap + share * strong}
