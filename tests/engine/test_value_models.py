@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
@@ -89,6 +90,19 @@ def test_values_are_a_head_on_what_the_output_layer_reads(tmp_path: Path, family
         model(input_ids=IDS, use_cache=False)
         expected = nn.functional.linear(seen[0], *value_model.head.parameters()).squeeze(-1)
     torch.testing.assert_close(values(value_model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "olmo2"])  # its head there, or another's name
+def test_the_head_of_a_reward_model_becomes_the_value_head(tmp_path: Path, family: str) -> None:
+    config = CONFIG_MAPPING[family](**SIZES[family], num_labels=1)
+    torch.manual_seed(2)
+    reward_model = AutoModelForSequenceClassification.from_config(config).eval()
+    nn.init.normal_(reward_model.score.weight)
+    reward_model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        score = reward_model(input_ids=IDS).logits
+    assert score.any()
+    torch.testing.assert_close(values(load(tmp_path))[:, -1:], score, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:

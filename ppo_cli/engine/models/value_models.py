@@ -29,6 +29,7 @@ CRITIC_FLAG = "--critic_model"
 HEAD = "score"
 VALUE_HEADS = (HEAD, "classifier")  # transformers' names of a token classifier's head
 TASK = "ForTokenClassification"
+CLASSIFIES_TEXTS = "ForSequenceClassification"
 # Suffixes of transformers' classes of causal language models.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
@@ -43,7 +44,8 @@ def load_value_model(
 ) -> ValueModel:
     """Load a backbone with a value head; a head that the checkpoint lacks starts at zero.
 
-    An `empty` model has all tensors on the meta device.
+    The head of a reward model (a sequence classifier with one label) becomes the value head. An
+    `empty` model has all tensors on the meta device.
     """
     options: dict[str, Any] = {
         "attn_implementation": attn_implementation,
@@ -60,13 +62,13 @@ def load_value_model(
             AutoModelForCausalLM, path, "language model", flag, empty=empty, config=config,
             **options,
         )  # fmt: skip
-        model, fresh = _take_text_part(full_model, builder, options), True
+        model = _take_text_part(full_model, builder, options)
+        fresh = {f"{name}.weight" for name in VALUE_HEADS}
     else:
-        model, names = load_weights(
+        model, fresh = load_weights(
             builder, path, "value model", flag, heads=VALUE_HEADS, replace_heads=True,
-            empty=empty, config=config, **options,
+            empty=empty, config=config, **options, **_rename_head(builder, config, options),
         )  # fmt: skip
-        fresh = bool(names)
     name = value_head(model)
     if name is None:
         raise ModelError(
@@ -74,11 +76,21 @@ def load_value_model(
         )
     head = getattr(model, name)
     # With a zero head all first values are 0, and the first updates do not disturb the backbone.
-    if fresh:
+    if f"{name}.weight" in fresh:
         nn.init.zeros_(head.weight)
-        if head.bias is not None:
-            nn.init.zeros_(head.bias)
+    # Heads of sequence classifiers have no bias.
+    if head.bias is not None and fresh:
+        nn.init.zeros_(head.bias)
     return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def _rename_head(builder: Any, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the option that loads a sequence classifier's head under a token classifier's name."""
+    if not any(name.endswith(CLASSIFIES_TEXTS) for name in config.architectures or ()):
+        return {}
+    with torch.device("meta"):
+        head = value_head(builder.from_config(config, **options))
+    return {} if head in (None, HEAD) else {"key_mapping": {rf"^{HEAD}\.": f"{head}."}}
 
 
 def build_value_model(config: Any, **options: Any) -> ValueModel:
