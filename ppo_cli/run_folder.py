@@ -32,10 +32,11 @@ from ppo_cli.atomic import (
     sweep_unfinished,
     unfinished_path,
 )
+from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
-from ppo_cli.digests import require_intact, write_manifest
-from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
+from ppo_cli.digests import NAMED_IN, require_intact, write_manifest
+from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean, plural
 from ppo_cli.redact import build_redactor
 from ppo_cli.spending import in_flight_file, merge_calls
 
@@ -534,6 +535,20 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
             f"{store.directory}/step_000010, or auto or never."
         )
     return path.resolve()
+
+
+def refuse_late_pretraining(config: Config, checkpoint: Path) -> None:
+    """Raise UserError if the critic is to be pretrained after steps of training without that.
+
+    Whoever goes on from a run that began with pretraining has its critic, and pretrains no more.
+    """
+    run = json.loads((checkpoint / NAMED_IN).read_text())["run"]
+    if pretrain_steps(config) and run["step"] > 0 and not run.get("pretraining"):
+        raise UserError(
+            f"{checkpoint} has {plural(run['step'], 'step')} of training, and critic pretraining "
+            "comes before the first: leave --critic_pretrain_steps and --critic_pretrain_until "
+            f"out, or start a new run with --model {checkpoint}/actor."
+        )
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,9 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     rows += [(f"judge: {name}", text) for name, text in summary.judge]
     if summary.critic:
         rows.append(("critic", summary.critic))
+    if summary.pretraining:
+        text = summary.pretraining.removeprefix("critic ")
+        rows.append(("" if summary.critic else "critic", text))
     if len(summary.rewards) >= MIN_POINTS:
         rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:

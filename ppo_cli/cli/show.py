@@ -31,8 +31,10 @@ from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted,
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.judge_card import describe_judges, format_dollars
 from ppo_cli.report.metrics import (
+    describe_pretraining,
     estimate_budget,
     extend_budget,
+    read_pretraining,
     recent_statistics,
 )
 from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
@@ -332,6 +334,8 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
         *(["\n".join(titled_table("The judge", judge))] if judge else []),
         *format_critic(run),
     ]
+    if lines := read_pretraining(run):
+        blocks.append(describe_pretraining(read_run_config(run)[0] or Config(), lines))
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))

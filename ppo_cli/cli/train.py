@@ -25,7 +25,13 @@ from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
-from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
+from ppo_cli.config.derived import (
+    DataSplit,
+    describe_missing_rows,
+    pretrain_steps,
+    split_files,
+    train_rows,
+)
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.memory.disk import find_disk_shortage
@@ -63,6 +69,7 @@ from ppo_cli.run_folder import (
     find_resume,
     find_source,
     read_metrics,
+    refuse_late_pretraining,
     run_settings,
 )
 
@@ -290,6 +297,7 @@ def find_checkpoint_refusal(config: Config) -> list[str]:
         checkpoint = find_resume(CheckpointStore(output_dir / "checkpoints", None), mode)
         assert checkpoint is not None
         require_resumable(checkpoint, command_line())
+        refuse_late_pretraining(config, checkpoint)
 
     return [redact(line) for line in collect_problems([check])]
 
@@ -388,7 +396,11 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     before = then.data.train_batch_size * then.rollout.n
     now = config.data.train_batch_size * config.rollout.n
     step = statistics.median(seconds) * now / before
-    total = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
+    most = pretrain_steps(config)
+    pretraining = " and critic pretraining" if most else ""
+    total = ""
+    if steps is not None:
+        total = f", {step * (most + steps) / 60:.3g} min for {steps:,} steps{pretraining}"
     sentence = (
         f"time: about {step:.3g} s per step{total}, from the median of {len(seconds)} steps of "
         f"{before} responses in {config.trainer.output_dir}"

@@ -19,7 +19,7 @@ from ppo_cli.errors import plural
 from ppo_cli.estimates import correlate
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.health import make_limits
-from ppo_cli.run_folder import paid_calls
+from ppo_cli.run_folder import PRETRAINING_FILE, paid_calls, read_lines
 from ppo_cli.spending import IN_FLIGHT
 
 Lines = Sequence[Mapping[str, Any]]
@@ -126,7 +126,8 @@ def describe_judge_totals(run_dir: Path, history: Lines) -> str:
     causes = Counter(str(call["outcome"]) for call in calls if call.get("outcome") != "ok")
     in_flight = causes.pop(IN_FLIGHT, 0)
     sums: Counter[str] = Counter()
-    for line in history:
+    lines = [*read_lines(run_dir / PRETRAINING_FILE), *history]
+    for line in lines:
         for key, value in line.items():
             if (match := _JUDGE_COUNTER.fullmatch(key)) and value is not None:
                 sums[match[1]] += value
@@ -143,7 +144,7 @@ def describe_judge_totals(run_dir: Path, history: Lines) -> str:
     if sums["cached"]:
         clauses.append(f"{plural(sums['cached'], 'verdict')} reused")
     unscored = sum(
-        line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
+        line.get(f"{split}score/failed") or 0.0 for line in lines for split in ("", "val/")
     )
     if unscored:
         clauses.append(f"{plural(unscored, 'response')} without a score")

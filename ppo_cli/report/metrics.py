@@ -27,7 +27,13 @@ from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations, name_measure
-from ppo_cli.run_folder import STEP_NAME, CheckpointStore, read_metrics
+from ppo_cli.run_folder import (
+    PRETRAINING_FILE,
+    STEP_NAME,
+    CheckpointStore,
+    read_lines,
+    read_metrics,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,6 +199,11 @@ def has_reached_target(config: Config, lines: Lines) -> bool:
     return target is not None and explained is not None and bool(explained >= target)
 
 
+def read_pretraining(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the steps of a run's critic pretraining; empty if it had none."""
+    return read_lines(run_dir / PRETRAINING_FILE)
+
+
 def describe_pretraining(config: Config, lines: Lines) -> str:
     """Return a sentence on critic pretraining; empty if there were no steps of it."""
     if not lines:
@@ -275,6 +286,7 @@ def summarise(
         first_step=first_step,
         judge=tuple(describe_judges(run_dir, config, history)),
         critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
+        pretraining=describe_pretraining(config, read_pretraining(run_dir)),
         declined=fell,
         verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),
         warnings=tuple(troubles.values()),

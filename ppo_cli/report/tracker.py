@@ -69,6 +69,7 @@ class Summary:
     first_step: int = 1
     judge: tuple[tuple[str, str], ...] = ()
     critic: str = ""
+    pretraining: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""
     warnings: tuple[str, ...] = ()

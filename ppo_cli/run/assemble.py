@@ -65,6 +65,7 @@ from ppo_cli.run_folder import (
     find_resume,
     read_fork,
     read_metrics,
+    refuse_late_pretraining,
     replace_lines,
 )
 from ppo_cli.scoring.sources import read_labelled_rollouts
@@ -639,6 +640,7 @@ def _find_changes(resume_from: Path | None, resolved: Resolved, identity: Mappin
             "run then starts, and the earlier one is kept."
         )
     require_resumable(resume_from, command)
+    refuse_late_pretraining(resolved.config, resume_from)
     return ""
 
 

@@ -576,6 +576,19 @@ class Config(Section):
             advice="algorithm.adv_estimator=gae",
         ),
         Conflict(
+            "critic.pretrain_steps critic.pretrain_until trainer.profile_steps",
+            lambda c: (
+                (c.critic.pretrain_steps or c.critic.pretrain_until) is not None
+                and any(word.partition("-")[0] == "1" for word in c.trainer.profile_steps)
+            ),
+            lambda c, at: (
+                "a profile of step 1 would have all of critic pretraining in it; profile another "
+                "one: --profile 2."
+            ),
+            example="critic.pretrain_steps=2 trainer.profile_steps=[1]",
+            advice="trainer.profile_steps=[2]",
+        ),
+        Conflict(
             "reward.shaping algorithm.adv_estimator",
             lambda c: (
                 ESTIMATORS[c.algorithm.adv_estimator].parts

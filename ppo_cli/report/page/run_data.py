@@ -21,8 +21,10 @@ from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     ROUNDING,
+    describe_pretraining,
     format_duration,
     read_limits,
+    read_pretraining,
     summarise,
 )
 from ppo_cli.report.tracker import Summary
@@ -31,6 +33,7 @@ from ppo_cli.run_folder import (
     JUDGES_FILE,
     LABELS_FILE,
     METRICS_FILE,
+    PRETRAINING_FILE,
     SPENT,
     WRITTEN_BY,
     CheckpointStore,
@@ -72,7 +75,8 @@ class RunData:
 
     def version(self) -> tuple[Any, ...]:
         """Return a value that changes when a file that the page reads changes."""
-        files = [self.folder / name for name in (METRICS_FILE, "config.yaml", LABELS_FILE)]
+        names = METRICS_FILE, PRETRAINING_FILE, "config.yaml", LABELS_FILE
+        files = [self.folder / name for name in names]
         states = [f.stat() for f in [*files, *sorted(self.folder.glob(SPENT))] if f.exists()]
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         return (*((s.st_size, s.st_mtime_ns) for s in states), *saved, is_active(self.folder))
@@ -198,9 +202,13 @@ def list_facts(
     if state == "running" and last.get("time/left_s"):
         facts.append(("time left", format_duration(last["time/left_s"])))
     facts.append(("time so far", format_duration(last.get("time/run_s") or 0.0)))
+    pretraining = read_pretraining(folder)
     if usd:
         # Steps cost about the same, so the cost of the whole run follows from the steps so far.
-        more = f", about {format_dollars(usd / step * total)} in all" if total and step else ""
+        before, more = len(pretraining), ""
+        if total and step:
+            all_usd = usd / (before + step) * (before + total)
+            more = f", about {format_dollars(all_usd)} in all"
         facts.append(("judge cost", format_dollars(usd) + (more if state != "done" else "")))
     if config is None:
         return facts
@@ -209,6 +217,9 @@ def list_facts(
         ("data", ", ".join(config.data.train_files)),
         ("reward", describe_reward(config.reward)),
     ]
+    if pretraining:
+        text = describe_pretraining(config, pretraining)
+        facts.append(("critic", text.removeprefix("critic ")))
     if fork := describe_fork_of(folder):
         facts.append(("forked from", fork.removeprefix("fork of ")))
     return facts
