@@ -135,3 +135,32 @@ def test_it_ends_at_its_target_or_says_that_it_did_not(tmp_path: Path) -> None:
     done = train(tmp_path / "missed", *run, "--critic_pretrain_steps", "2")
     assert "warning: critic pretrained in 2 steps: explained variance 0.00 -> 0." in done.stdout
     assert ", below the target 0.9 after all 2 steps (--critic_pretrain_steps)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(
+    ahead: bool, tmp_path: Path
+) -> None:
+    """With an adapter of the critic; and with rollouts that are sampled ahead and in parts."""
+    run = (
+        *PRETRAINED, "--engine", "ray", "--num_workers", "2", "--max_steps", "2",
+        "--test_freq", "-1",
+        *(("--async_steps", "2", "--partial_tokens", "1") if ahead else ()),
+        *(() if ahead else ("critic.model.lora_rank=4",)),
+    )  # fmt: skip
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    train(whole, *run)
+    process = start(out, *run)
+    try:
+        wait_for(out / "checkpoints" / "step_000000", process)
+    finally:
+        process.kill()
+        process.communicate()
+    done = train(out, *run)
+    assert "critic pretraining 6/6" in done.stdout and "pretraining 1/6" not in done.stdout
+    assert pretraining(out) == pretraining(whole) and metrics(out) == metrics(whole)
+    assert rows(out) == rows(whole)
+    for model in ("actor", "critic"):
+        mine, other = (stored(o / "checkpoints" / "latest", f"{model}/") for o in (out, whole))
+        assert all(torch.equal(mine[name], other[name]) for name in other)
