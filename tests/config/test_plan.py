@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.memory.disk import plan_disk
 from ppo_cli.config.plan import Plan, batch_arithmetic, make_plan
 from ppo_cli.data_sets.files import count_rows
 from tests.config.settling import settle
@@ -69,6 +70,17 @@ def test_max_steps_needs_no_rows_and_remax_scores_a_baseline() -> None:
     )
     assert sums["reward_calls"] == 3 * (256 + 256)
     assert "critic_epochs" not in sums
+
+
+def test_critic_pretraining_is_counted() -> None:
+    config = settle(
+        "trainer.total_training_steps=3", "data.val_files=[]", "critic.pretrain_until=0.5",
+        "model.path=embedded",
+    ).config  # fmt: skip
+    sums = batch_arithmetic(config)
+    assert sums["reward_calls_pretraining"] == 50 * 256
+    assert sums["reward_calls"] == (50 + 3) * 256
+    assert plan_disk(config, 3).facts["checkpoints_at_most"] == 2  # with the pretrained critic
 
 
 def test_one_of_a_thing_is_singular() -> None:

@@ -114,6 +114,37 @@ def test_the_critics_mini_batch_is_the_actors_unless_set_and_order_may_stay(make
     ]
 
 
+def test_pretraining_trains_the_critic_alone_and_an_outage_undoes_its_step(make: Make) -> None:
+    outage = iter([False] * 30 + [True])  # in the third step of twelve responses
+
+    def score(rollout: Rollout, step: int) -> float:
+        if next(outage, False):
+            raise Interrupted("The judge is down.")
+        return worth(number(rollout.prompt), rollout.sample)
+
+    script = make(steps=1, score=score, critic={"pretrain_steps": 4}, trainer={"save_freq": 1})
+    stage = ran(script, fails=Interrupted)
+    assert "The judge is down. 2 steps of critic pretraining are saved." in stage.screen.notes[-1]
+    step = ["generate", "annotate", *["critic"] * 3, "save"]
+    assert [c for c in stage.engine.calls if c != "last save"] == [*step, *step, *step[:2]]
+    assert all(m.pretraining for _, m in stage.engine.minibatches)
+    resumed = resume(script, 0)
+    assert resumed.engine.calls == [
+        "load", *step, *step, *step[:-1], *["actor"] * 3, "publish", "last save"
+    ]  # fmt: skip
+    assert [m.pretraining for _, m in resumed.engine.minibatches] == [True] * 6 + [False] * 6
+    # A reward hears of no step, so that nothing which it does every so many steps is due.
+    assert resumed.reward.calls == ["train", "train", 1, "train"]
+    assert len(resumed.state.pretraining) == 0 and resumed.column("scripted/scored") == {1: 60}
+    whole = ran(make("whole", steps=1, score=lambda r, s: worth(number(r.prompt), r.sample),
+                     critic={"pretrain_steps": 4}))  # fmt: skip
+    drawn = [s for of in (stage, resumed) for s in of.engine.samplings]
+    assert drawn[:2] + drawn[3:] == whole.engine.samplings
+    assert drawn[2] == whole.engine.samplings[2]  # what was undone is sampled again
+    later = resume(script, 1)
+    assert later.engine.calls == ["load"]
+
+
 def test_how_training_and_validation_sample(make: Make) -> None:
     stop = ("END", "\n\n")
     rollout = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "n": 3, "stop": [*stop]}

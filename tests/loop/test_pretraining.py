@@ -14,7 +14,17 @@ from safetensors.torch import load_file
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.run_folder import read_lines
-from tests.loop.runs import assert_same_run, metrics, rows, start, stored, train, wait_for
+from tests.forked import run_forked
+from tests.loop.runs import (
+    assert_same_run,
+    environment,
+    metrics,
+    rows,
+    start,
+    stored,
+    train,
+    wait_for,
+)
 
 # A warm-up whose first rate is far from the peak, and validations: both have to stay as they are.
 SMALL = (
@@ -46,6 +56,13 @@ def test_only_the_critic_is_trained_and_training_starts_as_without(
 ) -> None:
     plain = tmp_path / "plain"
     train(plain, *SMALL, "--max_steps", "1", "reward.shaping.normalize=running")
+    late = ("--resume", str(plain / "checkpoints" / "step_000001"), "--output_dir", str(tmp_path))
+    refused = [
+        run_forked([command, *PRETRAINED, *late], environment()) for command in ("plan", "train")
+    ]
+    problem = r"step_000001 has 1 step of training, and critic pretraining comes before the first"
+    for done in refused:
+        assert done.returncode == 2 and re.search(problem, done.stderr), done.stderr
     saved = pretrained / "checkpoints" / "step_000000"
     assert load_file(saved / "state" / "actor_optimizer.safetensors") == {}
     initial = load_file(Path(model_folder("embedded")) / "model.safetensors")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.cli.app import main
+from ppo_cli.cli.screen import format_summary
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.health import EXPLOITS
@@ -247,6 +249,15 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     # Cut short in the first step: 8 of 200 are paid for.
     assert budget(ExhaustedBudget("--rm_budget_usd", 0.01, 8, 0.0), 0, False, 0)[1] == "0.3"
     assert budget(ExhaustedBudget("--rm_budget_usd", 0.0, 0, 0.01), 0, False, 0)[1] == "2.4"
+    # 100 responses of critic pretraining: before the first step, and after four.
+    config = config.model_copy(
+        update={"critic": config.critic.model_copy(update={"pretrain_steps": 10})}
+    )
+    assert budget(ExhaustedBudget("--rm_budget_usd", 0.5, 50, 0.0), 0, False, 0)[1] == "3.6"
+    assert budget(ExhaustedBudget("--rm_budget_usd", 1.4, 140, 0.0), 4, False, 0)[1] == "3.6"
+    config = config.model_copy(
+        update={"critic": config.critic.model_copy(update={"pretrain_steps": None})}
+    )
     # Two votes a response, and a step cut short: 12 of 200 were asked, 24 calls; a call is added.
     votes = config.reward.api.model_copy(update={"votes": 2})
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"api": votes})})
@@ -343,6 +354,48 @@ def test_summary_and_page_judge_recorded_runs_alike(
     assert [s["from"] for s in page["findings"] if s["kind"] in EXPLOITS] == exploited
     # No other name for a validation whose scores all happen to be 1.
     assert {name for name, *_ in summary.measures} <= {"reward", "validation reward"}
+
+
+PRETRAINED = [{"step": 1, "explained_variance": None}, {"step": 2, "explained_variance": 0.56}]
+
+
+@pytest.mark.parametrize(
+    ("critic", "sentence"),
+    [
+        (
+            {"pretrain_steps": 2},
+            "critic pretrained in 2 steps: explained variance unknown -> 0.56",
+        ),
+        (
+            {"pretrain_until": 0.5},
+            "critic pretrained in 2 steps: explained variance unknown -> 0.56 (target 0.5)",
+        ),
+        (
+            {"pretrain_steps": 2, "pretrain_until": 0.6},
+            "critic pretrained in 2 steps: explained variance unknown -> 0.56, below the target "
+            "0.6 after all 2 steps (--critic_pretrain_steps)",
+        ),
+        (
+            {"pretrain_until": 0.6},
+            "critic pretraining: step 2 of 50, explained variance unknown -> 0.56 (target 0.6)",
+        ),
+    ],
+)
+def test_summary_show_and_page_say_what_pretraining_reached(
+    critic: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.model_validate({"critic": critic})
+    replace_lines(tmp_path / "metrics.jsonl", lines := [{"step": 1, "reward_mean": 0.4}])
+    replace_lines(tmp_path / "pretraining.jsonl", PRETRAINED)
+    settings = "".join(f"  {name}: {value}\n" for name, value in critic.items())
+    (tmp_path / "config.yaml").write_text(f"critic:\n{settings}")
+    end = summarise(lines, tmp_path, config, session=(1, 1.0), resume_command="")
+    assert end.critic == sentence
+    row = sentence.removeprefix("critic ")
+    assert any(line.split(maxsplit=1) == ["critic", row] for line in format_summary(end))
+    assert ("critic", row) in RunData(tmp_path, "run").read()["facts"]
+    assert main(["show", str(tmp_path)]) == 0
+    assert sentence in capsys.readouterr().out.split("\n")
 
 
 def test_small_amounts_are_not_nothing() -> None:

@@ -172,6 +172,21 @@ def test_repeated_verdicts_and_further_votes_are_counted() -> None:
     assert "up to 5 a response" in "\n".join(further.lines())
 
 
+def test_critic_pretraining_is_paid_for_before_the_first_step() -> None:
+    run = (
+        "trainer.total_training_steps=10", "critic.pretrain_until=0.5", "critic.pretrain_steps=30",
+        "reward.api.price_input=1", "reward.api.price_output=1", "reward.api.noise_responses=0",
+    )  # fmt: skip
+    bill = whole_run(foretell(*run))
+    assert bill.calls == (30 + 10) * 8
+    high = bill.high.total / 1e6
+    early = foretell(*run, f"reward.api.budget_usd={bill.low.total / 2e6}")
+    assert early.stops_at() == (0, 0)
+    assert any("stop in critic pretraining, before its first" in line for line in early.lines())
+    late = foretell(*run, f"reward.api.budget_usd={high * 0.876}").stops_at()
+    assert late is not None and late[0] == 5  # 30 of pretraining and 5 of 40 are seven eighths
+
+
 TYPED = [
     "plan", "--train_files", "t.jsonl", "--model", "o/m", "--batch_size", "4", "--mini_batch_size",
     "4", "--use_api_reward", "--rm_model", "qwen-plus", "--rm_prompt_preset", "math",
