@@ -156,20 +156,33 @@ def format_step(
     return "  ".join(fields.values())
 
 
-def format_pretraining(config: Config, lines: Sequence[Mapping[str, float]]) -> str:
-    """Return the last step of critic pretraining as one line, with the time left."""
+def format_pretraining(
+    config: Config, lines: Sequence[Mapping[str, float]], width: int | None = None
+) -> str:
+    """Return the last step of critic pretraining as one line.
+
+    With a `width` in characters the time left is not shown, and as few fields as fit.
+    """
     most, until, last = pretrain_steps(config), config.critic.pretrain_until, lines[-1]
-    seconds = [line["time/step_s"] for line in lines[-RECENT_STEPS:]]
-    target = "" if until is None else f" (target {until:g})"
     fields = [
         f"critic pretraining {len(lines):>{len(str(most))}}/{most}",
-        f"explained {format_explained(last.get('explained_variance'))}{target}",
+        f"explained {format_explained(last.get('explained_variance'))}"
+        + ("" if until is None else f" (target {until:g})"),
+        f"{last['time/step_s']:.1f} s",
         *(f"{COLUMNS[key]} {_format_metric(last[key])}" for key in PRETRAINED if key in last),
-        f"{seconds[-1]:.1f} s",
     ]
-    if left := (most - len(lines)) * math.fsum(seconds) / len(seconds):
-        fields.append(f"{format_duration(left)} left{'' if until is None else ' at most'}")
+    if not width and not is_pretrained(config, lines):
+        left = format_duration(_pretraining_seconds_left(config, lines))
+        fields.append(f"{left} left{'' if until is None else ' at most'}")
+    while width and len("  ".join(fields)) > width and len(fields) > 1:
+        fields.pop()
     return "  ".join(fields)
+
+
+def _pretraining_seconds_left(config: Config, lines: Sequence[Mapping[str, float]]) -> float:
+    """Return how long critic pretraining takes if it does not reach its target before."""
+    seconds = [line["time/step_s"] for line in lines[-RECENT_STEPS:]]
+    return (pretrain_steps(config) - len(lines)) * math.fsum(seconds) / len(seconds)
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -461,9 +474,11 @@ class TerminalScreen(Screen):
 
     def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
         """Print the line of a step of critic pretraining, and show how far it is."""
-        most = pretrain_steps(config)
-        self._pretraining = None if is_pretrained(config, lines) else (len(lines), most)
-        self._print(format_pretraining(config, lines))
+        self._pretraining = self._ends = None
+        if not is_pretrained(config, lines):
+            self._pretraining = len(lines), pretrain_steps(config)
+            self._ends = time.monotonic() + _pretraining_seconds_left(config, lines)
+        self._print(format_pretraining(config, lines, self._console.width))
 
     def _read_lines(self) -> None:
         """Update curves and status from the metrics of the finished steps."""

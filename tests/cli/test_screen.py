@@ -394,6 +394,43 @@ def test_step_line() -> None:
     )
 
 
+PRETRAINING = """
+from ppo_cli.cli.screen import make_screen
+from ppo_cli.config.schema.run import Config
+import sys
+screen = make_screen()
+config = Config.model_validate({"critic": {"pretrain_steps": 12, "pretrain_until": 0.5}})
+lines = [{"time/step_s": 7.0, "explained_variance": 0.1 * i, "reward_mean": 0.4, "value_loss": 0.1}
+         for i in range(6)]
+screen.begin(config, 40, [])
+for count in (3, 6):
+    screen.pretraining(config, lines[:count])
+    with screen.phase("update critic", 1):
+        print("ready", file=sys.__stderr__, flush=True)
+        sys.stdin.readline()
+screen.close()
+"""
+
+
+def test_pretraining_shows_its_step_the_explained_variance_and_the_time_left(
+    terminal: Callable[..., Terminal],
+) -> None:
+    view = terminal(80, 24, script=PRETRAINING)
+    rows = view.wait()
+    assert "critic pretraining  3/12  explained 0.20 (target 0.5)  7.0 s" in rows[0], rows
+    assert re.match(r"pretraining 4 of 12 \(3 done\) .*done about .*\(1 min \d+ s left\)", rows[-2])
+    view.go_on()
+    rows = view.wait()  # the target is reached: the run's steps come next
+    assert rows[-2].startswith("step 1 of 40") and "known after this step" in rows[-2], rows
+    view.go_on()
+    seen = run_piped(PRETRAINING.replace("sys.stdin.readline()", "pass"))
+    assert seen.split("\n")[:2] == [
+        "critic pretraining  3/12  explained 0.20 (target 0.5)  7.0 s  reward 0.400  value 0.100  "
+        "1 min 3 s left at most",
+        "critic pretraining  6/12  explained 0.50 (target 0.5)  7.0 s  reward 0.400  value 0.100",
+    ]
+
+
 def test_a_step_line_fits_into_a_terminal() -> None:
     metrics = dict.fromkeys(COLUMNS, -0.123) | {"time/step_s": 39.0, "time/left_s": 4000.0}
     fields = "step   7/120  reward -0.123  kl -0.123  entropy -0.123  length -0.123"
