@@ -390,7 +390,7 @@ def test_summary_show_and_page_say_what_pretraining_reached(
     settings = "".join(f"  {name}: {value}\n" for name, value in critic.items())
     (tmp_path / "config.yaml").write_text(f"critic:\n{settings}")
     end = summarise(lines, tmp_path, config, session=(1, 1.0), resume_command="")
-    assert end.critic == sentence
+    assert end.pretraining == sentence
     row = sentence.removeprefix("critic ")
     assert any(line.split(maxsplit=1) == ["critic", row] for line in format_summary(end))
     assert ("critic", row) in RunData(tmp_path, "run").read()["facts"]
