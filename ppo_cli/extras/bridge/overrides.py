@@ -360,7 +360,7 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
-        "node_timeout max_nonfinite_steps",
+        "node_timeout max_nonfinite_steps token_details",
     }.items()
     for name in names.split()
 )
