@@ -82,6 +82,15 @@ def desk(tmp_path: Path) -> Path:
     pairs = [
         {"prompt": f"{n} + 1 = ?", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)
     ]
+    labelled = [
+        {
+            "prompt": pair["prompt"], "response": pair[side], "good": side == "chosen",
+            "marks": {"correct": side == "chosen"},
+        }
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]  # fmt: skip
+    (tmp_path / "criteria.yaml").write_text("- {name: correct, text: The sum is right.}\n")
     task = {
         "task_id": "HumanEval/0", "prompt": "def add(a, b):\n", "entry_point": "add",
         "canonical_solution": "    return a + b\n",
@@ -89,6 +98,7 @@ def desk(tmp_path: Path) -> Path:
     }  # fmt: skip
     for name, content in (
         ("train.jsonl", [ROW] * 64), ("answers.jsonl", rows * 4), ("pairs.jsonl", pairs),
+        ("labelled.jsonl", labelled),
         ("HumanEval.jsonl", [task]),
     ):  # fmt: skip
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
