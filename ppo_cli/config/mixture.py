@@ -549,8 +549,8 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 
 # Settings that one of several judges behind a reward does not have itself: the reward has them.
 OF_REWARD = (
-    "enable", "judges", "cascade", "monitor", "local", "budget_usd", "budget_tokens", "cache",
-    "on_failure", "max_failure_rate", "batch_wait",
+    "enable", "judges", "cascade", "panel", "noise_responses", "monitor", "local", "budget_usd",
+    "budget_tokens", "cache", "on_failure", "max_failure_rate", "batch_wait",
 )  # fmt: skip
 
 
@@ -575,12 +575,13 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
             f"{at}.{key}: {text}" + "." * (text[-1] not in ".?") for key, text in problems
         )
     # Another provider has other models, addresses and keys, another model other prices.
-    fresh: tuple[str, ...] = ("judges", "cascade", "monitor", "local")
+    fresh: tuple[str, ...] = ("judges", "cascade", "panel", "monitor", "local")
     if values.get("type", api.type) != api.type:
         fresh += OF_PROVIDER
     elif "model" in values:
         fresh += ("price_input", "price_output")
-    judge = override_section(api, values, fresh)
+    order = {"rubric_order": "shuffled"} if api.shuffles else {}
+    judge = override_section(api, order | values, fresh)
     if not (judge.model or "").strip():
         raise ConfigError(f"{at} has no model: set {at}.model.")
     return judge
@@ -589,6 +590,17 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
 def cheaper_judge(api: ApiReward) -> ApiReward | None:
     """Return the settings of a cascade's cheaper judge, None without one; see `other_judge`."""
     return None if api.cascade.model is None else other_judge(api, api.cascade.model)
+
+
+def panel_judges(api: ApiReward) -> dict[str, ApiReward]:
+    """Return the settings of the further judges of a panel, by name; see `other_judge`."""
+    return {name: other_judge(api, name) for name in api.panel.judges}
+
+
+def other_judges(api: ApiReward) -> list[ApiReward]:
+    """Return the settings of all judges that a judge's reward asks besides it."""
+    cheap = cheaper_judge(api)
+    return [*([] if cheap is None else [cheap]), *panel_judges(api).values()]
 
 
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:

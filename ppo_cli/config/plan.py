@@ -32,7 +32,7 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, is_chosen, read_yaml
 from ppo_cli.config.memory.disk import find_disk_shortage, plan_disk
 from ppo_cli.config.memory.plan import memory_plan
-from ppo_cli.config.mixture import cheaper_judge, judges_of, mixture_line, mixture_of, models_of
+from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES, choose_adapter, effective_provider
 from ppo_cli.config.placement import PlanPart, data_ranks, plan_devices
 from ppo_cli.config.schema.algorithm import Trained
@@ -180,12 +180,14 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     # Judges of parts: how often each is called.
     for judge in judges_of(reward):
         if judge.part is not None:
-            cheap = cheaper_judge(judge.settings)
-            votes = judge.settings.most_votes + (cheap.most_votes if cheap else 0)
+            asked = [judge.settings, *other_judges(judge.settings)]
+            votes = sum(api.most_votes for api in asked)
             count = calls[judge.part] = _multiply(responses, votes)
             number = "unknown calls" if count is None else plural(count, "call")
             fewer = " at most" if judge.settings.max_votes else ""
-            fewer = f" at most, those of {cheap.model} included" if cheap else fewer
+            if asked[1:]:
+                others = " and ".join(str(api.model) for api in asked[1:])
+                fewer = f" at most, those of {others} included"
             if judge.only_if:
                 fewer = f" at most: it is asked only if {judge.only_if}"
             name = judge.name.removeprefix("the ")

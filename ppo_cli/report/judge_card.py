@@ -72,6 +72,11 @@ def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) ->
         yield "noise", text
     if (votes := values(f"{stage}/votes")) and judge.settings.max_votes:
         yield "votes", f"{fmean(votes):.2g} a response"
+    if spreads := values(f"{stage}/panel_spread"):
+        start = "reward/panel/" if judge.part is None else f"reward/{judge.part}.panel/"
+        names = ["judge", *judge.settings.panel.judges]
+        means = [f"{n} {fmean(found):.2f}" for n in names if (found := values(start + n))]
+        yield "panel", f"judges differ by {fmean(spreads):.2g} (means {', '.join(means)})"
     if lengths := values(f"{stage}/length_correlation"):
         yield "length", f"correlation {fmean(lengths):.2f} with the score"
     if places := values(f"{stage}/place_followed"):

@@ -76,8 +76,11 @@ def _judge(api: ApiReward, name: str) -> Reward:
     # Imported here: it loads HTTP and certificates, which a rule does not need.
     from ppo_cli.rewards.judge.cascade import CascadeReward
     from ppo_cli.rewards.judge.compare import CompareReward
+    from ppo_cli.rewards.judge.panel import PanelReward
     from ppo_cli.rewards.judge.reward import JudgeReward
 
+    if api.panel.judges:
+        return PanelReward(api, name=name)
     kind = CompareReward if api.mode == "compare" else JudgeReward
     return (kind if api.cascade.model is None else CascadeReward)(api, name=name)
 

@@ -32,7 +32,7 @@ from ppo_cli.config.machine.gpus import (
 )
 from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import GIB, host_memory
-from ppo_cli.config.mixture import cheaper_judge, judges_of
+from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.config.models.known_models import JUDGES
@@ -439,7 +439,7 @@ def _check_judges(machine: Machine) -> Findings:
 
     # The judges of the settings, or one for each key that is set.
     configured = [judge.settings for judge in judges_of(machine.config.reward)]
-    configured += filter(None, map(cheaper_judge, configured))
+    configured += [other for api in configured for other in other_judges(api)]
     judges = {f"{api.type} {api.model or ''}": api for api in configured}
     if not judges:
         for kind in providers_with_keys(machine.environ):

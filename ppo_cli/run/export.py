@@ -20,7 +20,14 @@ import yaml
 from ppo_cli.atomic import check_out_folder, replace_model
 from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.layers import DEFAULT, describe_fork
-from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
+from ppo_cli.config.mixture import (
+    judges_of,
+    mixture_line,
+    mixture_of,
+    models_of,
+    other_judges,
+    rules_of,
+)
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
@@ -277,6 +284,7 @@ def _describe_reward(run: Path, config: Config) -> list[str]:
             asked = f"rubric {_public_name(api.rubric)}"
         lines[-1] += f", {asked}, votes a response: {api.votes}"
         lines[-1] += f" to {api.max_votes}" if api.max_votes else ""
+        lines += [f"- Further judge: {other.model} ({other.type})" for other in other_judges(api)]
         lines += _list_criteria(api, request)
     for model in models_of(reward):
         path = _public_name(str(model.settings.path))

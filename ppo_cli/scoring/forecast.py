@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.config.derived import split_files, train_rows, val_rows
-from ppo_cli.config.mixture import cheaper_judge, judges_of
+from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.reward import ApiReward, Reward
@@ -118,7 +118,7 @@ class Forecast:
     sampled: int
     held_out: int = 0  # verdicts on labelled responses
     repeated: int = 0  # verdicts that measure the noise
-    cheap: Forecast | None = None  # of a cascade's cheaper judge
+    others: tuple[Forecast, ...] = ()  # of a cascade's cheaper judge, or of a panel's others
 
     def stops_at(self) -> tuple[int, int] | None:
         """Return the earliest and the latest step at which a budget ends the run; 0: before 1."""
@@ -144,14 +144,13 @@ class Forecast:
         """Yield (budget, low, high) for each budget: the low and high estimates of the run."""
         api, run = self.config.reward.api, self.run
         assert run is not None
-        costs, cheap = run.costs(self.price), self.cheap
-        if cheap is not None and cheap.run is not None:
-            others = cheap.run.costs(cheap.price)
-            if costs is not None and others is not None:
-                costs = costs[0] + others[0], costs[1] + others[1]
-            else:
-                costs = None
-            run = replace(run, low=run.low + cheap.run.low, high=run.high + cheap.run.high)
+        costs = run.costs(self.price)
+        # Further judges spend from the same budgets.
+        for other in self.others:
+            assert other.run is not None
+            more = other.run.costs(other.price)
+            costs = costs and more and (costs[0] + more[0], costs[1] + more[1])
+            run = replace(run, low=run.low + other.run.low, high=run.high + other.run.high)
         if api.budget_usd is not None and costs is not None:
             yield api.budget_usd, *costs
         if api.budget_tokens is not None:
@@ -171,8 +170,14 @@ class Forecast:
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
             "assumed": self.assumptions(),
-            **({"cheaper": self.cheap.as_dict()} if self.cheap else {}),
+            **self._others_as_dict(),
         }
+
+    def _others_as_dict(self) -> dict[str, Any]:
+        others = [other.as_dict() for other in self.others]
+        if self.config.reward.api.cascade.model is not None:
+            return {"cheaper": others[0]}
+        return {"panel": others} if others else {}
 
     def lines(self) -> list[str]:
         """Return the forecast as lines for the terminal."""
@@ -181,12 +186,14 @@ class Forecast:
         # change it.
         usage, where = (self.a_step, " a step") if self.run is None else (self.run, "")
         lines = [f"judge: {_usage_line(usage, price)}{where}{self._price_note()}"]
-        if self.cheap is not None:
-            cheap, share = self.cheap.run or self.cheap.a_step, api.cascade.share
-            line = f"{_usage_line(cheap, self.cheap.price)}{where}{self.cheap._price_note()}"
+        if api.cascade.model is not None:
+            share = api.cascade.share
             lines[0] += f", if it decides {share:.0%} of the responses (--rm_cascade_share)"
-            lines.append(f"cheaper judge, asked about all responses: {line}")
-            lines += self.cheap._model_warnings()
+        who = "cheaper judge" if api.cascade.model is not None else "judge of the panel"
+        for other in self.others:
+            line = _usage_line(other.run or other.a_step, other.price)
+            lines.append(f"{who}, asked about all responses: {line}{where}{other._price_note()}")
+            lines += other._model_warnings()
         if self.run is not None:
             lines.append(f"a step: {_usage_line(self.a_step, price)}")
         max_batches = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
@@ -200,7 +207,7 @@ class Forecast:
         # A second judge sees a share of the responses once, not once per vote.
         if api.monitor.model is not None:
             monitor, share = monitor_settings(api), api.monitor.share
-            scored = api.cascade.share if self.cheap else 1.0
+            scored = 1.0 if api.cascade.model is None else api.cascade.share
             read = usage.times(
                 share / scored / expected_votes(api), share / scored / api.most_votes
             )
@@ -298,8 +305,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     template, api = load_template(config.reward.api), config.reward.api
     sums, listed = batch_arithmetic(config), api.compare == "list"
     # A cascade's judge is asked about a share of the responses.
-    cheaper = cheaper_judge(api)
-    asked = 1.0 if cheaper is None else api.cascade.share
+    asked = 1.0 if api.cascade.model is None else api.cascade.share
     expected, most = asked * expected_votes(api), asked * api.most_votes
     # Responses per request (alone, in a list), and requests per response.
     alone, of_list, requests = 1, 1, 1.0
@@ -337,7 +343,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     # A few responses of the first step are judged again, unless votes show the noise.
     a_step = (sums["reward_calls_per_step"] or 0) * requests
     repeated = 0
-    if api.votes == 1 or api.mode == "compare":
+    if api.repeats:
         repeated = NOISE_REPEATS * round(min(api.noise_responses, a_step))
     if run is not None:
         run += a_call.times(labelled + checks + repeated)
@@ -351,7 +357,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
         repeated=repeated,
-        cheap=None if cheaper is None else _forecast_cheaper(config, cheaper, train, val),
+        others=tuple(_forecast_other(config, other, train, val) for other in other_judges(api)),
     )
 
 
@@ -361,11 +367,12 @@ def expected_votes(api: ApiReward) -> float:
     return api.votes + sum(DIFFERING**number for number in further)
 
 
-def _forecast_cheaper(
+def _forecast_other(
     config: Config, judge: ApiReward, train: Sequence[Prompt], val: Sequence[Prompt]
 ) -> Forecast:
-    """Return the forecast of a cascade's cheaper judge on the same rows."""
-    quiet = judge.model_copy(update={"noise_responses": 0})
+    """Return the forecast of a further judge on the same rows; in a panel it is repeated too."""
+    repeated = config.reward.api.noise_responses if config.reward.api.panel.judges else 0
+    quiet = judge.model_copy(update={"noise_responses": repeated})
     reward = config.reward.model_copy(update={"api": quiet})
     rows = {"train": train, "val": val}
     return forecast(config.model_copy(update={"reward": reward}), rows.__getitem__)

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from ppo_cli.config.mixture import (
     Judge,
-    cheaper_judge,
     judges_of,
     mixture_line,
     mixture_of,
     model_settings,
     models_of,
+    other_judges,
     override_section,
     rule_settings,
     rules_of,
@@ -82,23 +82,22 @@ def row_checks(
 
 
 def _asked_judges(judge: Judge) -> Iterator[ApiReward]:
-    """Yield the settings of a judge, and of the cheaper one that is asked before it."""
+    """Yield the settings of a judge, and of the others that its reward asks."""
     yield judge.settings
-    if cheap := cheaper_judge(judge.settings):
-        yield cheap
+    yield from other_judges(judge.settings)
 
 
 def _check_prices(settings: ApiReward) -> None:
     """Raise RewardError if a budget needs a price that is unknown."""
-    from ppo_cli.rewards.judge.costs import CHEAPER, build_ledger, share_ledger
+    from ppo_cli.rewards.judge.costs import OTHER, build_ledger, share_ledger
     from ppo_cli.rewards.judge.providers import monitor_settings
 
     # Building the ledger checks the prices; the second judge needs a price too.
     ledger = build_ledger(settings)
     if settings.monitor.model is not None:
         share_ledger(ledger, monitor_settings(settings))
-    if cheap := cheaper_judge(settings):
-        share_ledger(ledger, cheap, CHEAPER)
+    for other in other_judges(settings):
+        share_ledger(ledger, other, OTHER)
 
 
 def _check_held_out(settings: ApiReward, file: str) -> None:
@@ -188,8 +187,9 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
             problems.append(f"--batch: {judge.name}: ppo-cli has no batch API for {kind}.")
         if api.mode == "decision":
             problems.append(f"--batch: {judge.name}: it does not support --rm_mode decision.")
-        if api.cascade.model is not None:
-            problems.append(f"--batch: {judge.name}: it does not support --rm_cascade.")
+        if api.cascade.model is not None or api.panel.judges:
+            flag = "--rm_panel" if api.panel.judges else "--rm_cascade"
+            problems.append(f"--batch: {judge.name}: it does not support {flag}.")
         if (api.cache or "").strip().lower() == "off":
             problems.append(
                 f"--batch: {judge.name}: its jobs are stored next to the cache; set --rm_cache."

@@ -26,6 +26,7 @@ NEEDED = {
     **dict.fromkeys(
         ("every_rule_its_own", "every_model_its_own"), "reward.parts=[judge:1] reward.api.model=m"
     ),
+    "no_panel": JUDGE,
     "votes_show_noise": f"{JUDGE} reward.api.votes=3",
     "own_judge_prompt": f"{JUDGE} reward.api.scoring_prompt=x",
     "fixed_scale": f"{JUDGE} reward.api.rubric=extra_info.r",

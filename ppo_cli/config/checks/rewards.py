@@ -13,11 +13,11 @@ from ppo_cli.config.mixture import (
     Judge,
     MixPart,
     Mixture,
-    cheaper_judge,
     has_mixture,
     judges_of,
     model_settings,
     other_judge,
+    other_judges,
     read_mixture,
 )
 from ppo_cli.config.models.known_models import (
@@ -43,7 +43,7 @@ def check_judges(scene: Scene) -> Iterator[Clash]:
         for clash in find_conflicts(judge.settings, f"{judge.key}."):
             yield Clash(judge.keys(*clash.keys), clash.text)
         yield from _check_model(judge)
-        yield from _check_cascade(judge)
+        yield from _check_others(judge)
         if judge.settings.within_group:
             yield from _check_groups(judge, scene.config)
 
@@ -62,9 +62,9 @@ def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Mon
         yield judge.name, mend, judge.settings
         if monitor.model is not None and monitor.required:
             yield "the monitoring judge", f"{judge.key}.monitor.key_env=NAME", monitor
-        if cheap := _find_cheaper(judge):
+        for other in _find_others(judge):
             mend = f"{judge.key}.judges.NAME.key_env=NAME"
-            yield "the cascade's cheaper judge", mend, cheap
+            yield f"the judge {other.model}", mend, other
 
 
 def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -89,8 +89,7 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
         if unnamed and api.model == JUDGES[api.type].default:
             who = judge.name.capitalize()
             remarks.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
-        cheap = _find_cheaper(judge)
-        named = (api, api.monitor, *([cheap] if cheap else ()))
+        named: list[ApiReward | Monitor] = [api, api.monitor, *_find_others(judge)]
         remarks += (_shutdown_remark(settings, day) for settings in named)
         if api.votes > 1 and api.temperature == 0:
             remarks.append(
@@ -132,42 +131,51 @@ def _check_model(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _find_cheaper(judge: Judge) -> ApiReward | None:
-    """Return the settings of a cascade's cheaper judge; None without one, or with wrong ones."""
+def _find_others(judge: Judge) -> list[ApiReward]:
+    """Return the further judges of a cascade or a panel; none if one is wrong."""
     try:
-        return cheaper_judge(judge.settings)
+        return other_judges(judge.settings)
     except ConfigError:
-        return None
+        return []
 
 
-def _check_cascade(judge: Judge) -> Iterator[Clash]:
-    """The cheaper judge of a cascade must be usable, another one, and able to be unsure."""
-    api, cascade = judge.settings, judge.settings.cascade
-    keys = judge.keys("cascade.model", "judges")
-    try:
-        cheap = cheaper_judge(api)
-    except ConfigError as error:
-        yield Clash(keys, str(error))
-        return
-    if cheap is None:
-        return
-    for clash in find_conflicts(cheap, f"{judge.key}."):
-        yield Clash(keys, f"the cheaper judge {cascade.model}: {clash.text}")
-    if cheap.type == "local":
+def _check_others(judge: Judge) -> Iterator[Clash]:
+    """The further judges of a cascade or a panel must be usable, and all different."""
+    api, cascade, panel = judge.settings, judge.settings.cascade, judge.settings.panel
+    keys = judge.keys("panel.judges" if panel.judges else "cascade.model", "judges")
+    names = [*([cascade.model] if cascade.model else []), *panel.judges]
+    itself = api.model_copy(update={"judges": {"itself": {}}})
+    different = [other_judge(itself, "itself")] if names and (api.model or "").strip() else []
+    for name in names:
+        try:
+            other = other_judge(api, name)
+        except ConfigError as error:
+            yield Clash(keys, str(error))
+            continue
+        for clash in find_conflicts(other, f"{judge.key}."):
+            yield Clash(keys, f"the judge {name}: {clash.text}")
+        if other.type == "local":
+            yield Clash(
+                keys,
+                f"a run does not start further judges ({name}); serve it yourself, and set type: "
+                f"openai, model and base_url in {judge.key}.judges.",
+            )
+        if other in different or name == "judge":
+            text = f"{name} is asked already as the judge itself or as another one"
+            yield Clash(keys, f"{text}; name a different judge, or leave it out.")
+        different.append(other)
+        if cascade.spread is not None and not other.has_spread:
+            yield Clash(
+                judge.keys("cascade.spread", "votes", "mode"),
+                f"{other.model} gives one written score, which has no spread; use "
+                "--rm_cascade_band 0.2-0.8, or set its votes to 3 (--rm_votes, or "
+                f"{judge.key}.judges).",
+            )
+    if panel.judges and (panel.least or 1) > 1 + len(panel.judges):
         yield Clash(
-            keys,
-            f"a run does not start the cheaper judge of a cascade ({cascade.model}); serve it "
-            f"yourself, and set type: openai, model and base_url in {judge.key}.judges.",
-        )
-    if cheap == other_judge(api.model_copy(update={"judges": {"itself": {}}}), "itself"):
-        text = f"{cascade.model} is the judge itself; name a cheaper one, or leave it out."
-        yield Clash(keys, text)
-    if cascade.spread is not None and not cheap.has_spread:
-        yield Clash(
-            judge.keys("cascade.spread", "votes", "mode"),
-            f"{cheap.model} gives one written score, which has no spread; use "
-            "--rm_cascade_band 0.2-0.8, or set its votes to 3 (--rm_votes, or "
-            f"{judge.key}.judges).",
+            judge.keys("panel.least", "panel.judges"),
+            f"--rm_panel_least {panel.least} is more than the {1 + len(panel.judges)} judges of "
+            "the panel; lower it, or name more with --rm_panel.",
         )
 
 

@@ -114,9 +114,13 @@ UNUSED: Final[dict[str, Unused]] = {
         "no cheaper judge is asked first; set --rm_cascade, or leave it out",
         _all_judges(lambda api: api.cascade.model is None),
     ),
+    "no_panel": Unused(
+        "one judge scores alone; name further ones with --rm_panel, or leave it out",
+        _all_judges(lambda api: not api.panel.judges),
+    ),
     "no_other_judge": Unused(
-        "no further judge is asked; name one with --rm_cascade, or leave it out",
-        _all_judges(lambda api: api.cascade.model is None),
+        "no further judge is asked; name one with --rm_cascade or --rm_panel, or leave it out",
+        _all_judges(lambda api: api.cascade.model is None and not api.panel.judges),
     ),
     "no_labels": Unused(
         "no labelled responses are named; set --rm_monitor_labels, or leave it out",
@@ -132,7 +136,7 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "votes_show_noise": Unused(
         "the votes on each response (reward.api.votes) show how much verdicts differ; leave it out",
-        _all_judges(lambda api: api.votes > 1 and api.mode != "compare"),
+        _all_judges(lambda api: not api.repeats),
     ),
     # Judges that do not read the setting: their kind of answer, prompt or comparison replaces it.
     "fixed_scale": Unused(

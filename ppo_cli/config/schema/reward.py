@@ -264,6 +264,19 @@ class Cascade(Section):
     )
 
 
+class Panel(Section):
+    """Further judges that score each response as well; a robust mean of all scores counts."""
+
+    judges: tuple[str, ...] = setting(
+        (), "Further judge that scores each response as well, repeatable: MODEL, TYPE/MODEL or a "
+        "name in reward.api.judges.", flag="--rm_panel",
+    )  # fmt: skip
+    least: int | None = setting(
+        None, "Judges of a panel that must give a verdict on a response. Unset: more than half.",
+        flag="--rm_panel_least", ge=1, unused="no_panel",
+    )  # fmt: skip
+
+
 class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
@@ -311,6 +324,11 @@ class ApiReward(Section):
         "one",
         "Judge all criteria in one call, or each in a separate call: more expensive, and harder "
         "to fool.", flag="--rm_rubric_calls", unused="no_rubric",
+    )  # fmt: skip
+    rubric_order: Literal["fixed", "shuffled"] | None = setting(
+        None, "Order of the criteria in a request: that of the rubric, or another one for each "
+        "row, vote and judge. Unset: shuffled in a panel, else fixed.", flag="--rm_rubric_order",
+        unused="no_rubric",
     )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
         None, "Lowest and highest score, LOW-HIGH. Unset: the prompt's, else 1-10.",
@@ -446,6 +464,7 @@ class ApiReward(Section):
         unused="no_other_judge",
     )  # fmt: skip
     cascade: Cascade = section(Cascade)
+    panel: Panel = section(Panel)
     local: LocalJudge = section(LocalJudge, unused="judge_elsewhere")
     monitor: Monitor = section(Monitor)
     conflicts: ClassVar[tuple[Conflict, ...]] = (
@@ -473,25 +492,17 @@ class ApiReward(Section):
             advice="mode=text",
         ),
         Conflict(
-            "max_votes votes",
-            lambda s: s.max_votes is not None and not 2 <= s.votes < s.max_votes,
+            "max_votes votes mode",
+            lambda s: (
+                s.max_votes is not None and (s.mode == "compare" or not 2 <= s.votes < s.max_votes)
+            ),
             lambda s, at: (
-                f"--rm_max_votes {s.max_votes} asks on while verdicts differ, so it needs at least "
-                "two to begin with and more in the end; set --rm_votes 2 "
-                f"({at}votes is {s.votes})."
+                f"--rm_max_votes {s.max_votes} asks on while the verdicts on a response differ: it "
+                "needs at least two to begin with, more in the end, and no --rm_mode compare; set "
+                f"--rm_votes 2 ({at}votes is {s.votes})."
             ),
             example="max_votes=5",
             advice="votes=2",
-        ),
-        Conflict(
-            "mode max_votes",
-            lambda s: s.mode == "compare" and s.max_votes is not None,
-            lambda s, at: (
-                "--rm_mode compare has a fixed number of comparisons; set --rm_votes, and leave "
-                "--rm_max_votes out."
-            ),
-            example="mode=compare compare=ground_truth votes=2 max_votes=3",
-            advice="max_votes=null",
         ),
         Conflict(
             "mode monitor.labels",
@@ -504,14 +515,24 @@ class ApiReward(Section):
             advice="mode=text",
         ),
         Conflict(
-            "mode cascade.model",
-            lambda s: s.mode == "compare" and s.cascade.model is not None,
+            "mode cascade.model panel.judges",
+            lambda s: s.mode == "compare" and (s.cascade.model is not None or bool(s.panel.judges)),
             lambda s, at: (
-                "--rm_cascade asks whether a judge is sure of one response, and --rm_mode compare "
-                "gives no score of one; use --rm_mode text, or leave --rm_cascade out."
+                "--rm_cascade and --rm_panel need scores of single responses, and --rm_mode "
+                "compare gives none; use --rm_mode text, or leave them out."
             ),
             example="mode=compare compare=ground_truth cascade.model=small",
             advice="mode=text",
+        ),
+        Conflict(
+            "panel.judges cascade.model",
+            lambda s: bool(s.panel.judges) and s.cascade.model is not None,
+            lambda s, at: (
+                "--rm_panel asks all judges about each response, and --rm_cascade the judge only "
+                "where a cheaper one is unsure; keep one of them."
+            ),
+            example="panel.judges=[other] cascade.model=small",
+            advice="cascade.model=null",
         ),
         # Batch APIs answer within hours; a step cannot wait for that.
         Conflict(
@@ -536,6 +557,17 @@ class ApiReward(Section):
     def has_spread(self) -> bool:
         """Whether verdicts on one response show how sure the judge is."""
         return self.mode == "decision" or self.votes > 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether further verdicts are needed to see its noise: votes on a response show it."""
+        return self.votes == 1 or self.mode == "compare" or bool(self.panel.judges)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether criteria are asked in another order for each row, vote and judge."""
+        order = self.rubric_order or ("shuffled" if self.panel.judges else "fixed")
+        return order == "shuffled"
 
     @property
     def most_votes(self) -> int:

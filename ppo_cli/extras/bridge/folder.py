@@ -15,7 +15,7 @@ from typing import Any
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
 from ppo_cli.config.layers import Resolved
-from ppo_cli.config.mixture import cheaper_judge, judges_of, models_of
+from ppo_cli.config.mixture import judges_of, models_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.run import Config
@@ -253,7 +253,7 @@ def key_variables(config: Config) -> list[str]:
     """Return the variables that may hold a key of a judge or a served reward model."""
     judges = [judge.settings for judge in judges_of(config.reward)]
     monitors = [judge.monitor for judge in judges]
-    judges += filter(None, map(cheaper_judge, judges))
+    judges += [other for judge in judges for other in other_judges(judge)]
     models = [model.settings for model in models_of(config.reward)]
     named = [*(j.key_env for j in judges), *(m.key_env for m in monitors + models)]
     kinds = {*(judge.type for judge in judges), *(monitor.type for monitor in monitors)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo, shorten
@@ -145,13 +146,29 @@ class JudgeAsker:
             self._last_judged = questions[0]
         return score, error
 
+    async def is_up(self) -> bool:
+        """Return whether the judge still answers a question that it answered before."""
+        if self._last_judged is None:
+            return False
+        try:
+            async with asyncio.timeout(self._api.timeout):
+                await self.connection.client.ask(self._last_judged, fresh=True)
+        except (JudgeError, TimeoutError):
+            return False
+        return True
+
     async def _ask_verdict(
         self, rollout: Rollout, question: Question, *, fresh: bool = False
     ) -> Verdict:
         """Return one verdict; with one call per criterion, merged from their verdicts."""
         rubric, vote = question.rubric, question.vote
         if rubric is None or self._api.rubric_calls == "one":
-            return await self.connection.client.ask(question, fresh=fresh)
+            verdict = await self.connection.client.ask(question, fresh=fresh)
+            if rubric is None or not rubric.places:
+                return verdict
+            # Votes may have been asked in other orders.
+            grades = rubric.in_order(verdict.info["grades"])
+            return replace(verdict, info={**verdict.info, "grades": grades})
         # `rubric_calls: each`: one request per criterion.
         seen = self._visible_text(rollout)
         parts = [
@@ -203,4 +220,6 @@ class JudgeAsker:
         """Build the request for one response."""
         material = build_material(prompt, response)
         rubric = rubric or self._read_rubric(material)
+        if rubric is not None and self._api.shuffles and self._api.rubric_calls == "one":
+            rubric = rubric.shuffle(f"{prompt.uid}/{vote}/{self._api.type}/{self._api.model}")
         return self.template.question(material, self._api, vote=vote, rubric=rubric)

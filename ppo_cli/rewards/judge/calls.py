@@ -369,7 +369,7 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         info["spread"] = math.sqrt(within + info.get("vote_spread", 0.0) ** 2)
     parts = {"judge": Part(raw=raw, scaled=value)}
     if question.rubric is not None:
-        parts |= _graded(question.rubric, [v.info["grades"] for v in verdicts], info)
+        parts |= _graded(question.rubric.restore(), [v.info["grades"] for v in verdicts], info)
     return Score(value, reason=typical.reason, parts=parts, info=info, reply=typical.text)
 
 

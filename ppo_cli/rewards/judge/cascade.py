@@ -20,7 +20,7 @@ from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import judge_label
-from ppo_cli.rewards.judge.connection import connect_cheaper
+from ppo_cli.rewards.judge.connection import connect_other
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
@@ -66,7 +66,7 @@ class CascadeReward(JudgeReward):
         self._labels = {False: judge_label(cheap), True: judge_label(api)}
         self._begin_counts()
         try:
-            connection = connect_cheaper(cheap, environ, self.connection)
+            connection = connect_other(cheap, environ, self.connection)
             self._cheap = JudgeAsker(cheap, connection, self._loop)
         except BaseException:
             self._loop.close()

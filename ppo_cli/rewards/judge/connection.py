@@ -17,7 +17,7 @@ from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import PARSE_ATTEMPTS, JudgeClient, judge_label, reach_judge
-from ppo_cli.rewards.judge.costs import CHEAPER, Ledger, SharedLedger, build_ledger, share_ledger
+from ppo_cli.rewards.judge.costs import OTHER, Ledger, SharedLedger, build_ledger, share_ledger
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
@@ -88,12 +88,12 @@ def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection
     return JudgeConnection(provider, ledger, cache, direct, client, batch)
 
 
-def connect_cheaper(
+def connect_other(
     api: ApiReward, environ: Mapping[str, str], connection: JudgeConnection
 ) -> JudgeConnection:
-    """Build the connection of a cascade's cheaper judge, which spends from the same ledger."""
+    """Build the connection of a further judge, which spends from the same ledger."""
     provider = build_provider(api, environ=environ, flags="reward.api.judges.NAME.")
-    shared, cache = share_ledger(connection.ledger, api, CHEAPER), connection.cache
+    shared, cache = share_ledger(connection.ledger, api, OTHER), connection.cache
     client = JudgeClient(provider, limits=Limits.of(api), ledger=shared, cache=cache)
     return JudgeConnection(provider, connection.ledger, cache, client, client, shared=shared)
 

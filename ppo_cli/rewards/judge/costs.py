@@ -38,7 +38,7 @@ from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, in_flight_file, merge_calls
 
 logger = logging.getLogger(__name__)
 
-CHEAPER = "the cheaper judge's"  # in messages
+OTHER = "a further judge's"  # in messages
 # Rounding errors of a sum of many small amounts, in dollars.
 _ROUNDING = 1e-9
 # Lines kept for a file that may be attached later; beyond that the oldest are dropped.

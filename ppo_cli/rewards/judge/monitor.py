@@ -443,8 +443,7 @@ class JudgeObserver:
         self._votes = api.votes
         self.report = StepReport(api.votes)
         # Several votes on each response show the noise without further calls.
-        voted = api.votes > 1 and api.mode != "compare"
-        self.noise = NoiseCheck(0 if voted else api.noise_responses)
+        self.noise = NoiseCheck(api.noise_responses if api.repeats else 0)
         self.canaries = Canaries(connection.client, every=api.canary_every)
         self.labelled: LabelledCheck | None = None
         self.monitor: Monitor | None = None

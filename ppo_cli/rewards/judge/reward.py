@@ -156,7 +156,7 @@ class JudgeReward(JudgeAsker, Reward):
             self.connection.provider.stop_server()
 
     def _new_round(self) -> JudgingRound:
-        return JudgingRound(self._policy, self._judge, self._is_judge_up)
+        return JudgingRound(self._policy, self._judge, self.is_up)
 
     async def _finish(self, ended: JudgingRound, *, measuring: bool) -> None:
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
@@ -203,17 +203,6 @@ class JudgeReward(JudgeAsker, Reward):
     ) -> tuple[Score | None, JudgeError | None]:
         """Return the score of an entry; None and the error if there is no verdict."""
         return await self.ask_score(entry.rollout, question)
-
-    async def _is_judge_up(self) -> bool:
-        """Return whether the judge still answers a question that it answered before."""
-        if self._last_judged is None:
-            return False
-        try:
-            async with asyncio.timeout(self._api.timeout):
-                await self.connection.client.ask(self._last_judged, fresh=True)
-        except (JudgeError, TimeoutError):
-            return False
-        return True
 
     async def _rejudge(self, rollout: Rollout) -> float:
         """Return a fresh score in [0, 1]."""

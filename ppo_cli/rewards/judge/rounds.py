@@ -32,7 +32,8 @@ class PendingScore:
     """A response that waits for its score; `error` is why it has none yet.
 
     A `score` that other responses of its group may change is set in `future` only at the end of
-    the round. In a cascade, `cheap` is the cheaper judge's score, and `info` tells about it.
+    the round. In a cascade, `cheap` is the cheaper judge's score, and `info` tells about it. Of a
+    panel, `verdicts` has the scores of the judges so far.
     """
 
     rollout: Rollout
@@ -41,6 +42,7 @@ class PendingScore:
     score: Score | None = None
     failed_alone: int = 0
     cheap: Score | None = None
+    verdicts: dict[str, Score] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @property

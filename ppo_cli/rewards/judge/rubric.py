@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
@@ -67,6 +68,9 @@ SEVERITY_WEIGHTS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1
 MAX_CRITERIA = 60
 MAX_CRITERION_CHARS = 4000
 MAX_LEVELS = 20
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,25 @@ class Rubric:
 
     criteria: tuple[Criterion, ...]
     fixed: bool = False
+    places: tuple[int, ...] = ()  # of the criteria in the rubric as written, if shuffled
+
+    def shuffle(self, seed: str) -> Rubric:
+        """Return the rubric with its criteria in another order, the same for the same seed."""
+        places = list(range(len(self.criteria)))
+        random.Random(seed).shuffle(places)
+        criteria = tuple(self.criteria[place] for place in places)
+        return replace(self, criteria=criteria, places=tuple(places))
+
+    def restore(self) -> Rubric:
+        """Return the rubric as it is written."""
+        return replace(self, criteria=tuple(self.in_order(self.criteria)), places=())
+
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """Return values of the criteria in the order in which the rubric is written."""
+        if not self.places:
+            return list(values)
+        pairs = sorted(zip(self.places, range(len(values)), strict=True))
+        return [values[at] for _, at in pairs]
 
     @property
     def keys(self) -> tuple[str, ...]:

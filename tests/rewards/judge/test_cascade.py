@@ -152,7 +152,7 @@ def test_both_judges_spend_from_one_budget(
     assert {line["model"] for line in lines} == {"small", "judge-1"}
     assert 0.5 * limit < sum(line["usd"] for line in lines) <= limit
     assert len(lines) == cheap.count + server.count
-    with pytest.raises(RewardError, match="cheaper judge's model other, which is not known"):
+    with pytest.raises(RewardError, match="further judge's model other, which is not known"):
         make(budget_usd=1.0, cascade={"model": "openai/other"})
 
 

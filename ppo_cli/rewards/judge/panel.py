@@ -1,0 +1,197 @@
+"""A panel: several judges score each response, and a robust mean of their scores counts.
+
+The robust mean is the geometric median: the point with the least sum of distances to all scores.
+One corrupt judge of three cannot move it far, while it moves the mean by a third of its error. For
+a single score it is the median; with criteria it is a point in as many dimensions (Weiszfeld 1937;
+for judges: arXiv 2606.30931).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from ppo_cli.config.mixture import panel_judges
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.records import Part, Prompt, Rollout, Score
+from ppo_cli.rewards.base import Tell, tell_nobody
+from ppo_cli.rewards.judge.asker import JudgeAsker
+from ppo_cli.rewards.judge.calls import JudgeError, Question
+from ppo_cli.rewards.judge.client import Counters
+from ppo_cli.rewards.judge.connection import connect_other
+from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.judge.rounds import PendingScore
+from ppo_cli.rewards.remote.failures import Failure
+
+MAX_STEPS, _ENOUGH = 500, 1e-10  # of Weiszfeld's iteration, and the step at which it ends
+_COSTS = ("judge_tokens", "judge_calls", "cost_usd")
+
+
+class PanelReward(JudgeReward):
+    """Scores by several judges; what does not concern scores is asked of the first alone."""
+
+    def __init__(
+        self, api: ApiReward, *, name: str = "judge", environ: Mapping[str, str] = os.environ
+    ) -> None:
+        super().__init__(api, name=name, environ=environ)
+        self._least = api.panel.least or (1 + len(api.panel.judges)) // 2 + 1
+        self._spreads: list[float] = []
+        self._failures: dict[str, int] = defaultdict(int)
+        self._askers = {"judge": JudgeAsker(api, self.connection, self._loop)}
+        try:
+            for other, settings in panel_judges(api).items():
+                connection = connect_other(settings, environ, self.connection)
+                self._askers[other] = JudgeAsker(settings, connection, self._loop)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def start(
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
+    ) -> None:
+        """Check the rows for all judges, then each judge by its first calls."""
+        others = list(self._askers.values())[1:]
+        for asker in others:
+            asker.check_rows(prompts)
+        super().start(prompts, patient=patient, tell=tell)
+        for asker in others if prompts else ():
+            asker.try_out(prompts, patient=patient, tell=tell)
+
+    def waiting_for(self) -> str | None:
+        """Return what a judge is waiting for, or None while verdicts come in."""
+        clients = (asker.connection.client for asker in self._askers.values())
+        return super().waiting_for() or next(filter(None, (c.waiting_for() for c in clients)), None)
+
+    async def _ask_judges(
+        self, entry: PendingScore, question: Question
+    ) -> tuple[Score | None, JudgeError | None]:
+        """Return the robust mean of the judges' scores; None and an error if too few came."""
+        # When the panel is asked again after a failure, only those that failed are.
+        missing = [name for name in self._askers if name not in entry.verdicts]
+        answers = await asyncio.gather(
+            *(self._askers[name].ask_score(entry.rollout) for name in missing)
+        )
+        came = {n: score for n, (score, _) in zip(missing, answers, strict=True) if score}
+        entry.verdicts |= came
+        errors = {n: error for n, (_, error) in zip(missing, answers, strict=True) if error}
+        for name in errors:
+            self._failures[name] += 1
+        lost = {name: {"failure": error.summary} for name, error in errors.items()}
+        entry.info = {"panel": _describe_verdicts(entry.verdicts) | lost}
+        if len(entry.verdicts) < self._least:
+            first = min(errors.values(), key=lambda error: error.kind is not Failure.RETRYABLE)
+            judges = ", ".join(f"{name}: {error}" for name, error in errors.items())
+            return None, first.rewritten(
+                f"{len(entry.verdicts)} of {len(self._askers)} judges gave a verdict, "
+                f"{self._least} are needed ({judges})"
+            )
+        score = self._combine(entry.verdicts, question)
+        self._spreads.append(float(score.info["panel_spread"]))
+        return replace(score, info={**score.info, **entry.info}), None
+
+    async def is_up(self) -> bool:
+        """Return whether all judges still answer a question that they answered before."""
+        return all(await asyncio.gather(*(asker.is_up() for asker in self._askers.values())))
+
+    async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
+        """Return several fresh scores of the panel."""
+        question = self.question(rollout.prompt, self._visible_text(rollout))
+        repeats = await asyncio.gather(*(a._repeat(rollout, votes) for a in self._askers.values()))
+        panels = [
+            {n: score for n, score in zip(self._askers, scores, strict=True) if score.judged}
+            for scores in zip(*repeats, strict=True)
+        ]
+        few = Score.failed("too few judges gave a verdict")
+        return [self._combine(p, question) if len(p) >= self._least else few for p in panels]
+
+    async def _ask_again(self, rollout: Rollout, question: Question) -> float:
+        """Return a fresh score of the panel in [0, 1]."""
+        (score,) = await self._repeat(rollout, 1)
+        if score.value is None:
+            raise JudgeError(Failure.UNPARSED, "panel", score.failure)
+        return score.value
+
+    def _combine(self, scores: Mapping[str, Score], question: Question) -> Score:
+        """Return one score from those of the judges, by judge."""
+        values = {name: float(score.value or 0.0) for name, score in scores.items()}
+        info: dict[str, Any] = {
+            name: sum(score.info[name] for score in scores.values()) for name in _COSTS
+        }
+        info["cached"] = all(score.info["cached"] for score in scores.values())
+        info["latency_s"] = max(score.info["latency_s"] for score in scores.values())
+        parts = {f"panel/{name}": Part(value, None) for name, value in values.items()}
+        value = median(values.values())
+        if question.rubric is not None:
+            # Credits in the order of the rubric, a point for each judge.
+            rubric = question.rubric.restore()
+            credits = [score.info["criteria"] for score in scores.values()]
+            names = [criterion.name for criterion in rubric.criteria]
+            middle = geometric_median([[each[name] for name in names] for each in credits])
+            pairs = zip(rubric.criteria, middle, strict=True)
+            value = rubric.value([criterion.credit(credit) for criterion, credit in pairs])
+            info["criteria"] = dict(zip(names, middle, strict=True))
+            if rubric.fixed:
+                parts |= {f"rubric/{name}": Part(c, None) for name, c in info["criteria"].items()}
+        nearest = min(scores, key=lambda name: abs(values[name] - value))
+        info["panel_spread"] = pstdev(values.values())
+        scale = question.scale
+        parts["judge"] = Part(scale.low + value * (scale.high - scale.low), value)
+        return Score(
+            value, reason=scores[nearest].reason, parts=parts, info=info,
+            reply=scores[nearest].reply,
+        )  # fmt: skip
+
+    async def _collect_metrics(self) -> dict[str, float]:
+        """Return the metrics of all judges together, then how much they disagree."""
+        clients = [asker.connection.client for asker in self._askers.values()]
+        counters = sum((client.pop_counters() for client in clients), Counters())
+        metrics = self._observer.pop_metrics(
+            counters, self.connection.ledger, validating=self._validating
+        )
+        if self._spreads:
+            metrics["judge/panel_spread"] = fmean(self._spreads)
+        for name, count in self._failures.items():
+            metrics[f"judge/panel_failed/{name}"] = float(count)
+        self._spreads = []
+        self._failures.clear()
+        return metrics
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(asker.connection.close() for asker in self._askers.values()))
+        await super()._close()
+
+
+def _describe_verdicts(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
+    """Return what the rollouts keep of each judge's verdict."""
+    return {name: {"score": s.value, "reason": s.reason} for name, s in scores.items()}
+
+
+def geometric_median(points: Sequence[Sequence[float]]) -> list[float]:
+    """Return the point with the least sum of Euclidean distances to N points of K coordinates.
+
+    Weiszfeld's iteration from the mean, with the correction of Vardi & Zhang (2000, PNAS 97:1423)
+    for an iterate that is one of the points.
+    """
+    middle = [fmean(axis) for axis in zip(*points, strict=True)]
+    for _ in range(MAX_STEPS):
+        distances = [math.dist(point, middle) for point in points]
+        apart = [(p, 1 / d) for p, d in zip(points, distances, strict=True) if d > _ENOUGH]
+        if not apart:
+            return middle
+        weight = math.fsum(w for _, w in apart)
+        target = [math.fsum(w * p[k] for p, w in apart) / weight for k in range(len(middle))]
+        # Points that coincide with the iterate hold it back.
+        pull = weight * math.dist(target, middle)
+        held = len(points) - len(apart)
+        share = max(0.0, 1 - held / pull) if pull > _ENOUGH else 0.0
+        moved = [m + share * (t - m) for m, t in zip(middle, target, strict=True)]
+        if math.dist(moved, middle) <= _ENOUGH:
+            return moved
+        middle = moved
+    return middle
