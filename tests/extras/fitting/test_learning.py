@@ -50,8 +50,8 @@ def test_a_fit_tells_right_sums_from_wrong_ones(reward_model: Path) -> None:
 @pytest.mark.slow
 def test_ppo_raises_the_score_of_held_out_prompts(reward_model: Path, tmp_path: Path) -> None:
     ppo(
-        "train", "--preset", "embedded", "--reward_model", str(reward_model), "--max_steps", "10",
-        "--test_freq", "10", "--output_dir", str(tmp_path / "run"),
+        "train", "--preset", "embedded", "--reward_model", str(reward_model), "--max_steps", "15",
+        "--test_freq", "15", "--output_dir", str(tmp_path / "run"),
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
