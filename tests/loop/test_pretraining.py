@@ -60,7 +60,8 @@ def test_only_the_critic_is_trained_and_training_starts_as_without(
     train(plain, *SMALL, "--max_steps", "1", "reward.shaping.normalize=running")
     late = ("--resume", str(plain / "checkpoints" / "step_000001"), "--output_dir", str(tmp_path))
     refused = [
-        run_forked([command, *PRETRAINED, *late], environment()) for command in ("plan", "train")
+        run_forked([command, *PRETRAINED, *late], environment(), timeout=800)
+        for command in ("plan", "train")
     ]
     problem = r"step_000001 has 1 step of training, and critic pretraining comes before the first"
     for done in refused:
