@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,14 @@ from ppo_cli.cli.flags import (
     set_parameters,
 )
 from ppo_cli.cli.help import App
+from ppo_cli.cli.reward_tables import (
+    Facts,
+    format_audit,
+    format_calibration,
+    format_scores,
+    format_section,
+    list_estimate_rows,
+)
 from ppo_cli.cli.screen import (
     format_number,
     make_printable,
@@ -45,274 +52,10 @@ from ppo_cli.errors import (
     plural,
     ppo,
 )
-from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Screen
 
-# Characters of the longest bar in a histogram.
-BAR = 30
-Facts = Mapping[str, Any]
-Pairs = Sequence[tuple[str, str]]
-# Key of a cost -> its name in tables.
-COST_COLUMNS = {
-    "calls": "calls", "cached": "from the cache", "cost_usd": "cost", "tokens": "tokens",
-    "tokens_in": "tokens in", "tokens_out": "tokens out",
-}  # fmt: skip
-# Columns of the tables about parts of a mixture and about criteria: key -> heading.
-PART_COLUMNS = {
-    "weight": "weight", "share": "of the spread", "scored": "scored", "failed": "failed",
-    "gated": "not asked", "mean": "mean", "std": "std", "min": "min", "max": "max",
-    "length": "with length",
-}  # fmt: skip
-CRITERIA = {
-    "rows": "rows", "mean": "mean", "with the rest": "with the rest",
-    "with the label": "with the label", "labelled": "labelled", "agree": "agree",
-    "kappa": "kappa", "credited too much": "too kind", "credited too little": "too harsh",
-}  # fmt: skip
 # Prices are US dollars per million tokens; "reads" is the context length.
 MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
-
-
-def format_scores(summary: Facts) -> list[str]:
-    """Return the result of `ppo reward score` as lines: statistics, histogram, examples."""
-    rows = _count_rows(summary)
-    if summary["scored"]:
-        rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
-    # Numbers first, then remarks, then the histogram and examples.
-    lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *format_parts(summary)]
-    if summary["remarks"]:
-        lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
-    lines += format_histogram(summary["histogram"])
-    # If the file already had scores, show how much the order has changed.
-    if summary["rankings"] is not None:
-        lines += ["", *format_rankings(summary["rankings"])]
-    for title in ("best", "worst"):
-        if summary[title]:
-            lines += ["", title.capitalize()]
-            lines += [line for example in summary[title] for line in _format_example(example)]
-    return [*lines, "", f"Written: {summary['out']}"]
-
-
-def format_rankings(facts: Facts) -> list[str]:
-    """Return the result of `compare_rankings` as a table, with rows for steps if several."""
-    of_prompts = f"among responses to one prompt ({plural(facts['groups'], 'prompt')})"
-    pairs = [
-        (f"rank correlation, {plural(facts['rows'], 'row')}", format_number(facts["agreement"])),
-        (of_prompts, format_number(facts["within"])),
-        ("pairs in reversed order", _format_percent(facts["turned"])),
-    ]
-    # One row for each step of a run, if there are several.
-    for step in facts["steps"] if len(facts["steps"]) > 1 else ():
-        means = f"{format_number(step['before'])} -> {format_number(step['now'])}, "
-        pairs.append(
-            (f"step {step['step']}, mean", f"{means}rank {format_number(step['agreement'])}")
-        )
-    return titled_table("Compared with the earlier scores", pairs)
-
-
-def format_parts(facts: Facts) -> list[str]:
-    """Return tables of a mixture's parts and correlations; else only the values it reports."""
-    parts, mixed = facts["parts"], len(facts["parts"]) > 1
-    lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
-    if facts["reported"]:
-        lines += ["", *_parts_table("Reported only", facts["reported"], PART_COLUMNS)]
-    pairs = [(" with ".join(c["parts"]), format_number(c["value"])) for c in facts["correlations"]]
-    if mixed:
-        pairs.append(("total with length", format_number(facts["length"])))
-        lines += _section("Correlations", pairs)
-    # Affine scalings with these numbers keep the scores comparable in later runs.
-    scales = [f"  {n}: {{{f['affine']}}}" for n, f in parts.items() if f["affine"] is not None]
-    if scales and (mixed or "model" in parts):
-        lines += [
-            "",
-            "To keep these scales in later runs, put below composite_reward: parts:",
-            *scales,
-        ]
-    return lines
-
-
-def _parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
-    """Return a table with a row for each part; columns without any value are left out."""
-    present = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
-    cells = [["", *present.values()]]
-    for name, row in rows.items():
-        cells.append([name, *(_format_cell(key, row.get(key)) for key in present)])
-    return titled_table(title, cells, left_aligned=1)
-
-
-def _format_cell(key: str, value: Any) -> str:
-    """Return a value as its column shows it: a percentage, a count or a number."""
-    # An estimate with an interval: the table shows only its value.
-    if isinstance(value, Mapping):
-        value = value["value"]
-    if key in ("weight", "share", "agree", "credited too much", "credited too little"):
-        return _format_percent(value)
-    return f"{value:,}" if isinstance(value, int) else format_number(value)
-
-
-def _format_percent(value: float | None) -> str:
-    """Return a share as a whole percentage, or a dash."""
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _section(title: str, rows: Pairs) -> list[str]:
-    """Return an empty line and a table."""
-    return ["", *titled_table(title, rows)]
-
-
-def _count_rows(summary: Facts) -> list[tuple[str, str]]:
-    """Return table rows with the numbers of rows, of scores, and of failures by cause."""
-    rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
-    failed = summary["failed"].items()
-    return rows + [(f"failed: {cause}", f"{count:,}") for cause, count in failed]
-
-
-def _cost_rows(facts: Facts) -> Pairs:
-    """Return table rows with time, calls, tokens and cost; what is unknown is left out."""
-    rows = [("time", format_duration(facts["seconds"]))]
-    for key, word in COST_COLUMNS.items():
-        value = facts.get(key)
-        if value is not None:
-            rows.append((word, f"${value:.4f}" if key == "cost_usd" else f"{value:,.0f}"))
-    return rows
-
-
-def format_histogram(histogram: Sequence[Facts]) -> list[str]:
-    """Return a bar of `#` for each level of a histogram, highest first; empty without levels."""
-    if not histogram:
-        return []
-    names = [_format_level(level) for level in histogram]
-    width = max(map(len, names))
-    largest = max(level["count"] for level in histogram)
-    lines = ["", "Scores by level"]
-    for name, level in zip(names, histogram, strict=True):
-        size = round(BAR * level["count"] / largest)
-        # A level with any score has at least one character.
-        bar = "#" * (size or bool(level["count"]))
-        lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
-    return lines
-
-
-def _format_level(level: Facts) -> str:
-    """Return a level of a histogram as `LOW to HIGH`, or as one number."""
-    low, high = format_number(level["from"]), format_number(level["to"])
-    return low if level["from"] == level["to"] else f"{low} to {high}"
-
-
-def _format_example(example: Facts) -> list[str]:
-    """Return the lines of an example: score, row and response, and the judge's reason."""
-    lines = [f"  {format_number(example['score'])}  {example['row']}: {example['response']}"]
-    return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
-
-
-def format_calibration(result: Facts) -> list[str]:
-    """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
-    counts, spent = _count_rows(result), _cost_rows(result["spent"])
-    cascades = [line for facts in result["cascade"].values() for line in _format_cascade(facts)]
-    if "labels" not in result:
-        return [*titled_table("Rows", [*counts, *spent]), *cascades]
-    lines = titled_table("Rows", [*counts, ("labels", result["labels"]), *spent])
-    agreement = _estimate_rows(result["agreement"])
-    lines += _section("Compared with the labels (95 % interval)", agreement)
-    for name, facts in result["parts"].items():
-        if "agreement" in facts:
-            lines += _section(f"Part {name} alone", _estimate_rows(facts["agreement"]))
-    # How parts and criteria contribute.
-    lines += format_parts(result)
-    if result["criteria"]:
-        lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
-    lines += _section("Bias (rank correlation with the score)", _estimate_rows(result["bias"]))
-    # How much the verdicts vary when the judge is asked again.
-    if result["repeated"] is not None:
-        lines += _section("Repeated verdicts", _repeated_rows(result["repeated"]))
-    for name, facts in result["parts"].items():
-        if facts.get("repeated") is not None:
-            lines += _section(f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"]))
-    lines += cascades
-    # What a run would pay.
-    lines += _section("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))
-    return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
-
-
-def _format_cascade(facts: Facts) -> list[str]:
-    """Return what a cascade's best rule keeps and saves, and the flags that set it."""
-    if "why" in facts:
-        return _section("Cascade", [("not measured", facts["why"])])
-    rows = [*_estimate_rows(facts["figures"])]
-    if (cost := facts["cost"]) is not None:
-        alone, cascade = cost["judge_usd"], cost["cascade_usd"]
-        saved = f"${cascade:.3f} instead of ${alone:.3f}: {1 - cascade / alone:.0%} less"
-        rows.append(("cost of 1,000 responses", saved))
-    others = plural(facts["measured_on"], "row")
-    title = f"Cascade: agreement on {others} that the rule was not chosen on (95 % interval)"
-    return [*_section(title, rows), "", f"Set {facts['flags']}"]
-
-
-def _estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
-    """Return table rows of estimates with their intervals; without a value they say why."""
-    rows = []
-    for name, facts in estimates.items():
-        if facts["value"] is None:
-            rows.append((name, f"- ({facts['why']})"))
-            continue
-        interval = ""
-        if facts["low"] is not None:
-            interval = f"  [{format_number(facts['low'])}, {format_number(facts['high'])}]"
-        # Agreement with yes-no labels depends on a threshold: show it.
-        at = f"  at {format_number(facts['at'])}" if facts.get("at") is not None else ""
-        rows.append((name, f"{format_number(facts['value'])}{interval}{at}"))
-    return rows
-
-
-def _repeated_rows(facts: Facts) -> Pairs:
-    """Return table rows on how much repeated verdicts on the same rows differ."""
-    return [
-        ("rows", f"{facts['rows']:,} x {facts['verdicts']}"),
-        ("exactly the same", f"{facts['same']:.0%} of pairs"),
-        ("mean difference", format_number(facts["mean_gap"])),
-        ("largest difference", format_number(facts["largest_gap"])),
-    ]
-
-
-def _cost_per_1000_rows(facts: Facts) -> Pairs:
-    """Return table rows with time and cost of 1,000 responses."""
-    # Cached verdicts cost nothing, so nothing can be extrapolated.
-    if not facts:
-        return [("unknown", "every verdict came from the cache")]
-    rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *COST_COLUMNS.items())]
-    return [
-        (word, f"${value:.3f}" if word == "cost" else format_number(value))
-        for word, value in rows
-        if value is not None
-    ]
-
-
-def format_audit(result: Facts) -> list[str]:
-    """Return the result of `ppo reward audit` as lines: each check with its worst case."""
-    # Checks that do not apply to this reward are skipped.
-    verdicts = {True: "PASS", False: "FAIL", None: "skip"}
-    lines = [f"Audit of {result['reward']}", ""]
-    for check in result["checks"]:
-        lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
-        lines += _format_worst_case(check["worst"], failed=check["passed"] is False)
-    spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
-    return [*lines, "", f"{plural(result['asked'], 'verdict')}; {spent}."]
-
-
-def _format_worst_case(case: Facts | None, *, failed: bool) -> list[str]:
-    """Return the lines of a check's worst case: all facts if the check failed, else one."""
-    if case is None:
-        return []
-    if failed:
-        return [f"      {word}: {_format_value(case[word])}" for word in case if case[word] != ""]
-    return [f"      closest: {_format_value(case['got'])} for {_format_value(case['sent'])}"]
-
-
-def _format_value(value: Any) -> str:
-    """Return a number with three digits, a text as it is, anything else as JSON."""
-    if isinstance(value, float):
-        return format_number(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
 
 reward_app = App(
     help="Score files with a reward, compare it with labels, or test it with attacks.",
@@ -788,9 +531,9 @@ def format_fit(record: dict[str, Any]) -> str:
     ]
     if labelled:
         lines[5:5] = [
-            *_section(
+            *format_section(
                 "How often the better of two held-out rows scores higher (chance: 0.5)",
-                _estimate_rows(record["agreement"]),
+                list_estimate_rows(record["agreement"]),
             ),
             _cost_line(record),
         ]

@@ -163,9 +163,9 @@ def format_pretraining(
 
     With a `width` in characters the time left is not shown, and as few fields as fit.
     """
-    most, until, last = pretrain_steps(config), config.critic.pretrain_until, lines[-1]
+    max_steps, until, last = pretrain_steps(config), config.critic.pretrain_until, lines[-1]
     fields = [
-        f"critic pretraining {len(lines):>{len(str(most))}}/{most}",
+        f"critic pretraining {len(lines):>{len(str(max_steps))}}/{max_steps}",
         f"explained {format_explained(last.get('explained_variance'))}"
         + ("" if until is None else f" (target {until:g})"),
         f"{last['time/step_s']:.1f} s",

@@ -75,7 +75,7 @@ def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) ->
     if spreads := values(f"{stage}/panel_spread"):
         start = "reward/panel/" if judge.part is None else f"reward/{judge.part}.panel/"
         names = ["judge", *judge.settings.panel.judges]
-        means = [f"{n} {fmean(found):.2f}" for n in names if (found := values(start + n))]
+        means = [f"{n} {fmean(measured):.2f}" for n in names if (measured := values(start + n))]
         yield "panel", f"judges differ by {fmean(spreads):.2g} (means {', '.join(means)})"
     if lengths := values(f"{stage}/length_correlation"):
         yield "length", f"correlation {fmean(lengths):.2f} with the score"
@@ -87,7 +87,9 @@ def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) ->
     for rule in rules:
         pair = {f"reward/correlation/{a}/{b}" for a, b in ((judge.part, rule), (rule, judge.part))}
         others |= dict.fromkeys(pair, f"the rule {rule}")
-    agreements = [(fmean(found), who) for key, who in others.items() if (found := values(key))]
+    agreements = [
+        (fmean(measured), who) for key, who in others.items() if (measured := values(key))
+    ]
     if labelled := values(f"{stage}/label_correlation"):
         agreements.append((labelled[-1], "the labelled responses"))
     if agreements:

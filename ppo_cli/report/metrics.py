@@ -210,16 +210,18 @@ def describe_pretraining(config: Config, lines: Lines) -> str:
         return ""
     first, last = (format_explained(lines[i].get("explained_variance")) for i in (0, -1))
     text = f"explained variance {first} -> {last}"
-    target, most = config.critic.pretrain_until, pretrain_steps(config)
+    target, max_steps = config.critic.pretrain_until, pretrain_steps(config)
     if not is_pretrained(config, lines):
         goal = "" if target is None else f" (target {target:g})"
-        return f"critic pretraining: step {len(lines)} of {most}, {text}{goal}"
+        return f"critic pretraining: step {len(lines)} of {max_steps}, {text}{goal}"
     text = f"critic pretrained in {plural(len(lines), 'step')}: {text}"
     if target is None:
         return text
     if has_reached_target(config, lines):
         return f"{text} (target {target:g})"
-    return f"{text}, below the target {target:g} after all {most} steps (--critic_pretrain_steps)"
+    return (
+        f"{text}, below the target {target:g} after all {max_steps} steps (--critic_pretrain_steps)"
+    )
 
 
 def format_explained(value: float | None) -> str:
@@ -403,8 +405,10 @@ def estimate_budget(
     # Before the first call its worst case is the estimate.
     each = used.spent / done if used.spent else used.next
     # With step 1 critic pretraining is over; it may have ended early, so its calls are unknown.
-    left = total_calls - in_lines if pretraining and steps else total_calls + pretraining - done
-    expected = used.spent + each * max(0, left)
+    calls_left = (
+        total_calls - in_lines if pretraining and steps else total_calls + pretraining - done
+    )
+    expected = used.spent + each * max(0, calls_left)
     need = max(BUDGET_MARGIN * expected, used.spent) + used.next
     # Round up to two digits, so that the flag is readable.
     digit = math.pow(10, math.floor(math.log10(need)) - 1)

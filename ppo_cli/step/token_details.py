@@ -61,13 +61,13 @@ def choose_rows(batch: TrainBatch, count: int) -> list[int]:
     rows = batch.loss_mask_BT.any(1).nonzero().squeeze(1).tolist()
     ranked = sorted(rows, key=lambda row: -scores[row])
     chosen: list[int] = []
-    taken: Counter[int] = Counter()
+    chosen_per_group: Counter[int] = Counter()
     while ranked and len(chosen) < count:
         from_end = ranked if len(chosen) % 2 == 0 else ranked[::-1]
-        row = min(from_end, key=lambda row: taken[groups[row]])
+        row = min(from_end, key=lambda row: chosen_per_group[groups[row]])
         ranked.remove(row)
         chosen.append(row)
-        taken[groups[row]] += 1
+        chosen_per_group[groups[row]] += 1
     return chosen
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward import audit_at_start, format_calibration, format_histogram, format_parts
+from ppo_cli.cli.reward import audit_at_start
+from ppo_cli.cli.reward_tables import format_calibration, format_histogram, format_parts
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward

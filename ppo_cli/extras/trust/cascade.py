@@ -80,24 +80,24 @@ def _measure(
     # Choose on one half, so that the figures of the other half are not too good.
     alone, judged = (a[~held_out] for a in agreements)
     chosen = _choose(first[:, ~held_out], alone, judged, by_spread=cheap.has_spread)
-    asked = _unsure(chosen, first)[held_out]
+    escalated = _unsure(chosen, first)[held_out]
     alone, judged = (a[held_out] for a in agreements)
-    mixed = np.where(asked, judged, alone)
-    share = float(asked.mean())
+    mixed = np.where(escalated, judged, alone)
+    share = float(escalated.mean())
 
     def mean(values: NDArray[Any]) -> dict[str, Any]:
-        return estimate_or_reason(len(asked), lambda rows: float(values[rows].mean()), "")
+        return estimate_or_reason(len(escalated), lambda rows: float(values[rows].mean()), "")
 
-    kept = estimate_or_reason(
-        len(asked), lambda rows: float(mixed[rows].sum() / max(judged[rows].sum(), 1e-9)), ""
+    agreement_kept = estimate_or_reason(
+        len(escalated), lambda rows: float(mixed[rows].sum() / max(judged[rows].sum(), 1e-9)), ""
     )
     return facts | {
         "flags": f"{_flag(chosen)} --rm_cascade_share {max(share, 0.01):.2g}",
-        "measured_on": len(asked),
+        "measured_on": len(escalated),
         "figures": {
             f"{cheap.model} alone": mean(alone), f"{api.model} alone": mean(judged),
-            "the cascade": mean(mixed), f"share of {api.model} alone": kept,
-            f"responses sent to {api.model}": mean(asked.astype(np.float64)),
+            "the cascade": mean(mixed), f"share of {api.model} alone": agreement_kept,
+            f"responses sent to {api.model}": mean(escalated.astype(np.float64)),
         },
         "cost": _costs(judge, scoring.metrics, len(rows), share),
     }  # fmt: skip
@@ -125,11 +125,11 @@ def _choose(first: Floats, alone: Floats, judged: Floats, *, by_spread: bool) ->
     """
     best, fewest = Doubt(spread=0.0) if by_spread else Doubt(band=(0.0, 1.0)), math.inf
     for doubt in _rules(first, by_spread):
-        asked = _unsure(doubt, first)
-        surplus = np.where(asked, judged, alone) - KEPT * judged
+        escalated = _unsure(doubt, first)
+        surplus = np.where(escalated, judged, alone) - KEPT * judged
         enough = surplus.mean() >= MARGIN * surplus.std() / math.sqrt(len(surplus))
-        if enough and asked.mean() < fewest:
-            best, fewest = doubt, float(asked.mean())
+        if enough and escalated.mean() < fewest:
+            best, fewest = doubt, float(escalated.mean())
     return best
 
 

@@ -136,9 +136,11 @@ class JudgeAsker:
         ]
         answers: list[Verdict | BaseException] = []
         while len(answers) < len(questions) and (not answers or needs_vote(answers)):
-            asked = questions[len(answers) : len(answers) + 1] if answers else questions[:votes]
+            next_questions = (
+                questions[len(answers) : len(answers) + 1] if answers else questions[:votes]
+            )
             answers += await asyncio.gather(
-                *(self._ask_verdict(rollout, question) for question in asked),
+                *(self._ask_verdict(rollout, question) for question in next_questions),
                 return_exceptions=True,
             )
         score, error = score_from_votes(answers, questions[0])

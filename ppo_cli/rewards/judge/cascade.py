@@ -96,7 +96,7 @@ class CascadeReward(JudgeReward):
             spread = cheap.info.get("spread", cheap.info.get("vote_spread"))
             escalated = self._doubt.applies(cheap.value, spread)
             entry.cheap, entry.info = cheap, self._describe(cheap, spread, escalated)
-            self._asked += 1
+            self._first_calls += 1
             self._escalated += escalated
             self._failed += verdict is None
         if not entry.info["escalated"]:
@@ -134,7 +134,9 @@ class CascadeReward(JudgeReward):
         if metrics:
             monitor_usd = metrics.get("judge/monitor_cost_usd", 0.0)
             metrics |= {
-                "judge/escalated": self._escalated / self._asked if self._asked else 0.0,
+                "judge/escalated": self._escalated / self._first_calls
+                if self._first_calls
+                else 0.0,
                 "judge/cheap_failed": float(self._failed),
                 "judge/cheap_calls": float(cheap.calls),
                 "judge/strong_calls": float(strong.calls),
@@ -145,7 +147,7 @@ class CascadeReward(JudgeReward):
         return metrics
 
     def _begin_counts(self) -> None:
-        self._asked = self._escalated = self._failed = 0
+        self._first_calls = self._escalated = self._failed = 0
 
     async def _close(self) -> None:
         await asyncio.gather(self._cheap.connection.close(), self.connection.close())

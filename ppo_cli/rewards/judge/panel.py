@@ -188,8 +188,8 @@ def geometric_median(points: Sequence[Sequence[float]]) -> list[float]:
         target = [math.fsum(w * p[k] for p, w in apart) / weight for k in range(len(middle))]
         # Points that coincide with the iterate hold it back.
         pull = weight * math.dist(target, middle)
-        held = len(points) - len(apart)
-        share = max(0.0, 1 - held / pull) if pull > _ENOUGH else 0.0
+        support = len(points) - len(apart)
+        share = max(0.0, 1 - support / pull) if pull > _ENOUGH else 0.0
         moved = [m + share * (t - m) for m, t in zip(middle, target, strict=True)]
         if math.dist(moved, middle) <= _ENOUGH:
             return moved
