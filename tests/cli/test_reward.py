@@ -151,7 +151,7 @@ def test_a_mixture_has_a_table_of_its_parts() -> None:
 def test_verdicts_from_the_cache_say_nothing_about_the_cost() -> None:
     result = {
         "rows": 1, "scored": 0, "failed": {}, "labels": "x", "spent": {"seconds": 3.0},
-        "agreement": {}, "bias": {}, "repeated": None, "per_1000": {}, "advice": [],
+        "agreement": {}, "bias": {}, "repeated": None, "cascade": {}, "per_1000": {}, "advice": [],
         "parts": {}, "reported": {}, "correlations": [], "length": None, "criteria": {},
     }  # fmt: skip
     assert "every verdict came from the cache" in "\n".join(format_calibration(result))
