@@ -248,7 +248,7 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
     """A step samples 16 prompts, 64 responses, and others for those that scored alike."""
     filtered = (
         "--filter_groups", "--adv_estimator", "grpo", "--max_steps", "1", "--rm_outage_wait", "2",
-        "trainer.val_before_train=false",
+        "trainer.val_before_train=false", "--rm_noise_responses", "0",
     )  # fmt: skip
     outs, answered = [], []
     for stop in (False, True):
