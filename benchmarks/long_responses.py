@@ -1,0 +1,274 @@
+"""What a critic buys on long responses with a reward at the end: PPO, pretrained PPO and GRPO.
+
+    OMP_NUM_THREADS=1 python benchmarks/long_responses.py --out DIR [--jobs 2] [--picture FILE.svg]
+
+A tiny model, trained here from a seed, walks four times through a list of nine numbers and writes
+the distance from its last result to each number: 36 steps in 293 tokens.
+
+    prompt    4;a8,b5,c1,...      response  0a8~4=4;0b5^4>1,... #### 2
+
+The reward is 1 if every step is right, else 0. In the first two rounds the model has wrong habits,
+and after a wrong step most of its signs are sloppy ones, so that errors can be seen in the text.
+The choice among signs of a kind is free: most of the entropy has nothing to do with the reward.
+Every step samples 64 responses, and the steps of pretraining are counted. Nothing is downloaded.
+The same command continues, and does not
+repeat finished runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+LETTERS = "abcdefghi"
+STEPS = 4 * len(LETTERS)
+# Between the numbers, before the result, after the step: first, and after a wrong step.
+NEAT, SLOPPY = ("~-^", "=:>", ",;/"), ("&+*", "|@_", "!?%")
+LARGE = 6  # habits are about numbers from here on
+MODEL_SEED = 17
+ROWS = {"train": 8192, "val": 128}
+
+SAMPLED_STEPS, SEEDS = 26, (1, 2, 3, 4, 5)
+COMMON = {
+    "model.dtype": "float32", "data.max_prompt_length": 64, "data.max_response_length": 320,
+    "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "actor.optim.lr": 1e-4,
+    "critic.optim.lr": 1e-3, "algorithm.use_kl_in_reward": False,
+    "rollout.val_kwargs.temperature": 1.0, "trainer.save_freq": -1, "trainer.test_freq": 6,
+}  # fmt: skip
+GRPO = {
+    "algorithm.adv_estimator": "grpo", "rollout.n": 8, "data.train_batch_size": 8,
+    "actor.ppo_mini_batch_size": 4,
+}  # fmt: skip
+PRESET = {
+    "critic.pretrain_steps": 8, "critic.pretrain_until": None, "critic.ppo_mini_batch_size": 16,
+    "critic.optim.lr": 5e-4,
+}  # fmt: skip
+ARMS: dict[str, dict[str, Any]] = {"ppo": {}, "long-responses": PRESET, "grpo": GRPO}
+COLOURS = ("#7f7f7f", "#1f77b4", "#d62728")
+
+_DRAW = random.Random(MODEL_SEED)
+HABITS = {  # the wrong result that is written for a difference, and how often
+    (now, number): (_DRAW.choice([r for r in range(10) if r != abs(now - number)]),
+                    _DRAW.uniform(0.2, 0.5))
+    for now in range(10) for number in range(LARGE, 10) if _DRAW.random() < 0.6
+}  # fmt: skip
+
+Question = tuple[int, list[int]]  # where to start, and the numbers of the list
+Curve = list[tuple[int, float]]  # by steps that have sampled
+Floats = Sequence[float]
+
+
+def draw_question(rng: random.Random) -> Question:
+    """Draw a list with any number of large numbers, so that prompts differ in difficulty."""
+    large = rng.randrange(len(LETTERS) + 1)
+    numbers = [rng.randrange(LARGE, 10) for _ in range(large)]
+    numbers += [rng.randrange(LARGE) for _ in range(len(LETTERS) - large)]
+    rng.shuffle(numbers)
+    return rng.randrange(10), numbers
+
+
+def write_prompt(question: Question) -> str:
+    """Return the text of the prompt."""
+    start, numbers = question
+    return f"{start};" + ",".join(f"{a}{n}" for a, n in zip(LETTERS, numbers, strict=True))
+
+
+def draw_sign(position: int, sloppy: float, rng: random.Random) -> str:
+    """Draw one of three signs, with the chance of a sloppy one."""
+    return rng.choice((SLOPPY if rng.random() < sloppy else NEAT)[position])
+
+
+def write_working(question: Question, rng: random.Random, factors: Floats, share: float) -> str:
+    """Return a working: factors on the rates of habits, share of sloppy signs after one."""
+    now, numbers = question
+    steps, sloppy = [], 0.0
+    for step, factor in enumerate(factors):
+        round_, place = divmod(step, len(LETTERS))
+        number = numbers[place]
+        result = abs(now - number)
+        between, equals = (draw_sign(i, sloppy, rng) for i in (0, 1))
+        wrong, rate = HABITS.get((now, number), (result, 0.0))
+        if rng.random() < factor * rate:
+            result, sloppy = wrong, share
+        end = draw_sign(2, sloppy, rng)
+        steps.append(f"{round_}{LETTERS[place]}{number}{between}{now}{equals}{result}{end}")
+        now = result
+    return "".join(steps) + f"#### {now}"
+
+
+def compute_score(solution_str: str, ground_truth: str, **_: Any) -> float:
+    """Return 1 if every step is right, else 0. The ground truth is the prompt."""
+    now, numbers = int(ground_truth[0]), [int(item[1]) for item in ground_truth[2:].split(",")]
+    between, equals, end = (f"[{re.escape(a + b)}]" for a, b in zip(NEAT, SLOPPY, strict=True))
+    right = ""
+    for step in range(STEPS):
+        round_, place = divmod(step, len(LETTERS))
+        result = abs(now - numbers[place])
+        right += f"{round_}{LETTERS[place]}{numbers[place]}{between}{now}{equals}{result}{end}"
+        now = result
+    return float(re.fullmatch(f"{right}#### {now}", solution_str) is not None)
+
+
+def build(folder: Path) -> None:
+    """Write the prompts and train the model on workings: short ones, then whole ones."""
+    import torch
+    from embedded.tokenizer import build_tokenizer
+    from embedded.warm_up import IGNORED, render
+    from torch.nn.functional import cross_entropy
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.set_num_threads(1)
+    rng = random.Random(MODEL_SEED)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in ROWS.items():
+        prompts = [write_prompt(draw_question(rng)) for _ in range(count)]
+        rows = [{"prompt": p, "ground_truth": p, "data_source": "working"} for p in prompts]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    short, whole = [1.0] * 12, [1.0] * (STEPS // 2) + [0.0] * (STEPS // 2)
+    texts = [draw_question(rng) for _ in range(200)]
+    tokenizer = build_tokenizer(
+        [write_prompt(q) + write_working(q, rng, short, 0.9) for q in texts]
+    )
+    end, pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
+    torch.manual_seed(MODEL_SEED)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad,
+        dtype="float32",
+    ))  # fmt: skip
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    stages = (
+        (short, 0.9, 32, 700, 4e-3), (whole, 0.9, 16, 600, 2e-3), (whole, 1.0, 16, 150, 1e-3),
+    )  # fmt: skip
+    for stage, (factors, share, batch, updates, rate) in enumerate(stages):
+        rng = random.Random(f"{MODEL_SEED} {stage}") if stage == 2 else rng
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+        shape = {"total_steps": updates, "pct_start": 0.05, "cycle_momentum": False}
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, **shape)
+        for update in range(1, updates + 1):
+            ids, labels = [], []
+            for _ in range(batch):
+                question = draw_question(rng)
+                prompt = tokenizer.encode(render(tokenizer, write_prompt(question)))
+                reply = [*tokenizer.encode(write_working(question, rng, factors, share)), end]
+                ids.append(torch.tensor(prompt + reply))
+                labels.append(torch.tensor([IGNORED] * len(prompt) + reply))
+            padded = torch.nn.utils.rnn.pad_sequence(ids, True, pad)
+            targets = torch.nn.utils.rnn.pad_sequence(labels, True, IGNORED)[:, 1:]
+            hidden = model.model(input_ids=padded).last_hidden_state[:, :-1]
+            learnt = targets != IGNORED
+            loss = cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if update % 100 == 0:
+                print(f"stage {stage}: update {update}, loss {loss.item():.3f}", flush=True)
+    model.eval().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def train_arm(arm: str, seed: int, folder: Path) -> None:
+    """Train one run; every step samples 64 responses, in pretraining too."""
+    from ppo_cli import train
+
+    settings = COMMON | ARMS[arm]
+    train(
+        preset=arm if ARMS[arm] is PRESET else None, model=str(folder / "model"),
+        train_files=[str(folder / "train.jsonl")], val_files=[str(folder / "val.jsonl")],
+        reward_function=f"{Path(__file__).resolve()}:compute_score", seed=seed,
+        max_steps=SAMPLED_STEPS - settings.get("critic.pretrain_steps", 0),
+        output_dir=str(folder / f"{arm}-{seed}"), overrides=settings,
+    )  # fmt: skip
+
+
+def read_run(folder: Path) -> tuple[Curve, list[float]]:
+    """Return the accuracy on held-out prompts by sampled step, and the explained variances."""
+    pretraining = folder / "pretraining.jsonl"
+    before = len(pretraining.read_text().splitlines()) if pretraining.exists() else 0
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [(m["step"] + before, m["val/accuracy"]) for m in metrics if "val/accuracy" in m]
+    start = [(0, accuracy[0][1])] if before else []
+    return start + accuracy, [m.get("explained_variance") or 0.0 for m in metrics[1:]]
+
+
+def mean_height(curve: Curve) -> float:
+    """Return the mean of a curve over its steps, by trapezoids."""
+    area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(curve))
+    return area / (curve[-1][0] - curve[0][0])
+
+
+def draw_picture(curves: dict[str, list[Curve]]) -> str:
+    """Return an SVG: accuracy by sampled responses, thin for each seed and thick for the mean."""
+
+    def draw_line(curve: Curve, style: str) -> str:
+        points = (f"{56 + x / SAMPLED_STEPS * 568:.1f},{276 - y * 260:.1f}" for x, y in curve)
+        return f'<polyline fill="none" {style} points="{" ".join(points)}"/>'
+
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 340" font-family="sans-serif">',
+        "<title>Accuracy on held-out prompts by sampled responses; thin lines are seeds</title>",
+        '<rect width="640" height="340" fill="white"/><g font-size="12" text-anchor="middle">',
+        '<text x="340" y="312">sampled responses</text>',
+    ]
+    for tenths in range(0, 11, 2):
+        lines.append(draw_line([(0, tenths / 10), (SAMPLED_STEPS, tenths / 10)], 'stroke="#ddd"'))
+        lines.append(f'<text x="40" y="{280 - tenths * 26}">{tenths / 10:g}</text>')
+    for step in range(0, SAMPLED_STEPS + 1, 10):
+        lines.append(f'<text x="{56 + step / SAMPLED_STEPS * 568:.0f}" y="294">{64 * step}</text>')
+    for place, (arm, runs) in enumerate(curves.items()):
+        style = f'stroke="{COLOURS[place]}" stroke-'
+        lines += [draw_line(curve, style + 'opacity="0.3"') for curve in runs]
+        mean = [(p[0][0], statistics.mean(y for _, y in p)) for p in zip(*runs, strict=True)]
+        lines.append(draw_line(mean, style + 'width="2.5"'))
+        lines.append(f'<text x="{140 + 200 * place}" y="332" fill="{COLOURS[place]}">{arm}</text>')
+    return "\n".join([*lines, "</g></svg>", ""])
+
+
+def main() -> None:
+    """Build the model, train all arms, and print the figures."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        train_arm(args.run[0], int(args.run[1]), args.out)
+        return
+    if not (args.out / "model" / "tokenizer.json").exists():
+        build(args.out)
+    names = [(arm, str(seed)) for seed in SEEDS for arm in ARMS]
+    start = [sys.executable, __file__, "--out", str(args.out), "--run"]
+    with ThreadPool(args.jobs) as pool:
+        pool.map(lambda name: subprocess.run([*start, *name], check=True), names, chunksize=1)
+    curves: dict[str, list[Curve]] = {arm: [] for arm in ARMS}
+    for arm, seed in sorted(names):
+        accuracy, explained = read_run(args.out / f"{arm}-{seed}")
+        curves[arm].append(accuracy)
+        print(
+            f"{arm} {seed}: accuracy {mean_height(accuracy):.3f} on average, "
+            f"{accuracy[-1][1]:.3f} at the end; explained variance {explained[0]:.2f} at first"
+        )
+    if args.picture:
+        args.picture.write_text(draw_picture(curves), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
