@@ -33,7 +33,7 @@ from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
-Judged = tuple[Rollout, Question, float]  # the first verdict, in [0, 1]
+Judged = tuple[Rollout, float]  # with the first verdict, in [0, 1]
 NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
 NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
 
@@ -163,9 +163,9 @@ class NoiseCheck:
     def offer(self, rollout: Rollout, question: Question, score: float) -> None:
         """Take note of a first verdict, in [0, 1]."""
         if self._listening:
-            self._first[digest_text(question.identity, 16)] = rollout, question, score
+            self._first[digest_text(question.identity, 16)] = rollout, score
 
-    async def measure(self, ask: Callable[[Rollout, Question], Awaitable[float]]) -> None:
+    async def measure(self, rejudge: Callable[[Rollout], Awaitable[float]]) -> None:
         """Ask again about the responses with the lowest digests, which are the same in every run.
 
         Failures leave a response with fewer verdicts.
@@ -173,8 +173,7 @@ class NoiseCheck:
         chosen = {name: self._first[name] for name in sorted(self._first)[: self._responses]}
 
         async def repeat(name: str) -> None:
-            rollout, question, _ = chosen[name]
-            verdict = await ask(rollout, question)
+            verdict = await rejudge(chosen[name][0])
             self._repeated[name].append(verdict)
             if self._file is not None:
                 line = {"step": self._step, "response": name, "verdict": verdict}
@@ -184,7 +183,7 @@ class NoiseCheck:
         missing = [n for n in chosen for _ in range(NOISE_REPEATS - len(self._repeated[n]))]
         answers = await asyncio.gather(*map(repeat, missing), return_exceptions=True)
         failed = sum(isinstance(answer, BaseException) for answer in answers)
-        self._metrics = noise_metrics([[v, *self._repeated[n]] for n, (_, _, v) in chosen.items()])
+        self._metrics = noise_metrics([[v, *self._repeated[n]] for n, (_, v) in chosen.items()])
         self._metrics |= {"judge/noise_failed": float(failed)} if failed else {}
 
     def pop_metrics(self) -> dict[str, float]:

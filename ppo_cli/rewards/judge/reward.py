@@ -162,7 +162,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
         await ended.finish()
         if measuring:
-            await self._observer.noise.measure(self._ask_again)
+            await self._observer.noise.measure(self._rejudge)
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
@@ -205,12 +205,9 @@ class JudgeReward(JudgeAsker, Reward):
         return await self.ask_score(entry.rollout, question)
 
     async def _rejudge(self, rollout: Rollout) -> float:
-        """Return a fresh score in [0, 1]."""
+        """Return the score in [0, 1] of a fresh verdict on a response."""
+        # Built again, so that the request has another nonce, as in another run.
         question = self.question(rollout.prompt, self._visible_text(rollout))
-        return await self._ask_again(rollout, question)
-
-    async def _ask_again(self, rollout: Rollout, question: Question) -> float:
-        """Return the score in [0, 1] of a fresh verdict on a question."""
         verdict = await self._ask_verdict(rollout, question, fresh=True)
         return question.scale.scaled(verdict.value)
 

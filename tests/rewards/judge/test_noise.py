@@ -91,6 +91,21 @@ def test_a_resumed_run_asks_only_for_the_verdicts_that_are_missing(
     assert "judge/noise" not in later.pop_metrics() and sum(times.values()) == 15
 
 
+def test_repeated_requests_differ_by_their_nonce(server: JudgeServer, judge_of: Make) -> None:
+    requests: list[str] = []
+
+    def score(system: str, user: str) -> int:
+        requests.append(user)
+        return 5
+
+    server.score = score
+    reward = judge_of(prompt_preset="math", noise_responses=1)
+    reward.begin_step(1)
+    score_all(reward, [sum_rollout(1)])
+    reward.pop_metrics()
+    assert len(requests) == len(set(requests)) == 3
+
+
 def test_a_judge_that_fails_to_repeat_itself_changes_no_score(
     server: JudgeServer, judge_of: Make
 ) -> None:
