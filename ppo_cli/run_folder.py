@@ -542,8 +542,11 @@ def refuse_late_pretraining(config: Config, checkpoint: Path) -> None:
 
     Whoever goes on from a run that began with pretraining has its critic, and pretrains no more.
     """
-    run = json.loads((checkpoint / NAMED_IN).read_text())["run"]
-    if pretrain_steps(config) and run["step"] > 0 and not run.get("pretraining"):
+    saved = checkpoint / NAMED_IN
+    if not pretrain_steps(config) or not saved.is_file():
+        return
+    run = json.loads(saved.read_text())["run"]
+    if run["step"] > 0 and not run.get("pretraining"):
         raise UserError(
             f"{checkpoint} has {plural(run['step'], 'step')} of training, and critic pretraining "
             "comes before the first: leave --critic_pretrain_steps and --critic_pretrain_until "

@@ -330,9 +330,9 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
     fork = describe_fork_of(run)
     blocks = [
         format_steps_table(steps),
-        *([fork] if fork else []),
         *(["\n".join(titled_table("The judge", judge))] if judge else []),
         *format_critic(run),
+        *([fork] if fork else []),
     ]
     if lines := read_pretraining(run):
         blocks.append(describe_pretraining(read_run_config(run)[0] or Config(), lines))

@@ -15,6 +15,7 @@ MOST = 25
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
+    "cli.reward_tables": "how results look; reward is the commands",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
     "config.checks.run": "the checks of one subject of several, behind the runner",
