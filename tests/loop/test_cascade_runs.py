@@ -81,7 +81,7 @@ def test_no_call_is_beyond_the_budget_over_kills_and_resumes(
     strong: JudgeServer, cheap: JudgeServer, tmp_path: Path
 ) -> None:
     out, env = tmp_path / "run", environment(tmp_path) | {"CHEAP_KEY": CHEAP_KEY}
-    limit, dice, ends = 0.06, random.Random(7), Counter[int | None]()
+    limit, dice, ends = 0.2, random.Random(7), Counter[int | None]()
     quick = ("trainer.val_before_train=false", "--rm_concurrency", "4", "--rm_budget_usd")
     args = cascade(strong, cheap, out, *UNCACHED, *quick, f"{limit}")
     for server in (strong, cheap):
@@ -93,10 +93,10 @@ def test_no_call_is_beyond_the_budget_over_kills_and_resumes(
                 time.sleep(0.005)
             ends[process.poll()] += 1
         assert not (out / "judge_calls.jsonl").exists() or spent(out) <= limit
-    assert set(ends) <= {None, 3} and ends[None] >= 5, ends
+    assert ends == {None: KILLS}, "each start was killed, with money left"
     run_ppo(env, args, exit_code=3)
     # Each call that reached a judge is booked, those that a kill cut off at their worst case.
     booked = list(paid_calls(out))
     assert len(booked) >= strong.count + cheap.count and 0.5 * limit < spent(out) <= limit
     assert {call["model"] for call in booked} == {"s", "judge-1"}
-    assert Counter(call["outcome"] for call in booked)["killed"] >= 5
+    assert Counter(call["outcome"] for call in booked)["killed"] >= KILLS
