@@ -27,6 +27,7 @@ from tests.loop.scripted import prompts
 
 # Values that differ from the default, where the type alone does not give one.
 OTHER_VALUES: dict[str, Any] = {
+    "reward.api.cascade.band": "0.1-0.9",
     "actor.optim.betas": (0.8, 0.9),
     "critic.optim.betas": (0.8, 0.9),
     "reward.api.base_url": "http://localhost:1/v1",
