@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
         (
             500_000,
             "checkpoint of step 1 could not be written to outputs/checkpoints: File too large",
-            ["config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl"],
+            ["config.yaml", "critic.jsonl", "metrics.jsonl", "rollouts/step_000001.jsonl"],
         ),
         (2_000_000, "checkpoint of step 1 could not be written.*File too large", None),
     ],
