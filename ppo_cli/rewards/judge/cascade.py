@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.mixture import cheaper_judge
 from ppo_cli.config.schema.reward import ApiReward, parse_band
-from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.base import Tell, tell_nobody
-from ppo_cli.rewards.judge.asker import JudgeAsker
+from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import judge_label
-from ppo_cli.rewards.judge.connection import connect_other
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
@@ -65,25 +62,7 @@ class CascadeReward(JudgeReward):
         self._doubt = Doubt.of(api, cheap)
         self._labels = {False: judge_label(cheap), True: judge_label(api)}
         self._begin_counts()
-        try:
-            connection = connect_other(cheap, environ, self.connection)
-            self._cheap = JudgeAsker(cheap, connection, self._loop)
-        except BaseException:
-            self._loop.close()
-            raise
-
-    def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
-    ) -> None:
-        """Check the rows for both judges, then each judge by its first calls."""
-        self._cheap.check_rows(prompts)
-        super().start(prompts, patient=patient, tell=tell)
-        if prompts:
-            self._cheap.try_out(prompts, patient=patient, tell=tell)
-
-    def waiting_for(self) -> str | None:
-        """Return what either judge is waiting for, or None while verdicts come in."""
-        return super().waiting_for() or self._cheap.connection.client.waiting_for()
+        self._cheap = self._add_judge(cheap, environ)
 
     async def _ask_judges(
         self, entry: PendingScore, question: Question
@@ -148,10 +127,6 @@ class CascadeReward(JudgeReward):
 
     def _begin_counts(self) -> None:
         self._first_calls = self._escalated = self._failed = 0
-
-    async def _close(self) -> None:
-        await asyncio.gather(self._cheap.connection.close(), self.connection.close())
-        await super()._close()
 
 
 def _add_costs(cheap: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:

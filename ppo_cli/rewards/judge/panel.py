@@ -19,12 +19,10 @@ from typing import Any
 
 from ppo_cli.config.mixture import panel_judges
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Tell, tell_nobody
+from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.asker import JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import Counters
-from ppo_cli.rewards.judge.connection import connect_other
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.remote.failures import Failure
@@ -44,29 +42,8 @@ class PanelReward(JudgeReward):
         self._spreads: list[float] = []
         self._failures: dict[str, int] = defaultdict(int)
         self._askers = {"judge": JudgeAsker(api, self.connection, self._loop)}
-        try:
-            for other, settings in panel_judges(api).items():
-                connection = connect_other(settings, environ, self.connection)
-                self._askers[other] = JudgeAsker(settings, connection, self._loop)
-        except BaseException:
-            self._loop.close()
-            raise
-
-    def start(
-        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
-    ) -> None:
-        """Check the rows for all judges, then each judge by its first calls."""
-        others = list(self._askers.values())[1:]
-        for asker in others:
-            asker.check_rows(prompts)
-        super().start(prompts, patient=patient, tell=tell)
-        for asker in others if prompts else ():
-            asker.try_out(prompts, patient=patient, tell=tell)
-
-    def waiting_for(self) -> str | None:
-        """Return what a judge is waiting for, or None while verdicts come in."""
-        clients = (asker.connection.client for asker in self._askers.values())
-        return super().waiting_for() or next(filter(None, (c.waiting_for() for c in clients)), None)
+        for other, settings in panel_judges(api).items():
+            self._askers[other] = self._add_judge(settings, environ)
 
     async def _ask_judges(
         self, entry: PendingScore, question: Question
@@ -161,10 +138,6 @@ class PanelReward(JudgeReward):
         self._spreads = []
         self._failures.clear()
         return metrics
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(asker.connection.close() for asker in self._askers.values()))
-        await super()._close()
 
 
 def _describe_verdicts(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question, gated_score
-from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge
+from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge, connect_other
 from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, NOISE_WAIT_S, JudgeObserver
 from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
@@ -45,6 +45,7 @@ class JudgeReward(JudgeAsker, Reward):
         self._observer = JudgeObserver(api, environ, connection, scale)
         JudgeAsker.__init__(self, api, connection, LoopThread())
         self._policy = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
+        self._further: list[JudgeAsker] = []  # other judges of a cascade or panel
         self._round = self._new_round()
         self._validating = False
         self._measuring: Future[None] | None = None
@@ -59,7 +60,8 @@ class JudgeReward(JudgeAsker, Reward):
         costs nothing.
         """
         # Mistakes in the data come first: they cost nothing.
-        self.check_rows(prompts)
+        for asker in (*self._further, self):
+            asker.check_rows(prompts)
         if (interrupted := self.connection.ledger.interrupted).calls:
             tell(
                 f"{interrupted.calls} judge calls were in flight when the run was killed; they "
@@ -75,6 +77,8 @@ class JudgeReward(JudgeAsker, Reward):
         if (monitor := self._observer.monitor) is not None:
             question = self.question(prompts[0], UNKNOWN_ANSWER)
             self._loop.call(monitor.try_out(question, tell))
+        for asker in self._further:
+            asker.try_out(prompts, patient=patient, tell=tell)
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take the labelled responses of the file that the settings name."""
@@ -106,10 +110,12 @@ class JudgeReward(JudgeAsker, Reward):
             self._measuring = future if measuring else self._measuring
 
     def waiting_for(self) -> str | None:
-        """Return what the judge is waiting for, or None while verdicts come in."""
+        """Return what a judge is waiting for, or None while verdicts come in."""
         batch = self.connection.batch
         jobs = None if batch is None else batch.waiting_for()
-        return self._policy.waiting_message or jobs or self.connection.client.waiting_for()
+        clients = (asker.connection.client for asker in (self, *self._further))
+        waits = (client.waiting_for() for client in clients)
+        return self._policy.waiting_message or jobs or next(filter(None, waits), None)
 
     def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
         """Ask for several fresh verdicts on one response, past the cache."""
@@ -154,6 +160,16 @@ class JudgeReward(JudgeAsker, Reward):
         finally:
             self._loop.close()
             self.connection.provider.stop_server()
+
+    def _add_judge(self, api: ApiReward, environ: Mapping[str, str]) -> JudgeAsker:
+        """Return a further judge, which is tried out, waited for and closed with this one."""
+        try:
+            asker = JudgeAsker(api, connect_other(api, environ, self.connection), self._loop)
+        except BaseException:
+            self._loop.close()
+            raise
+        self._further.append(asker)
+        return asker
 
     def _new_round(self) -> JudgingRound:
         return JudgingRound(self._policy, self._judge, self.is_up)
@@ -218,7 +234,8 @@ class JudgeReward(JudgeAsker, Reward):
         )
 
     async def _close(self) -> None:
-        await self.connection.close()
+        askers = (self, *self._further)
+        await asyncio.gather(*(asker.connection.close() for asker in askers))
         await self._observer.close()
         # Last, since the second judge writes to the cache too.
         if self.connection.cache is not None:
