@@ -43,8 +43,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
+class Turn:
+    """A turn of an episode: what the policy wrote, and what the environment replied.
+
+    The policy's tokens are [start, end) of the episode's `token_ids`; those from there to the next
+    turn are the rendered replies. With a split history there are no such tokens, and `context` has
+    all tokens that the model read before this turn. `message` is the policy's text as the chat
+    template reads it (content, tool_calls); `rewards` are the environment's, by name. `error` says
+    what was wrong with its tool calls, `cut` that the turn reached its limit of tokens. `tools` has
+    the seconds of each tool call by tool name, in order.
+    """
+
+    start: int
+    end: int
+    text: str
+    message: Message
+    replies: tuple[Message, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    tools: tuple[tuple[str, float], ...] = ()
+    error: str = ""
+    cut: bool = False
+    context: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sampled response.
+    """One sampled response, or an episode of several turns.
 
     When `finish_reason` is "stop", `token_ids` ends with the end-of-sequence token, or with the
     token that completed a stop string. An "unfinished" one has no text yet: a sampler continues it
@@ -54,6 +79,11 @@ class Rollout:
     top-p/top-k truncation; `entropies` are of the same distributions, if the sampler computes
     them. `text` is the decoded response without end and padding tokens. `thought_tokens` counts
     the tokens before its answer, 0 without a thought.
+
+    An episode has `turns`: its `token_ids` hold the policy's and the environment's tokens, the last
+    of them the policy's; `text` is that of its last turn. `failure` says why an environment could
+    not finish it (it is masked then), `ended` which limit ended it ("turns", "tokens"; "" if the
+    environment did).
     """
 
     # Which sample of the prompt it is, and what was sampled.
@@ -69,6 +99,15 @@ class Rollout:
     seed: int = 0
     carried: int = 0
     entropies: NDArray[np.float32] | None = None
+    # An episode's turns, and how it ended.
+    turns: tuple[Turn, ...] = ()
+    failure: str = ""
+    ended: str = ""
+
+    @property
+    def policy_tokens(self) -> int:
+        """The number of tokens that the policy wrote."""
+        return sum(t.end - t.start for t in self.turns) if self.turns else len(self.token_ids)
 
     @property
     def full_text(self) -> str:

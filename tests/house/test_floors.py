@@ -28,6 +28,7 @@ MAY: dict[str, set[str]] = {
     "config": GROUND | {"algo.estimators", "data_sets.files"},
     "rewards": GROUND | {"config"},
     "engine": GROUND | {"config", "algo"},
+    "environments": GROUND | {"config", "data_sets", "engine.base"},
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},
@@ -41,7 +42,10 @@ MAY: dict[str, set[str]] = {
     "extras": set(),
     # Runs parts of the engine and of rewards for their numbers alone.
     "self_test": GROUND | FLOOR_2 | {"algo", "engine", "cluster", "rewards"},
-    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "cluster", "rewards", "scoring"},
+    "run": GROUND
+    | FLOOR_2
+    | LOOP
+    | {"algo", "engine", "cluster", "environments", "rewards", "scoring"},
     # Commands reach the upper rooms through these, and only inside a function.
     "cli": GROUND
     | FLOOR_2

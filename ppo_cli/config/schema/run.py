@@ -23,6 +23,7 @@ from ppo_cli.config.schema.algorithm import (
     section,
     setting,
 )
+from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import refuse_address
 
@@ -476,6 +477,7 @@ class Config(Section):
     critic: Critic = section(Critic, unused="no_critic")
     ref: Ref = section(Ref)
     rollout: Rollout = section(Rollout)
+    environment: Environment = section(Environment)
     reward: Reward = section(Reward)
     trainer: Trainer = section(Trainer)
 

@@ -1,0 +1,56 @@
+"""Settings of episodes: the environment or the tools, their processes, and the limits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ppo_cli.config.schema.algorithm import Section, setting
+
+
+class Environment(Section):
+    """Episodes of several turns, with an environment or tools."""
+
+    # Where the turns come from: one of these three.
+    path: str | None = setting(
+        None, "Environment: FILE.py:NAME, verifiers:NAME or openenv:URL.", flag="--environment",
+        env="ENVIRONMENT", identity="checkpoint", common=True,
+    )  # fmt: skip
+    tools: str | None = setting(
+        None, "Tools: the functions of a Python file, FILE.py or FILE.py:NAME,NAME.",
+        flag="--tools", env="TOOLS", identity="checkpoint", common=True,
+    )  # fmt: skip
+    mcp: tuple[str, ...] = setting(
+        (), "Tools of MCP servers: a command each, which speaks MCP over stdin and stdout.",
+        flag="--mcp", identity="checkpoint",
+    )  # fmt: skip
+    kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
+    # Its processes.
+    python: str | None = setting(
+        None, "Python that runs the environment. Unset: the one that runs this program.",
+        identity="start",
+    )  # fmt: skip
+    num_workers: int = setting(4, "Environment processes.", ge=1, identity="start")
+    timeout: float = setting(
+        30.0, "Limit of a call of the environment or of a tool, in seconds.", flag="--tool_timeout",
+        gt=0,
+    )  # fmt: skip
+    max_reply_chars: int = setting(
+        4096, "Longest reply that the policy reads, in characters; the middle of a longer one is "
+        "left out.", ge=16,
+    )  # fmt: skip
+    # Limits of an episode; its tokens are limited by data.max_response_length.
+    max_turns: int = setting(
+        8, "Maximum turns of the policy.", flag="--max_turns", ge=1, common=True
+    )
+    max_turn_tokens: int | None = setting(
+        None, "Maximum tokens of one turn. Unset: those that the episode has left.",
+        flag="--max_turn_tokens", ge=1,
+    )  # fmt: skip
+    # How turns become training samples.
+    history: Literal["refuse", "split", "keep"] = setting(
+        "refuse", "If the chat template rewrites earlier turns (drops thoughts): refuse to start, "
+        "split the episode into one sample a turn, or keep what was sampled.",
+    )  # fmt: skip
+    gamma_turn: float = setting(
+        1.0, "Discount between the turns of an episode, as well as algorithm.gamma.", gt=0, le=1
+    )

@@ -1,0 +1,1 @@
+"""Episodes of several turns: environments and tools in processes of their own."""
