@@ -317,14 +317,18 @@ function drawAsked() {
 }
 
 const criterion = (name, known) => el("span", {}, el("b", {}, name), known ? ": " : "", known ? textOf(known.text) : "");
-/** A credit as the judge's verdict: the credit of a fault, which has a weight below 0, is for its absence. */
-function gradeOf(credit, { weight, levels = 1 }) {
-  const grade = weight < 0 ? 1 - credit : credit;
+/** Whether a criterion is a fault: its weight is below 0, or 0 and it says so. */
+const isFault = ({ weight, fault = false }) => fault || weight < 0;
+
+/** A credit as the judge's verdict: the credit of a fault is for its absence. */
+function gradeOf(credit, criterion) {
+  const { levels = 1 } = criterion;
+  const grade = isFault(criterion) ? 1 - credit : credit;
   if (levels > 1) return `level ${digits(grade * levels)} of ${levels}`;
-  return grade === 0 || grade === 1 ? `${grade ? "" : "not "}${weight < 0 ? "present" : "met"}` : `credit ${digits(credit)}`;
+  return grade === 0 || grade === 1 ? `${grade ? "" : "not "}${isFault(criterion) ? "present" : "met"}` : `credit ${digits(credit)}`;
 }
 
-const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${known.weight < 0 ? ", a fault" : ""}` : "–");
+const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${isFault(known) ? ", a fault" : ""}` : "–");
 
 async function choose(place) {
   await read(now.rows[place].id);

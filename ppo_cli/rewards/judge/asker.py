@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 
 from ppo_cli.config.schema.reward import ApiReward
@@ -93,9 +94,14 @@ class JudgeAsker:
     def check_format(self, tell: Tell) -> None:
         """Ask questions with known answers, and warn about a judge that gets one wrong."""
         checks = format_checks(self._api, self.template)
-        answers = self._loop.call(self._ask_checks(checks))
         if not checks:
             return
+        asking, told = self._loop.submit(self._ask_checks(checks)), False
+        while not wait([asking], timeout=0.5).done:
+            if not told and (reason := self.connection.direct.waiting_for()) is not None:
+                tell(reason)
+                told = True
+        answers = asking.result()
         # A stop or a bug ends the start; a JudgeError is a wrong answer.
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):

@@ -7,17 +7,16 @@ judge then fails has no score: the cheaper verdict is kept as information only.
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.mixture import cheaper_judge
 from ppo_cli.config.schema.reward import ApiReward, parse_band
-from ppo_cli.records import Rollout, Score
+from ppo_cli.records import Score
 from ppo_cli.rewards.judge.calls import JudgeError, Question
-from ppo_cli.rewards.judge.client import judge_label
+from ppo_cli.rewards.judge.client import Counters, judge_label
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
@@ -74,7 +73,13 @@ class CascadeReward(JudgeReward):
             cheap = verdict or Score.failed(f"{error}")
             spread = cheap.info.get("spread", cheap.info.get("vote_spread"))
             escalated = self._doubt.applies(cheap.value, spread)
-            entry.cheap, entry.info = cheap, self._describe(cheap, spread, escalated)
+            entry.cheap = cheap
+            entry.info = {
+                "decided_by": self._labels[escalated], "escalated": escalated,
+                "cheap_score": cheap.value, "cheap_spread": spread,
+            }  # fmt: skip
+            if escalated:  # otherwise it is the reason of the score
+                entry.info["cheap_reason"] = cheap.failure or cheap.reason
             self._first_calls += 1
             self._escalated += escalated
             self._failed += verdict is None
@@ -85,45 +90,26 @@ class CascadeReward(JudgeReward):
             return None, error
         return replace(score, info={**_add_costs(cheap.info, score.info), **entry.info}), None
 
-    def _describe(self, cheap: Score, spread: float | None, escalated: bool) -> dict[str, Any]:
-        """Return which judge decides a response, and the verdict of the cheaper one."""
-        facts = {
-            "decided_by": self._labels[escalated], "escalated": escalated,
-            "cheap_score": cheap.value, "cheap_spread": spread,
-        }  # fmt: skip
-        # The reason of a score that counts is there already.
-        reason = {"cheap_reason": cheap.failure or cheap.reason} if escalated else {}
-        return facts | reason
-
-    async def _ask_canary(self, rollout: Rollout, text: str) -> None:
-        """Have both judges judge an empty reply: a cheaper one that is fooled decides too."""
-        question = self._cheap.question(rollout.prompt, text)
-        canaries, client = self._observer.canaries, self._cheap.connection.client
-        await asyncio.gather(super()._ask_canary(rollout, text), canaries.ask(question, client))
-
-    async def _collect_metrics(self) -> dict[str, float]:
-        """Return the metrics of both judges together, then the share and cost of each."""
-        connection = self._cheap.connection
-        cheap, strong = connection.client.pop_counters(), self.connection.client.pop_counters()
-        assert connection.shared is not None
-        spent = connection.shared.pop_spending()
-        metrics = self._observer.pop_metrics(
-            cheap + strong, self.connection.ledger, validating=self._validating
-        )
-        if metrics:
-            monitor_usd = metrics.get("judge/monitor_cost_usd", 0.0)
-            metrics |= {
-                "judge/escalated": self._escalated / self._first_calls
-                if self._first_calls
-                else 0.0,
-                "judge/cheap_failed": float(self._failed),
-                "judge/cheap_calls": float(cheap.calls),
-                "judge/strong_calls": float(strong.calls),
-                "judge/cheap_cost_usd": spent.usd,
-                "judge/strong_cost_usd": metrics["judge/cost_usd"] - spent.usd - monitor_usd,
-            }
+    def _pop_extra_metrics(
+        self, metrics: Mapping[str, float], counters: Sequence[Counters]
+    ) -> dict[str, float]:
+        """Return the share that went on to the judge, and calls and cost of both judges."""
+        strong, cheap = counters
+        assert self._cheap.connection.shared is not None
+        usd = self._cheap.connection.shared.pop_spending().usd
+        first, escalated, failed = self._first_calls, self._escalated, self._failed
         self._begin_counts()
-        return metrics
+        if not metrics:
+            return {}
+        others_usd = usd + metrics.get("judge/monitor_cost_usd", 0.0)
+        return {
+            "judge/escalated": escalated / first if first else 0.0,
+            "judge/cheap_failed": float(failed),
+            "judge/cheap_calls": float(cheap.calls),
+            "judge/strong_calls": float(strong.calls),
+            "judge/cheap_cost_usd": usd,
+            "judge/strong_cost_usd": metrics["judge/cost_usd"] - others_usd,
+        }
 
     def _begin_counts(self) -> None:
         self._first_calls = self._escalated = self._failed = 0

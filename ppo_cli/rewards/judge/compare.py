@@ -36,11 +36,8 @@ from ppo_cli.rewards.judge.calls import (
     gated_score,
     split_answers,
 )
-from ppo_cli.rewards.judge.prompt import (
-    as_text,
-    build_material,
-    reference_answer,
-)
+from ppo_cli.rewards.judge.client import Counters
+from ppo_cli.rewards.judge.prompt import as_text, build_material, reference_answer
 from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
@@ -109,7 +106,7 @@ class CompareReward(JudgeReward):
             good = rollout.prompt.ground_truth or rollout.answer
             for text in CANARY_REPLIES:
                 question = self._request(rollout.prompt, (text, as_text(good)))
-                self._loop.submit(canaries.ask(question))
+                self._loop.submit(canaries.ask(question, self.connection.client))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
@@ -326,23 +323,25 @@ class CompareReward(JudgeReward):
         return [e.future.result() if e.future.done() else Score.failed(str(e.error))
                 for e in entries]  # fmt: skip
 
-    async def _collect_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, with ties, failed pairs and win rate."""
-        # Comparisons of the step over all prompts.
+    def _pop_extra_metrics(
+        self, metrics: Mapping[str, float], counters: Sequence[Counters]
+    ) -> dict[str, float]:
+        """Return ties, failed pairs and the win rate, over the contests since the last call."""
         tallies, self._tallies = list(self._tallies.items()), {}
-        metrics = await super()._collect_metrics()
-        compared = sum(tally.compared for _, tally in tallies)
-        followed = sum(tally.followed for _, tally in tallies)
-        failed = sum(tally.failed for _, tally in tallies)
-        if compared + followed:
-            metrics["judge/place_followed"] = followed / (compared + followed)
-        if compared:
-            metrics["judge/ties"] = sum(tally.tied for _, tally in tallies) / compared
-        if compared + followed + failed:
-            metrics["judge/failed_pairs"] = failed / (compared + followed + failed)
+        compared, followed, failed, tied = (
+            sum(getattr(tally, name) for _, tally in tallies)
+            for name in ("compared", "followed", "failed", "tied")
+        )
         met = [entry for contest, _ in tallies if contest.reference for entry in contest.entries]
         won = [entry.score.value for entry in met if entry.score and entry.score.value is not None]
-        return metrics | ({"judge/win_rate": fmean(won)} if won else {})
+        extra = {"judge/win_rate": fmean(won)} if won else {}
+        if compared + followed:
+            extra["judge/place_followed"] = followed / (compared + followed)
+        if compared:
+            extra["judge/ties"] = tied / compared
+        if compared + followed + failed:
+            extra["judge/failed_pairs"] = failed / (compared + followed + failed)
+        return extra
 
 
 NodeScores = dict[int, tuple[float, float | None]]  # node -> score and strength

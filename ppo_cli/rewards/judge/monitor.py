@@ -195,9 +195,8 @@ class NoiseCheck:
 class Canaries:
     """Replies without content, sent past gate and cache: a good judge gives them no credit."""
 
-    def __init__(self, client: JudgeClient, *, every: int) -> None:
+    def __init__(self, every: int) -> None:
         self.due = False
-        self._client = client
         self._every = every
         self._asked_at = -1
         self._values: list[float] = []
@@ -214,24 +213,21 @@ class Canaries:
         due, self.due = self.due, False
         return due
 
-    async def ask(self, question: Question, client: JudgeClient | None = None) -> None:
-        """Have one empty reply judged, by the judge or by another client's."""
+    async def ask(self, question: Question, client: JudgeClient) -> None:
+        """Have one empty reply judged."""
         try:
-            verdict = await (client or self._client).ask(question, fresh=True)
+            verdict = await client.ask(question, fresh=True)
         except (JudgeError, PpoError):
             self._failed += 1
         else:
-            self._values.append(verdict.value)
+            self._values.append(question.scale.scaled(verdict.value))
 
-    def pop_metrics(self, scale: Scale) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the canaries that were judged since the last call."""
-        # What came back since the last call, and nothing twice.
         values, failed = self._values, self._failed
         self._values, self._failed = [], 0
         metrics = {"judge/canary_failed": float(failed)} if failed else {}
-        if values:
-            metrics["judge/canary_max"] = max(scale.scaled(v) for v in values)
-        return metrics
+        return metrics | ({"judge/canary_max": max(values)} if values else {})
 
 
 class LabelledCheck:
@@ -443,7 +439,7 @@ class JudgeObserver:
         self.report = StepReport(api.votes)
         # Several votes on each response show the noise without further calls.
         self.noise = NoiseCheck(api.noise_responses if api.repeats else 0)
-        self.canaries = Canaries(connection.client, every=api.canary_every)
+        self.canaries = Canaries(api.canary_every)
         self.labelled: LabelledCheck | None = None
         self.monitor: Monitor | None = None
         if api.monitor.model is not None:
@@ -480,7 +476,7 @@ class JudgeObserver:
         When `validating`, those of noise and labelled responses are kept for the next call.
         """
         report, self.report = self.report, StepReport(self._votes)
-        metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics(self._scale)
+        metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics()
         if not validating:
             metrics |= self.noise.pop_metrics()
             metrics |= self.labelled.pop_metrics() if self.labelled is not None else {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, pstdev
@@ -32,7 +32,7 @@ _COSTS = ("judge_tokens", "judge_calls", "cost_usd")
 
 
 class PanelReward(JudgeReward):
-    """Scores by several judges; what does not concern scores is asked of the first alone."""
+    """Scores by several judges; the filter for empty replies is that of the first."""
 
     def __init__(
         self, api: ApiReward, *, name: str = "judge", environ: Mapping[str, str] = os.environ
@@ -40,32 +40,33 @@ class PanelReward(JudgeReward):
         super().__init__(api, name=name, environ=environ)
         self._least = api.panel.least or (1 + len(api.panel.judges)) // 2 + 1
         self._spreads: list[float] = []
-        self._failures: dict[str, int] = defaultdict(int)
-        self._askers = {"judge": JudgeAsker(api, self.connection, self._loop)}
+        self._failures: Counter[str] = Counter()
+        self._panel = {"judge": JudgeAsker(api, self.connection, self._loop)}
         for other, settings in panel_judges(api).items():
-            self._askers[other] = self._add_judge(settings, environ)
+            self._panel[other] = self._add_judge(settings, environ)
 
     async def _ask_judges(
         self, entry: PendingScore, question: Question
     ) -> tuple[Score | None, JudgeError | None]:
         """Return the robust mean of the judges' scores; None and an error if too few came."""
         # When the panel is asked again after a failure, only those that failed are.
-        missing = [name for name in self._askers if name not in entry.verdicts]
+        missing = [name for name in self._panel if name not in entry.verdicts]
         answers = await asyncio.gather(
-            *(self._askers[name].ask_score(entry.rollout) for name in missing)
+            *(self._panel[name].ask_score(entry.rollout) for name in missing)
         )
-        came = {n: score for n, (score, _) in zip(missing, answers, strict=True) if score}
-        entry.verdicts |= came
+        entry.verdicts |= {
+            n: score for n, (score, _) in zip(missing, answers, strict=True) if score
+        }
         errors = {n: error for n, (_, error) in zip(missing, answers, strict=True) if error}
-        for name in errors:
-            self._failures[name] += 1
+        self._failures.update(errors.keys())
+        verdicts = {n: {"score": s.value, "reason": s.reason} for n, s in entry.verdicts.items()}
         lost = {name: {"failure": error.summary} for name, error in errors.items()}
-        entry.info = {"panel": _describe_verdicts(entry.verdicts) | lost}
+        entry.info = {"panel": verdicts | lost}
         if len(entry.verdicts) < self._least:
             first = min(errors.values(), key=lambda error: error.kind is not Failure.RETRYABLE)
             judges = ", ".join(f"{name}: {error}" for name, error in errors.items())
             return None, first.rewritten(
-                f"{len(entry.verdicts)} of {len(self._askers)} judges gave a verdict, "
+                f"{len(entry.verdicts)} of {len(self._panel)} judges gave a verdict, "
                 f"{self._least} are needed ({judges})"
             )
         score = self._combine(entry.verdicts, question)
@@ -74,14 +75,14 @@ class PanelReward(JudgeReward):
 
     async def is_up(self) -> bool:
         """Return whether all judges still answer a question that they answered before."""
-        return all(await asyncio.gather(*(asker.is_up() for asker in self._askers.values())))
+        return all(await asyncio.gather(*(asker.is_up() for asker in self._panel.values())))
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         """Return several fresh scores of the panel."""
         question = self.question(rollout.prompt, self._visible_text(rollout))
-        repeats = await asyncio.gather(*(a._repeat(rollout, votes) for a in self._askers.values()))
+        repeats = await asyncio.gather(*(a._repeat(rollout, votes) for a in self._panel.values()))
         panels = [
-            {n: score for n, score in zip(self._askers, scores, strict=True) if score.judged}
+            {n: score for n, score in zip(self._panel, scores, strict=True) if score.judged}
             for scores in zip(*repeats, strict=True)
         ]
         few = Score.failed("too few judges gave a verdict")
@@ -124,25 +125,16 @@ class PanelReward(JudgeReward):
             reply=scores[nearest].reply,
         )  # fmt: skip
 
-    async def _collect_metrics(self) -> dict[str, float]:
-        """Return the metrics of all judges together, then how much they disagree."""
-        clients = [asker.connection.client for asker in self._askers.values()]
-        counters = sum((client.pop_counters() for client in clients), Counters())
-        metrics = self._observer.pop_metrics(
-            counters, self.connection.ledger, validating=self._validating
-        )
+    def _pop_extra_metrics(
+        self, metrics: Mapping[str, float], counters: Sequence[Counters]
+    ) -> dict[str, float]:
+        """Return how much the judges disagree, and how often each gave no verdict."""
+        panel = {f"judge/panel_failed/{name}": float(n) for name, n in self._failures.items()}
         if self._spreads:
-            metrics["judge/panel_spread"] = fmean(self._spreads)
-        for name, count in self._failures.items():
-            metrics[f"judge/panel_failed/{name}"] = float(count)
+            panel["judge/panel_spread"] = fmean(self._spreads)
         self._spreads = []
         self._failures.clear()
-        return metrics
-
-
-def _describe_verdicts(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
-    """Return what the rollouts keep of each judge's verdict."""
-    return {name: {"score": s.value, "reason": s.reason} for name, s in scores.items()}
+        return panel
 
 
 def geometric_median(points: Sequence[Sequence[float]]) -> list[float]:

@@ -20,6 +20,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question, gated_score
+from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge, connect_other
 from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, NOISE_WAIT_S, JudgeObserver
 from ppo_cli.rewards.judge.prompt import load_template
@@ -45,7 +46,7 @@ class JudgeReward(JudgeAsker, Reward):
         self._observer = JudgeObserver(api, environ, connection, scale)
         JudgeAsker.__init__(self, api, connection, LoopThread())
         self._policy = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
-        self._further: list[JudgeAsker] = []  # other judges of a cascade or panel
+        self._askers: list[JudgeAsker] = [self]  # also the other judges of a cascade or panel
         self._round = self._new_round()
         self._validating = False
         self._measuring: Future[None] | None = None
@@ -60,7 +61,7 @@ class JudgeReward(JudgeAsker, Reward):
         costs nothing.
         """
         # Mistakes in the data come first: they cost nothing.
-        for asker in (*self._further, self):
+        for asker in self._askers:
             asker.check_rows(prompts)
         if (interrupted := self.connection.ledger.interrupted).calls:
             tell(
@@ -70,15 +71,13 @@ class JudgeReward(JudgeAsker, Reward):
             )
         if not prompts:
             return
-        # Then calls: the judge itself, its format checks, and the second judge.
-        provider = self.connection.provider
-        provider.start_server(tell)
-        self.try_out(prompts, patient=patient, tell=tell)
+        # Then calls: the judges, their format checks, and the second judge.
+        self.connection.provider.start_server(tell)
+        for asker in self._askers:
+            asker.try_out(prompts, patient=patient, tell=tell)
         if (monitor := self._observer.monitor) is not None:
             question = self.question(prompts[0], UNKNOWN_ANSWER)
             self._loop.call(monitor.try_out(question, tell))
-        for asker in self._further:
-            asker.try_out(prompts, patient=patient, tell=tell)
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take the labelled responses of the file that the settings name."""
@@ -94,9 +93,13 @@ class JudgeReward(JudgeAsker, Reward):
         """Ask the judge at once, and return the future score."""
         entry = PendingScore(rollout)
         self._round.add(entry, self._loop.submit(self._judge_new(entry)))
-        # Canaries go with the first prompt of a step in which they are due.
-        for text in CANARY_REPLIES if self._observer.canaries.pop_due() else ():
-            self._loop.submit(self._ask_canary(rollout, text))
+        # Canaries go with the first prompt of a step in which they are due, to all judges: one that
+        # is fooled decides scores too.
+        canaries = self._observer.canaries
+        for text in CANARY_REPLIES if canaries.pop_due() else ():
+            for asker in self._askers:
+                question = asker.question(rollout.prompt, text)
+                self._loop.submit(canaries.ask(question, asker.connection.client))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
@@ -113,8 +116,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Return what a judge is waiting for, or None while verdicts come in."""
         batch = self.connection.batch
         jobs = None if batch is None else batch.waiting_for()
-        clients = (asker.connection.client for asker in (self, *self._further))
-        waits = (client.waiting_for() for client in clients)
+        waits = (asker.connection.client.waiting_for() for asker in self._askers)
         return self._policy.waiting_message or jobs or next(filter(None, waits), None)
 
     def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
@@ -168,7 +170,7 @@ class JudgeReward(JudgeAsker, Reward):
         except BaseException:
             self._loop.close()
             raise
-        self._further.append(asker)
+        self._askers.append(asker)
         return asker
 
     def _new_round(self) -> JudgingRound:
@@ -210,10 +212,6 @@ class JudgeReward(JudgeAsker, Reward):
             score = replace(score, info=info)
         entry.future.set_result(score)
 
-    async def _ask_canary(self, rollout: Rollout, text: str) -> None:
-        """Have an empty reply to this prompt judged."""
-        await self._observer.canaries.ask(self.question(rollout.prompt, text))
-
     async def _ask_judges(
         self, entry: PendingScore, question: Question
     ) -> tuple[Score | None, JudgeError | None]:
@@ -228,14 +226,24 @@ class JudgeReward(JudgeAsker, Reward):
         return question.scale.scaled(verdict.value)
 
     async def _collect_metrics(self) -> dict[str, float]:
-        connection = self.connection
-        return self._observer.pop_metrics(
-            connection.client.pop_counters(), connection.ledger, validating=self._validating
+        """Return the metrics of all judges together, and those that only this kind has."""
+        counters = [asker.connection.client.pop_counters() for asker in self._askers]
+        metrics = self._observer.pop_metrics(
+            sum(counters, Counters()), self.connection.ledger, validating=self._validating
         )
+        return metrics | self._pop_extra_metrics(metrics, counters)
+
+    def _pop_extra_metrics(
+        self, metrics: Mapping[str, float], counters: Sequence[Counters]
+    ) -> dict[str, float]:
+        """Return metrics that other judge rewards do not have; `counters` has those of each judge.
+
+        `metrics` are the common ones, empty if nothing was judged.
+        """
+        return {}
 
     async def _close(self) -> None:
-        askers = (self, *self._further)
-        await asyncio.gather(*(asker.connection.close() for asker in askers))
+        await asyncio.gather(*(asker.connection.close() for asker in self._askers))
         await self._observer.close()
         # Last, since the second judge writes to the cache too.
         if self.connection.cache is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -43,7 +43,7 @@ class PendingScore:
     failed_alone: int = 0
     cheap: Score | None = None
     verdicts: dict[str, Score] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:

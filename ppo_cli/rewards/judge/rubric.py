@@ -203,6 +203,8 @@ class Rubric:
             weight = -criterion.weight if criterion.fault else criterion.weight
             weight = int(weight) if weight == int(weight) else weight
             row: dict[str, Any] = {"name": criterion.name, "text": criterion.text, "weight": weight}
+            # A weight of 0 cannot show by its sign that this is a fault.
+            row |= {"fault": True} if criterion.fault and not weight else {}
             row |= {"must": True} if criterion.must else {}
             rows.append(row | ({"levels": criterion.levels} if criterion.levels > 1 else {}))
         return rows
@@ -224,7 +226,9 @@ class Rubric:
         for key, criterion in zip(self.keys, self.criteria, strict=True):
             lines.append(f"{key}: {criterion.question}")
             forms.append(f'"{key}": {criterion.answer_format()}')
-        return "\n".join([*lines, "", "Half met is not met.", self.answer_format(forms)])
+        decided = [criterion.levels == 1 for criterion in self.criteria]
+        half = "Half met is not met." if all(decided) else "Without levels, half met is not met."
+        return "\n".join([*lines, "", *[half] * any(decided), self.answer_format(forms)])
 
     def answer_format(self, forms: Sequence[str] = ()) -> str:
         """Return the answer format as the judge reads it."""

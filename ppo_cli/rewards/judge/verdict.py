@@ -390,45 +390,39 @@ def _read_probabilities(
     The further value `spread` is the standard deviation of the score.
     """
     if question.rubric is None:
-        verdict = _expected_level(probabilities[0], question.scale)
-        return *verdict, {"spread": _level_spread(probabilities[0], question.scale)}
+        level, spread, likely = _read_levels(probabilities[0], question.scale)
+        return level, likely, {"spread": spread}
     grades, spreads, reasons = [], [], []
     for criterion, shares in zip(question.rubric.criteria, probabilities, strict=True):
-        level, likely = _expected_level(shares, Scale(0, criterion.levels))
+        level, spread, likely = _read_levels(shares, Scale(0, criterion.levels))
         grades.append(level / criterion.levels)
-        spreads.append(_level_spread(shares, Scale(0, criterion.levels)))
+        spreads.append(spread)
         reasons.append(f"{criterion.name}: {criterion.describe_grade(grades[-1])}. {likely}")
     info = {"grades": grades, "spread": question.rubric.spread(spreads)}
     return question.rubric.value(grades), "\n".join(reasons), info
 
 
-def _expected_level(probabilities: Mapping[int, float], scale: Scale) -> tuple[float, str]:
-    """Return the mean level; probabilities of exactly the levels asked for are required."""
-    pairs = dict(probabilities)
-    if not pairs:
+def _read_levels(shares: Mapping[int, float], scale: Scale) -> tuple[float, float, str]:
+    """Return the mean level, its standard deviation as a share of the scale, and likely levels.
+
+    Probabilities of exactly the levels of the scale are required.
+    """
+    if not shares:
         raise Unreadable("empty", "the judge gave no probabilities")
-    if wrong := [level for level in pairs if level not in scale.levels()]:
+    if wrong := [level for level in shares if level not in scale.levels()]:
         raise Unreadable("out_of_range", f"level {wrong[0]!r} is not on the scale {scale}")
-    if missing := [level for level in scale.levels() if level not in pairs]:
+    if missing := [level for level in scale.levels() if level not in shares]:
         raise Unreadable("unparsed", f"there is no probability of level {missing[0]}")
-    if any(not math.isfinite(p) or not 0.0 <= p <= 1.0 + SUM_TOLERANCE for p in pairs.values()):
+    if any(not math.isfinite(p) or not 0.0 <= p <= 1.0 + SUM_TOLERANCE for p in shares.values()):
         raise Unreadable("unparsed", "the judge's probabilities are not probabilities")
-    total = math.fsum(pairs.values())
+    total = math.fsum(shares.values())
     if abs(total - 1.0) > SUM_TOLERANCE:
         raise Unreadable("unparsed", f"the judge's probabilities sum to {total:.3g}, not to 1")
-    above = math.fsum((level - scale.low) * p for level, p in pairs.items()) / total
-    best = sorted(pairs, key=lambda level: -pairs[level])[:3]
-    likely = ", ".join(f"{level}: {pairs[level]:.3g}" for level in best)
+    above = math.fsum((level - scale.low) * p for level, p in shares.items()) / total
     # Rounding alone may carry the mean past the end of the scale by the last bit.
-    return min(scale.low + above, float(scale.high)), f"most likely levels {likely}"
-
-
-def _level_spread(probabilities: Mapping[int, float], scale: Scale) -> float:
-    """Return the standard deviation of the level, as a share of the scale.
-
-    The probabilities are valid: `_expected_level` has read them.
-    """
-    total = math.fsum(probabilities.values())
-    mean = math.fsum(level * p for level, p in probabilities.items()) / total
-    variance = math.fsum(p * (level - mean) ** 2 for level, p in probabilities.items()) / total
-    return math.sqrt(variance) / (scale.high - scale.low)
+    mean = min(scale.low + above, float(scale.high))
+    variance = math.fsum(p * (level - mean) ** 2 for level, p in shares.items()) / total
+    best = sorted(shares, key=lambda level: -shares[level])[:3]
+    likely = ", ".join(f"{level}: {shares[level]:.3g}" for level in best)
+    spread = math.sqrt(variance) / (scale.high - scale.low)
+    return mean, spread, f"most likely levels {likely}"

@@ -93,7 +93,10 @@ def test_the_spread_of_votes_or_probabilities_shows_doubt(
     reward = make(small={"mode": "decision"}, cascade={"model": "small", "spread": 0.5})
     (score,) = score_all(reward, [sum_rollout(3)])
     assert score.info["cheap_spread"] is not None and not score.info["escalated"]
-    assert "decision" in cheap.calls[-1].path or "decision" in json.dumps(cheap.calls[-1].body)
+    request = json.dumps(cheap.calls[-1].body)
+    assert "decision" in cheap.calls[-1].path or "decision" in request
+    # It writes nothing, so the request says nothing about the form of an answer.
+    assert "from 1 (worst) to 10 (best)" in request and "JSON" not in request
 
 
 def test_a_cheaper_judge_that_fails_is_unsure(

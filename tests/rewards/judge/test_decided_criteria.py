@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from ppo_cli.records import Score
-from ppo_cli.rewards.judge.calls import Scale, worst_case
-from ppo_cli.rewards.judge.prompt import build_material
+from ppo_cli.rewards.judge.calls import Output, Scale, worst_case
+from ppo_cli.rewards.judge.prompt import Material, build_material, load_preset
+from ppo_cli.rewards.judge.providers.forms import decision_input
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rubric import read_rubric
+from ppo_cli.rewards.judge.verdict import build_reminder
 from tests.judge_server.decisions import Asked, DecisionServer, valid_reply
 from tests.judge_server.wire import fenced
 from tests.rewards.judge.test_rubric import rollout
@@ -217,6 +220,16 @@ def test_a_reply_that_lacks_a_grade_gives_no_score(
     assert server.count == 3
     metrics = reward.pop_metrics()
     assert metrics["judge/unread"] == 1.0 and metrics["judge/tokens_in"] == server.tokens
+
+
+@pytest.mark.parametrize("output", ["json", "text"])
+def test_a_repeated_request_names_no_form_of_a_written_answer(output: Output) -> None:
+    material = Material("What is 1 + 1?", "Reply with ONE JSON object and nothing else", "2")
+    question = replace(load_preset("math"), output=output).question(material)
+    repeated = replace(question, user=f"{question.user}\n\n{build_reminder(question)}")
+    text = decision_input(question)
+    assert decision_input(repeated) == text and text.endswith("from 1 (worst) to 10 (best).")
+    assert text.count("ONE JSON object") == 1, "that of the response"
 
 
 @pytest.mark.parametrize("wire", ["openai", "gemini"])

@@ -99,3 +99,16 @@ def test_the_answers_are_cached_and_a_prompt_without_cases_is_not_checked(
     scoring = "Q {prompt}\nA {response}\nScore 1-10"
     assert started(judge_of(scoring_prompt=scoring, canary_every=50)) == []
     assert server.count == 4
+
+
+def test_a_judge_that_goes_away_during_the_checks_is_named_at_once(
+    judge_of: Make, server: JudgeServer
+) -> None:
+    server.score = score_right
+    server.fail("cut", times=14, after=1)
+    notes = started(judge_of(prompt_preset="math", canary_every=1, cache="off"))
+    outages = [note for note in notes if "does not answer" in note]
+    assert (
+        len(outages) == 1 and "trying again in" in outages[0] and "for up to 30 min" in outages[0]
+    )
+    assert re.search(PASSED.format(2), notes[-1])

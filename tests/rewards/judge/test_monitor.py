@@ -56,13 +56,13 @@ def test_rates_of_a_step_come_from_its_counts() -> None:
 
 
 def test_canaries_are_due_once_in_so_many_steps() -> None:
-    canaries = Canaries(None, every=3)  # type: ignore[arg-type]
+    canaries = Canaries(every=3)
     due = []
     for step in (1, 3, 3, 2, 4, 6, 3, 6, 9):
         canaries.begin_step(step)
         due.append(canaries.due)
     assert due == [False, True, False, False, False, True, False, False, True]
-    never = Canaries(None, every=0)  # type: ignore[arg-type]
+    never = Canaries(every=0)
     never.begin_step(0)
     assert not never.due
 

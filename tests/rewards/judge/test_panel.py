@@ -19,7 +19,7 @@ from ppo_cli.rewards.judge.panel import PanelReward, geometric_median
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.run_folder import paid_calls
 from tests.judge_server import JudgeServer
-from tests.rewards.scoring import score_all, sum_rollout
+from tests.rewards.scoring import score_all, sum_rollout, wait_until
 
 Make = Callable[..., PanelReward]
 NAMES = ("second", "third")
@@ -175,6 +175,18 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     (failed,) = score_all(strict, [sum_rollout(1)])
     assert json.loads(json.dumps(failed.facts))["panel"]["second"]["score"] == pytest.approx(5 / 9)
     assert failed.value is None and "2 of 3 judges gave a verdict, 3 are needed" in failed.failure
+
+
+def test_empty_replies_are_shown_to_every_judge(
+    make: Make, server: JudgeServer, others: list[JudgeServer]
+) -> None:
+    server.score = others[0].score = lambda system, user: 1
+    others[1].score = lambda system, user: 10
+    reward = make(canary_every=1, scoring_prompt="{prompt} {response} Score 1-10.")
+    reward.begin_step(1)
+    score_all(reward, [sum_rollout(1)])
+    wait_until(lambda: [judge.count for judge in (server, *others)] == [5, 5, 5])
+    wait_until(lambda: reward.pop_metrics().get("judge/canary_max") == 1.0)
 
 
 def test_the_noise_of_a_panel_is_that_of_its_robust_mean(

@@ -47,6 +47,19 @@ def test_a_wrong_criterion_is_named(row: dict[str, Any]) -> None:
         read_rubric(row["source"], "here")
 
 
+def test_criteria_that_are_written_are_read_again_as_they_were() -> None:
+    every = [Criterion("a", "A.", weight, fault, levels=levels)
+             for weight in (0.0, 1.5) for fault in (False, True) for levels in (1, 3)]  # fmt: skip
+    rubric = Rubric(tuple(replace(c, name=f"c{i}") for i, c in enumerate(every)))
+    assert read_rubric(rubric.as_rows(), "here") == rubric
+    # Only what is met or not can be half met.
+    halves = [
+        re.findall("(.*half met is not met.)", Rubric(criteria).instructions(), re.I)
+        for criteria in (rubric.criteria[:1], rubric.criteria[:2], rubric.criteria[1:2])
+    ]
+    assert halves == [["Half met is not met."], ["Without levels, half met is not met."], []]
+
+
 def test_all_wrong_criteria_are_named_at_once() -> None:
     with pytest.raises(RewardError) as caught:
         read_rubric(["fine", {"text": ""}, {"text": "a", "levels": 0}], "here")

@@ -16,6 +16,7 @@ from ppo_cli.rewards.judge.providers.replies import (
     refusal,
     refuse_blocked,
 )
+from ppo_cli.rewards.judge.verdict import build_reminder, score_format
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure
 
 
@@ -67,10 +68,11 @@ def decisions(question: Question) -> list[Decision]:
 
 
 def decision_input(question: Question) -> str:
-    """Return the text that the questions are about; criteria have their own questions."""
-    if question.rubric is None:
-        return question.user
-    return join_texts(question).rpartition(question.rubric.instructions())[0].rstrip()
+    """Return the text that the questions are about, without the form of a written answer."""
+    if question.rubric is not None:  # criteria have their own questions
+        return join_texts(question).rpartition(question.rubric.instructions())[0].rstrip()
+    text = question.user.removesuffix(f"\n\n{build_reminder(question)}")
+    return text.rpartition(score_format(question.output, question.scale))[0].rstrip()
 
 
 def decision_questions(question: Question) -> dict[str, dict[str, object]]:
