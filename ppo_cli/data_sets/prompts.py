@@ -190,10 +190,11 @@ class Renderer:
             "first user message, or use a model whose template takes system messages",
         ) from error
 
-    def fill_template(self, messages: tuple[Message, ...]) -> str:
+    def fill_template(self, messages: Sequence[Message], *, continued: bool = True) -> str:
         """Apply the chat template; a refusal (roles, order) is a RowError.
 
-        A template is a program by the author of the model: DataError if it takes more than
+        `continued`: the assistant's next message follows, otherwise the last one is complete. A
+        template is a program by the author of the model: DataError if it takes more than
         TEMPLATE_S of time or TEMPLATE_BYTES of memory.
         """
         # Templates may change the messages that they get.
@@ -204,7 +205,7 @@ class Renderer:
                     self.tokenizer.apply_chat_template(
                         conversation,
                         tokenize=False,
-                        add_generation_prompt=True,
+                        add_generation_prompt=continued,
                         **self.template_arguments,
                     )
                 )
