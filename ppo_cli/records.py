@@ -81,9 +81,10 @@ class Rollout:
     the tokens before its answer, 0 without a thought.
 
     An episode has `turns`: its `token_ids` hold the policy's and the environment's tokens, the last
-    of them the policy's; `text` is that of its last turn. `failure` says why an environment could
-    not finish it (it is masked then), `ended` which limit ended it ("turns", "tokens"; "" if the
-    environment did).
+    of them the policy's; `text` is that of its last turn. Log-probs and entropies are 0 at the
+    environment's tokens. `failure` says why an environment could not finish it (it is masked then,
+    and has no tokens if it never began), `ended` which limit ended it ("turns", "tokens"; "" if
+    the environment did).
     """
 
     # Which sample of the prompt it is, and what was sampled.
@@ -105,9 +106,21 @@ class Rollout:
     ended: str = ""
 
     @property
+    def policy_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy wrote."""
+        if not self.turns:
+            return self.token_ids
+        return tuple(token for t in self.turns for token in self.token_ids[t.start : t.end])
+
+    @property
     def policy_tokens(self) -> int:
         """The number of tokens that the policy wrote."""
         return sum(t.end - t.start for t in self.turns) if self.turns else len(self.token_ids)
+
+    @property
+    def turn_start(self) -> int:
+        """Where the turn that an unfinished episode continues with begins in `token_ids`."""
+        return len(self.token_ids) if self.turns else 0
 
     @property
     def full_text(self) -> str:

@@ -25,8 +25,9 @@ class Batch:
     """Rollouts as tensors, all on the CPU.
 
     Response token t of row b sits at `input_ids_BL[b, prompt_len_B[b] + t]`, and its
-    log-prob and value are read at the position before it. `response_mask_BT` marks real
-    response tokens. `sampler_entropy_BT` is there where the sampler gave entropies.
+    log-prob and value are read at the position before it. `response_mask_BT` marks the tokens that
+    the policy wrote: an episode has holes where its environment replied. `sampler_entropy_BT` is
+    there where the sampler gave entropies.
     """
 
     input_ids_BL: Tensor  # int64
@@ -96,40 +97,46 @@ class TrainBatch(AnnotatedBatch):
 def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
     """Pad rollouts into one `Batch`, one row per rollout in their order.
 
-    Raises ValueError for an empty list or an empty response: a sampler always emits a token.
+    An episode that failed before its first token gets one token that does not count. Raises
+    ValueError for an empty list or another empty response: a sampler always emits a token.
     """
     if not rollouts:
         raise ValueError("no rollouts to batch")
-    prompt_lens = [len(r.prompt.token_ids) for r in rollouts]
-    response_lens = [len(r.token_ids) for r in rollouts]
-    if min(response_lens) == 0:
+    if not all(r.token_ids or r.failure for r in rollouts):
         raise ValueError("a rollout has no response token")
+    prompt_lens = [len(r.prompt.token_ids) for r in rollouts]
+    response_lens = [max(1, len(r.token_ids)) for r in rollouts]
     # Sizes: each row is prompt and response without a gap, padded on the right.
     B, T = len(rollouts), max(response_lens)
     L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
     # Filled as numpy arrays: torch.tensor(tuple) takes six times as long.
     ids_BL = np.full((B, L), pad_token_id, dtype=np.int64)
     logprobs_BT, entropy_BT = np.zeros((2, B, T), dtype=np.float32)
+    mask_BT = np.zeros((B, T), dtype=np.bool_)
     for b, r in enumerate(rollouts):
         ids = (*r.prompt.token_ids, *r.token_ids)
         ids_BL[b, : len(ids)] = ids
         logprobs_BT[b, : len(r.token_ids)] = r.sampler_logprobs
         if r.entropies is not None:
             entropy_BT[b, : len(r.token_ids)] = r.entropies
+        spans = [(turn.start, turn.end) for turn in r.turns] or [(0, len(r.token_ids))]
+        for start, end in spans:
+            mask_BT[b, start:end] = True
     # Rollouts of one prompt form a group.
-    response_len_B = torch.tensor(response_lens)
     groups: dict[str, int] = {}
     group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
     return Batch(
         input_ids_BL=torch.from_numpy(ids_BL),
         prompt_len_B=torch.tensor(prompt_lens),
-        response_len_B=response_len_B,
-        response_mask_BT=torch.arange(T)[None, :] < response_len_B[:, None],
+        response_len_B=torch.tensor(response_lens),
+        response_mask_BT=torch.from_numpy(mask_BT),
         sampler_logprobs_BT=torch.from_numpy(logprobs_BT),
         group_B=torch.tensor(group),
         weight_version_B=torch.tensor([r.weight_version for r in rollouts]),
         sampler_entropy_BT=(
-            None if any(r.entropies is None for r in rollouts) else torch.from_numpy(entropy_BT)
+            None
+            if any(r.entropies is None and r.token_ids for r in rollouts)
+            else torch.from_numpy(entropy_BT)
         ),
     )
 

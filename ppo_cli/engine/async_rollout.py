@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, start_rollouts
 from ppo_cli.errors import ModelError
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Prompt, Rollout, Turn
 
 FIELDS_FILE = "ahead.json"
 ARRAYS_FILE = "ahead.npz"
@@ -42,6 +42,8 @@ ROLLOUT_FIELDS: dict[str, Callable[..., Any]] = {
     "sample": int, "text": str, "finish_reason": str, "weight_version": int,
     "thought_tokens": int, "seed": int, "carried": int,
 }  # fmt: skip
+# Those of an episode, and of the prompt with which its environment began.
+EPISODE_FIELDS, OPENING_FIELDS = ("failure", "ended"), ("text", "rendered", "opened")
 # What reading a damaged file can raise.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 
@@ -75,9 +77,12 @@ class Round:
         return [rollout for rollout in self.rollouts if rollout.finish_reason == "unfinished"]
 
     @property
-    def weight_version(self) -> int:
-        """Return the version of the weights under which all rollouts began."""
-        return self.rollouts[0].weight_version
+    def weight_versions(self) -> set[int]:
+        """Return the version of the weights under which the rollouts began: one at most.
+
+        An episode that failed before its first token has none.
+        """
+        return {r.weight_version for r in self.rollouts if r.token_ids or not r.failure}
 
     def matches(self, prompts: Sequence[Prompt], sampling: Sampling) -> bool:
         """Whether the round has these prompts, in this order, and this sampling."""
@@ -101,13 +106,24 @@ class Round:
     def check(self) -> None:
         """Assert that no rollout is missing, and that all began under the same weights."""
         assert len(self.rollouts) == len(self.prompts) * self.sampling.n, "a round with gaps"
-        assert len({r.weight_version for r in self.rollouts}) == 1, "a round of mixed weights"
+        assert len(self.weight_versions) <= 1, "a round of mixed weights"
 
     def set_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Set the full prompts: a checkpoint only stores their ids."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         self.prompts = tuple(prompts)
-        self.rollouts = [replace(r, prompt=by_uid[r.prompt.uid]) for r in self.rollouts]
+        self.rollouts = [
+            replace(r, prompt=_with_opening(by_uid[r.prompt.uid], r)) for r in self.rollouts
+        ]
+
+
+def _with_opening(prompt: Prompt, rollout: Rollout) -> Prompt:
+    """Return the prompt of a rollout: that of its row, with the opening of its episode."""
+    if not rollout.turns:
+        return prompt
+    names = ("messages", "token_ids", *OPENING_FIELDS)
+    opening: dict[str, Any] = {name: getattr(rollout.prompt, name) for name in names}
+    return replace(prompt, **opening)
 
 
 def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> None:
@@ -165,10 +181,23 @@ def _round_to_dict(round_: Round, published: int) -> dict[str, Any]:
         "sampling": asdict(round_.sampling),
         "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in round_.prompts],
         "rollouts": [
-            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in ROLLOUT_FIELDS}
+            {"uid": r.prompt.uid}
+            | {name: getattr(r, name) for name in ROLLOUT_FIELDS}
+            | _episode_to_dict(r)
             for r in round_.rollouts
         ],
     }
+
+
+def _episode_to_dict(rollout: Rollout) -> dict[str, Any]:
+    """Return what an episode has besides a response's fields, as JSON values."""
+    saved = {name: value for name in EPISODE_FIELDS if (value := getattr(rollout, name))}
+    if rollout.turns:
+        prompt = rollout.prompt
+        saved |= {f"opening_{name}": getattr(prompt, name) for name in OPENING_FIELDS}
+        saved |= {"messages": prompt.messages, "opening": prompt.token_ids}
+        saved["turns"] = [asdict(turn) for turn in rollout.turns]
+    return saved
 
 
 Numbers = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -203,6 +232,16 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
         } | saved_rollout  # older checkpoints lack them
         fields = {name: kind(saved_rollout[name]) for name, kind in ROLLOUT_FIELDS.items()}
         prompt, token_ids = by_uid[saved_rollout["uid"]], tuple(ids.tolist())
+        fields |= {name: str(saved_rollout.get(name, "")) for name in EPISODE_FIELDS}
+        if turns := saved_rollout.get("turns"):
+            fields["turns"] = tuple(map(_read_turn, turns))
+            opening: dict[str, Any] = {
+                name: str(saved_rollout[f"opening_{name}"]) for name in OPENING_FIELDS
+            }
+            messages, opening_ids = saved_rollout["messages"], saved_rollout["opening"]
+            prompt = replace(
+                prompt, messages=tuple(messages), token_ids=tuple(opening_ids), **opening
+            )
         rollouts.append(
             Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **fields)
         )
@@ -212,6 +251,13 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
     round_ = Round(prompts, sampling, published - ago, rollouts, published - moved_ago)
     round_.check()
     return round_
+
+
+def _read_turn(saved: Mapping[str, Any]) -> Turn:
+    """Build a turn from a checkpoint's JSON, which has lists for tuples."""
+    tools = tuple((str(name), float(seconds)) for name, seconds in saved["tools"])
+    lists = {name: tuple(saved[name]) for name in ("replies", "context")}
+    return Turn(**{**saved, **lists, "tools": tools})
 
 
 Upcoming = Callable[[int], tuple[Sequence[Prompt], Sampling] | None]
@@ -263,10 +309,12 @@ class AheadEngine:
             self._wait()  # one round at a time
         if round_ is None:
             for rollout in self._inner.generate(prompts, sampling):
-                self._check_version(rollout.weight_version, self._published)
+                if rollout.token_ids:
+                    self._check_version(rollout.weight_version, self._published)
                 yield rollout
             return
-        self._check_version(round_.weight_version, round_.begun_at)
+        for version in round_.weight_versions:
+            self._check_version(version, round_.begun_at)
         # Kept until its step is published: a step that is repeated uses it again.
         round_.consumed = True
         round_.set_prompts(prompts)
@@ -282,9 +330,10 @@ class AheadEngine:
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Begin the next rounds in the background, then annotate this one."""
         # A round must not be older than `steps` publishes.
-        if self._first_version is not None:
+        version_R = batch.weight_version_B[batch.response_mask_BT.any(1)]
+        if self._first_version is not None and len(version_R):
             present = self._first_version + self._published
-            staleness = present - int(batch.weight_version_B.min())
+            staleness = present - int(version_R.min())
             assert staleness <= self._steps, f"rollouts are {staleness} steps old"
         self._begin_rounds()
         return self._inner.annotate(batch)

@@ -48,6 +48,32 @@ class EnvironmentFailure(Exception):
     """
 
 
+class Chat(Protocol):
+    """Renders conversations with the chat template, and reads what the policy wrote."""
+
+    def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
+        """Return the text and the tokens of a conversation up to where the policy writes.
+
+        Raises ValueError, in one line, for messages that the template refuses.
+        """
+        ...
+
+    def continue_after(self, turn: Sequence[int], replies: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens from the end of a turn to where the policy writes again.
+
+        `turn` has the tokens that the policy wrote; if it was cut they begin with the mark that
+        ends a turn. Raises ValueError for replies that the template refuses.
+        """
+        ...
+
+    def parse(self, turn: Sequence[int]) -> Message:
+        """Return what the policy wrote as a message: content, reasoning, tool_calls.
+
+        Its `error`, if it has one, says why its tool calls cannot be read.
+        """
+        ...
+
+
 class Environments(Protocol):
     """Plays many episodes side by side; a future resolves to an answer or an EnvironmentFailure."""
 

@@ -91,7 +91,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
 
     # Lengths of all responses; rewards of those with a score.
     values = np.array([s.score.value for s in scored if s.score.judged], dtype=float)
-    lengths = np.array([len(s.rollout.token_ids) for s in scored], dtype=float)
+    lengths = np.array([s.rollout.policy_tokens for s in scored], dtype=float)
     cut = [s.rollout.finish_reason == "length" for s in scored]
     metrics = {
         f"{prefix}response_length_mean": float(lengths.mean()),
@@ -134,7 +134,7 @@ def _compute_thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str,
         return {}
     import numpy as np
 
-    answers = [len(r.token_ids) - r.thought_tokens for r in rollouts if not r.unclosed]
+    answers = [r.policy_tokens - r.thought_tokens for r in rollouts if not r.unclosed]
     lengths = {
         "thought/length_mean": float(np.mean([r.thought_tokens for r in thinking])),
         "thought/length_max": float(max(r.thought_tokens for r in thinking)),

@@ -372,7 +372,7 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         "failure": score.failure,
         "reason": score.reason,
         "parts": {n: {"raw": p.raw, "scaled": p.scaled} for n, p in score.parts.items()},
-        "tokens": len(rollout.token_ids),
+        "tokens": rollout.policy_tokens,
         "finish_reason": rollout.finish_reason,
     }
     # Only models that think have these fields.

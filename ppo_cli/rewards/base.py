@@ -100,6 +100,15 @@ class Reward(Protocol):
         ...
 
 
+def submit_rollout(reward: Reward, rollout: Rollout) -> Future[Score]:
+    """Submit a rollout; the score of an episode that its environment could not finish is failed."""
+    if not rollout.failure:
+        return reward.submit(rollout)
+    failed: Future[Score] = Future()
+    failed.set_result(Score.failed(rollout.failure))
+    return failed
+
+
 # A reward that needs a device passes a picklable factory of an object, and calls its methods by
 # name. It does not know whether the object is in this process or in a separate one.
 Factory = Callable[[], Any]

@@ -237,7 +237,7 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     divided by the sum of weights, which `share` can be compared with.
     """
     # Correlations are of raw scores: scaling does not change them.
-    lengths = [float(len(r.token_ids)) for r in rollouts]
+    lengths = [float(r.policy_tokens) for r in rollouts]
     spreads = {
         n: abs(c.part.weight) * Moments.from_values(c.scaled).std for n, c in columns.items()
     }

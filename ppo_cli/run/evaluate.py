@@ -165,7 +165,7 @@ def _answer_row(rollout: Rollout) -> dict[str, Any]:
         "prompt": prompt.text,
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
-        "tokens": len(rollout.token_ids),
+        "tokens": rollout.policy_tokens,
     }
     # Empty fields are left out.
     optional = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,

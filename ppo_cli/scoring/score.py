@@ -28,7 +28,7 @@ from ppo_cli.errors import Interrupted, RewardError, plural
 from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import plain
 from ppo_cli.scoring.rows import ResponseRow
@@ -123,7 +123,7 @@ def score_all(
         # Step 0 is not a training step: per-step state of judges starts empty.
         reward.begin_step(0)
         for rollout in rollouts:
-            futures.append(reward.submit(rollout))
+            futures.append(submit_rollout(reward, rollout))
             # Callbacks run on the thread that finishes a score; the queue brings the futures back
             # to this one.
             futures[-1].add_done_callback(partial(_deliver, watch, rollout, arrived))

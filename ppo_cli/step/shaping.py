@@ -61,9 +61,12 @@ def _token_at(rollout: Rollout, end: int, decode: Detokenize) -> int:
 
     Comparing lengths would not do: a part of a character may decode to several characters.
     """
-    target, ids, prompt_ids = rollout.text[:end], rollout.token_ids, rollout.prompt.token_ids
-    return bisect_left(
-        range(len(ids)), True, key=lambda i: decode(ids[: i + 1], prompt_ids)[:end] == target
+    # The text of an episode is that of its last turn.
+    start = rollout.turns[-1].start if rollout.turns else 0
+    target, ids = rollout.text[:end], rollout.token_ids[start:]
+    context = (*rollout.prompt.token_ids, *rollout.token_ids[:start])
+    return start + bisect_left(
+        range(len(ids)), True, key=lambda i: decode(ids[: i + 1], context)[:end] == target
     )
 
 
@@ -115,7 +118,7 @@ def shape_scores(
 def compute_penalties(settings: Shaping, rollout: Rollout, longest: int) -> dict[str, float]:
     """The configured penalties by name, each at most 0."""
     penalties: dict[str, float] = {}
-    length = len(rollout.token_ids)
+    length = rollout.policy_tokens
     # Length: the penalty grows over the last tokens before the limit.
     if settings.overlong_buffer is not None:
         share = overlong_share(length, longest, settings.overlong_buffer)
@@ -124,7 +127,7 @@ def compute_penalties(settings: Shaping, rollout: Rollout, longest: int) -> dict
         cut = rollout.finish_reason == "length"
         penalties["missing_eos"] = -settings.missing_eos_penalty if cut else 0.0
     if settings.repetition_penalty is not None:
-        share = repeated_share(rollout.token_ids, settings.repetition_ngram)
+        share = repeated_share(rollout.policy_ids, settings.repetition_ngram)
         penalties["repetition"] = -settings.repetition_penalty * share
     # Budgets of thought and answer: no penalty up to the budget, the full one at twice the budget.
     thought = rollout.thought_tokens
@@ -304,9 +307,12 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
-    critic = {} if batch.values_BT is None else measure_critic(
-        batch.values_BT.numpy(), batch.returns_BT.numpy(), batch.loss_mask_BT.numpy()
-    )  # fmt: skip
+    critic = {}
+    if batch.values_BT is not None:
+        # Positions count the policy's tokens: those of an environment move behind them.
+        order_BT = (~annotated.response_mask_BT).long().argsort(dim=1, stable=True)
+        columns = (batch.values_BT, batch.returns_BT, batch.loss_mask_BT)
+        critic = measure_critic(*(x_BT.gather(1, order_BT).numpy() for x_BT in columns))
     return ShapedStep(batch, metrics | _step_metrics(batch), critic, next_kl_coef)
 
 

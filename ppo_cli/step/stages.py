@@ -37,7 +37,7 @@ from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
 from ppo_cli.run_folder import CheckpointStore
 from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.thoughts import Detokenize
@@ -335,7 +335,7 @@ def sample_rollouts(
     job.in_flight[:] = [future for future in job.in_flight if not future.done()]
     with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
         for rollout in job.engine.generate(prompts, sampling):
-            pairs.append((rollout, job.reward.submit(rollout)))
+            pairs.append((rollout, submit_rollout(job.reward, rollout)))
             job.in_flight.append(pairs[-1][1])
             advance(1)
     # All responses are submitted: rewards may now compare them with each other.

@@ -41,12 +41,16 @@ def list_token_details(
         numbers_BT["kl"] = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
     details: dict[int, dict[str, Any]] = {}
     for row in choose_rows(batch, count):
-        rollout, size = rollouts[row], int(batch.response_len_B[row])
-        pieces = split_text(rollout.text, rollout.token_ids, rollout.prompt.token_ids, decode)
-        masked = (~batch.loss_mask_BT[row, :size]).nonzero().squeeze(1).tolist()
+        rollout = rollouts[row]
+        # The text of an episode is that of its last turn.
+        start = rollout.turns[-1].start if rollout.turns else 0
+        at, ids = slice(start, int(batch.response_len_B[row])), rollout.token_ids
+        context = (*rollout.prompt.token_ids, *ids[:start])
+        pieces = split_text(rollout.text, ids[start:], context, decode)
+        masked = (~batch.loss_mask_BT[row, at]).nonzero().squeeze(1).tolist()
         details[row] = {
             "lengths": " ".join(str(len(piece)) for piece in pieces),
-            **{name: encode_numbers(x_BT[row, :size]) for name, x_BT in numbers_BT.items()},
+            **{name: encode_numbers(x_BT[row, at]) for name, x_BT in numbers_BT.items()},
             **({"masked": masked} if masked else {}),
         }
     return details

@@ -406,9 +406,11 @@ class HFSampler:
         rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
         # Stop strings need the decoded text.
         for i in live if sampling.stop else ():
-            ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
-            prompt_ids, checked = rows.jobs[i].begun.prompt.token_ids, len(ids) - 1
-            if find_stop(ids, sampling.stop, self._detokenize, checked, prompt_ids) is not None:
+            begun = rows.jobs[i].begun
+            start = begun.turn_start  # a reply may contain a stop string
+            ids: list[int] = rows.tokens_RT[i, start : rows.counts_R[i]].tolist()
+            before = (*begun.prompt.token_ids, *begun.token_ids[:start])
+            if find_stop(ids, sampling.stop, self._detokenize, len(ids) - 1, before) is not None:
                 rows.stopped_R[i] = True
         # A row ends with an end token, a stop string or at its maximal length.
         ends_R = rows.stopped_R | (rows.counts_R >= rows.most_R)

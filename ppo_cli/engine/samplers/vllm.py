@@ -367,12 +367,15 @@ class VLLMSampler:
                     name, drawn = output.request_id, output.outputs[0]
                     if name not in jobs:
                         continue
-                    before, prompt_ids = jobs[name].token_ids, jobs[name].prompt.token_ids
+                    job = jobs[name]
+                    start = job.turn_start  # a reply may contain a stop string
+                    before = job.token_ids[start:]
                     ids, seen = [*before, *drawn.token_ids], checked.get(name, len(before))
                     checked[name] = len(ids)
-                    end = find_stop(ids, sampling.stop, self._detokenize, seen, prompt_ids)
+                    context = (*job.prompt.token_ids, *job.token_ids[:start])
+                    end = find_stop(ids, sampling.stop, self._detokenize, seen, context)
                     if output.finished or end is not None:
-                        job = jobs.pop(name)
+                        del jobs[name]
                         if not output.finished:
                             self._engine.abort_request([name], internal=False)
                         new = None if end is None else end - len(before)

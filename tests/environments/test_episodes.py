@@ -1,0 +1,163 @@
+"""Episodes: their turns, tokens and log-probs, their limits, and what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.algo.batch import build_batch
+from ppo_cli.engine.base import Sampling
+from ppo_cli.records import Message, Rollout
+from ppo_cli.rewards.environment import add_rewards
+from tests.environments.scripted import (
+    END,
+    Counting,
+    Scripted,
+    SmallChat,
+    by_key,
+    config,
+    make_engine,
+    prompts,
+    tokenizer,
+)
+
+SAMPLING = Sampling(n=2, max_tokens=120, seed=5)
+
+
+def play(environments: Scripted, sampling: Sampling = SAMPLING, **groups: Any) -> list[Rollout]:
+    engine = make_engine(environments, config(**groups))
+    rollouts = list(engine.generate(prompts(), sampling))
+    assert not environments.episodes and len(environments.released) == len(rollouts) == 8
+    return rollouts
+
+
+def test_tokens_turns_and_log_probs_of_an_episode() -> None:
+    engine = make_engine(Scripted(), config(environment={"path": "x.py:X", "max_turn_tokens": 12}))
+    rollouts = list(engine.generate(prompts(), SAMPLING))
+    batch = engine.annotate(build_batch(rollouts, pad_token_id=0))
+    for row, rollout in enumerate(rollouts):
+        # The tokens are those of the whole conversation, and only the policy's count.
+        text = rollout.prompt.rendered
+        for turn in rollout.turns:
+            text += turn.text + END
+            if turn is not rollout.turns[-1]:
+                text += "\n" + SmallChat().open(turn.replies)[0]
+        played = tokenizer().decode([*rollout.prompt.token_ids, *rollout.token_ids])
+        assert text == played + END * rollout.turns[-1].cut
+        mask = torch.zeros(batch.response_mask_BT.shape[1], dtype=torch.bool)
+        for turn in rollout.turns:
+            mask[turn.start : turn.end] = True
+        assert torch.equal(batch.response_mask_BT[row], mask)
+        assert int(mask.sum()) == rollout.policy_tokens == len(rollout.policy_ids)
+        assert rollout.turns[-1].end == len(rollout.token_ids)
+        # One forward pass over the episode gives the log-probs with which it was sampled.
+        sampled = batch.sampler_logprobs_BT[row]
+        assert torch.equal(sampled != 0, mask)
+        gap = (batch.old_logprobs_BT[row] - sampled)[mask].abs().max()
+        assert gap < 1e-4
+    assert {len(r.turns) for r in rollouts} == {2, 3, 4}
+    assert all(r.finish_reason == "length" for r in rollouts if r.turns[-1].cut)
+
+
+def test_timing_and_batches_do_not_change_an_episode() -> None:
+    usual = by_key(play(Scripted()))
+    slow = by_key(play(Scripted(pause_s=0.05), rollout={"name": "hf", "max_num_seqs": 3}))
+    assert {k: r.token_ids for k, r in slow.items()} == {k: r.token_ids for k, r in usual.items()}
+    # Each episode has a seed of its own, the same whenever it is played.
+    environments = [Scripted(), Scripted()]
+    for one in environments:
+        play(one)
+    first, second = ([row["seed"] for row in e.rows.values()] for e in environments)
+    assert first == second and len(set(first)) == 8 and max(first) < 2**31
+
+
+@pytest.mark.parametrize("limit", ["turns", "turn tokens", "episode tokens"])
+def test_limits(limit: str) -> None:
+    settings = {"path": "x.py:X", "max_turns": 3 if limit == "turns" else 8}
+    if limit == "turn tokens":
+        settings["max_turn_tokens"] = 2
+
+    class Endless(Counting):
+        def step(self, message: Message) -> Any:
+            messages, _, rewards = super().step(message)
+            return messages, self.turn == 6, rewards
+
+    sampling = Sampling(n=2, max_tokens=60 if limit == "episode tokens" else 120, seed=5)
+    rollouts = play(Scripted(Endless), sampling, environment=settings)
+    if limit == "turns":
+        assert {(r.ended, len(r.turns)) for r in rollouts} == {("turns", 3)}
+        assert all(r.turns[-1].rewards for r in rollouts)  # the last turn was played
+    elif limit == "turn tokens":
+        turns = [turn for r in rollouts for turn in r.turns]
+        assert any(turn.cut for turn in turns)
+        assert all(turn.end - turn.start <= 2 for turn in turns)
+        end = tokenizer().convert_tokens_to_ids(END)
+        for r in rollouts:  # what the environment adds closes a turn that was cut
+            for turn in r.turns[:-1]:
+                assert (r.token_ids[turn.end] == end) == turn.cut
+    else:
+        assert any(r.ended == "tokens" for r in rollouts)
+        assert all(len(r.token_ids) <= 60 for r in rollouts)
+
+
+class Fragile(Counting):
+    """Fails in one of three ways, depending on the prompt."""
+
+    def reset(self, row: Mapping[str, Any]) -> list[Message] | None:
+        self.truth = row["ground_truth"]
+        if self.truth == 3:
+            raise RuntimeError("no board")
+        if self.truth == 6:
+            return [{"role": "user", "content": "long " * 80}]
+        super().reset(row)
+        return [{"role": "alien" if self.truth == 9 else "user", "content": "Begin."}]
+
+    def step(self, message: Message) -> Any:
+        if self.turn == 1:
+            raise ValueError("no second turn")
+        return super().step(message)
+
+
+def test_a_failed_episode_is_masked_with_its_reason() -> None:
+    environments = Scripted(Fragile)
+    rollouts = by_key(play(environments))
+    reasons = [rollouts[f"row:{i}", 0].failure for i in range(4)]
+    assert reasons[0] == "raised ValueError: no second turn"
+    assert reasons[1] == "raised RuntimeError: no board"
+    assert reasons[2].startswith("its opening has ") and "--max_prompt_length 64" in reasons[2]
+    assert reasons[3] == "there is no role alien"
+    began = rollouts["row:0", 0]
+    assert len(began.turns) == 2 and began.prompt.text == "Begin."
+    assert began.turns[-1].end == len(began.token_ids)
+    # Those that never began are rows without a token that counts.
+    batch = build_batch(list(rollouts.values()), pad_token_id=0)
+    lengths = [r.policy_tokens for r in rollouts.values()]
+    assert batch.response_mask_BT.sum(1).tolist() == lengths
+    assert sum(length == 0 for length in lengths) == 6
+
+
+def test_an_engine_that_is_left_early_releases_all_episodes() -> None:
+    environments = Scripted()
+    engine = make_engine(environments, config())
+    rollouts = engine.generate(prompts(), SAMPLING)
+    next(rollouts)
+    assert len(environments.episodes) == 7
+    rollouts.close()  # type: ignore[attr-defined]
+    assert not environments.episodes
+    # The sampler is free again.
+    assert len(list(engine.generate(prompts(), SAMPLING))) == 8
+
+
+def test_the_reward_of_an_environment() -> None:
+    rollout = play(Scripted())[0]
+    score = add_rewards(rollout)
+    lengths = sum(len(turn.message["content"]) / 10 for turn in rollout.turns)
+    assert score.value == pytest.approx(len(rollout.turns) + lengths)
+    assert {n: p.raw for n, p in score.parts.items()} == {
+        "turns": len(rollout.turns), "length": pytest.approx(lengths),
+    }  # fmt: skip
+    assert [step.end for step in score.steps] == [turn.end for turn in rollout.turns]
+    assert sum(step.value for step in score.steps) == pytest.approx(score.value)
