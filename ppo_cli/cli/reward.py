@@ -517,6 +517,9 @@ def format_fit(record: dict[str, Any]) -> str:
     held_out = record["rows" if labelled else "pairs"]["held_out"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
     kept = "measured on {} held-out rows" if labelled else "the best on {} held-out pairs"
+    # Scores that follow labels are between 0 and 1 already.
+    affine = f"scaling: affine, mean: {mean:.4g}, std: {std:.4g}"
+    scaling = "scaling: none, clip: 1" if labelled else affine
     lines = [
         f"Reward model in {record['out']} (step {record['steps']['kept']} of "
         f"{record['steps']['all']}, {kept.format(held_out)})",
@@ -527,7 +530,7 @@ def format_fit(record: dict[str, Any]) -> str:
         ),
         f"Scores of held-out responses: mean {mean:.4g}, std {std:.4g}.",
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
-        f"In a mixture, set for its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
+        f"In a mixture, set for its part: {scaling}",
     ]
     if labelled:
         lines[5:5] = [

@@ -78,10 +78,11 @@ def group_problems(problems: Iterable[RowProblem], limit: int = SHOWN) -> list[s
     return lines
 
 
-def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = ()) -> None:
+def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] | None = ()) -> None:
     """Raise one DataError with the number of bad rows and the first causes, if there are any.
 
-    `check_flags` are the flags with which `ppo data check` finds the same problems.
+    `check_flags` are the flags with which `ppo data check` finds the same problems; None if it does
+    not: it knows neither responses nor labels.
     """
     if not problems:
         return
@@ -93,9 +94,12 @@ def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = 
     if rows > 1:
         lines.insert(0, f"{rows} bad rows:")
     # The command that lists every bad row.
-    files = dict.fromkeys(problem.place.file for problem in problems)
-    command = ppo(shlex.join(["data", "check", *files, *check_flags]))
-    lines.append(f"Correct or remove them; `{command}` names them all.")
+    if check_flags is None:
+        lines.append("Correct or remove them.")
+    else:
+        files = dict.fromkeys(problem.place.file for problem in problems)
+        command = ppo(shlex.join(["data", "check", *files, *check_flags]))
+        lines.append(f"Correct or remove them; `{command}` names them all.")
     raise DataError("\n".join(lines))
 
 

@@ -72,6 +72,13 @@ def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) ->
         yield "noise", text
     if (votes := values(f"{stage}/votes")) and judge.settings.max_votes:
         yield "votes", f"{fmean(votes):.2g} a response"
+    if escalated := values(f"{stage}/escalated"):
+        models = {"cheap": judge.settings.cascade.model, "strong": judge.settings.model}
+        shares = []
+        for who, model in models.items():
+            calls, usd = (sum(values(f"{stage}/{who}_{what}")) for what in ("calls", "cost_usd"))
+            shares.append(f"{model} {plural(round(calls), 'call')}, {format_dollars(usd)}")
+        yield "cascade", f"{fmean(escalated):.0%} went on to the judge ({'; '.join(shares)})"
     if spreads := values(f"{stage}/panel_spread"):
         start = "reward/panel/" if judge.part is None else f"reward/{judge.part}.panel/"
         names = ["judge", *judge.settings.panel.judges]

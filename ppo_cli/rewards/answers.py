@@ -264,24 +264,25 @@ def _read_tagged(content: str, choice: bool) -> str | None:
 def list_boxes(text: str) -> list[tuple[int, str]]:
     r"""Return start and content of every \boxed{…} whose braces balance.
 
-    Boxes with only a comma or an "and" between them are joined: they are one answer.
+    Boxes with only a comma or an "and" between them are joined: they are one answer. Empty boxes
+    do not count if another one has content.
     """
     # Match braces with a stack; only those after \boxed are kept.
     starts = {match.end(): match.start() for match in _BOX.finditer(text)}
     opened: list[int] = []
-    spans: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, str]] = []
     for match in _BRACE.finditer(text) if starts else ():
         if match.group() == "{":
             opened.append(match.end())
         elif match.group() == "}" and opened:
             start = opened.pop()
             if start in starts:
-                spans.append((starts[start], start, match.start()))
+                spans.append((starts[start], match.start(), text[start : match.start()].strip()))
     # Outer boxes first; a box inside another one is not joined to it.
     boxes: list[tuple[int, str]] = []
     end = -1
-    for start, inner, stop in sorted(spans):
-        content = text[inner:stop].strip()
+    filled = [span for span in spans if strip_delimiters(span[2])]
+    for start, stop, content in sorted(filled or spans):
         gap = text[end + 1 : start] if end >= 0 else None
         if gap is not None and start > end and len(gap) <= 60 and _JOINT.fullmatch(gap):
             parts = boxes[-1][1].split(", ")
@@ -304,7 +305,7 @@ def find_marked_answer(text: str, *, choice: bool = False) -> str | None:
     """Return the content of the last mark; `<answer>` tags are read elsewhere.
 
     An announcement or `####` with words in it, such as the heading `#### Step 2`, counts only if no
-    other mark does. A box always counts; an empty one gives None.
+    other mark does. A box always counts, unless it is empty and another one is not.
     """
     wordy_answer: str | None = None
     for kind, content in _list_marks(text, choice):

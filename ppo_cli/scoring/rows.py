@@ -107,7 +107,7 @@ def read_responses(
 
     # Read all rows first: the error names every bad row.
     rows, problems = read_records(raw, read)
-    raise_problems(problems)
+    raise_problems(problems, None)
     notes = alias_notes(raw.source, columns, prompt_key)
     if replaced := [name for name in names if name in SCORE_COLUMNS]:
         notes.append(f"Columns of the output that the new scores replace: {', '.join(replaced)}.")
@@ -242,7 +242,7 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
     # Numbers with two levels, and two words, are classes; more levels are grades.
     values = [cell for _, cell in labelled]
     wrong = [(row.place, _label_problem(value)) for row, value in labelled]
-    raise_problems([RowProblem(place, column, problem) for place, problem in wrong if problem])
+    raise_problems([RowProblem(place, column, text) for place, text in wrong if text], None)
     without = len(cells) - len(labelled)
     notes = (f"{plural(without, 'row')} without a label left out.",) if without else ()
     if positive is None and not any(isinstance(value, str) for value in values):

@@ -71,3 +71,18 @@ def test_summary_and_terminal_show_the_same_rows(run: Path) -> None:
 def test_a_run_without_verdicts_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward_mean": 0.5}) + "\n")
     assert describe_judges(tmp_path, Config(), read_metrics(tmp_path)) == []
+
+
+def test_a_cascade_says_what_each_judge_was_asked_and_paid(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "reward: {api: {enable: true, model: strong, cascade: {model: small}}}\n"
+    )
+    for step, escalated in ((1, 0.2), (2, 0.4)):
+        line = {
+            "judge/escalated": escalated, "judge/cheap_calls": 600.0, "judge/strong_calls": 3.0,
+            "judge/cheap_cost_usd": 0.01, "judge/strong_cost_usd": 0.2, "reward_mean": 0.5,
+        }  # fmt: skip
+        append_line(tmp_path / "metrics.jsonl", {"step": step, **line})
+    assert RunData(tmp_path, "run").read()["judge"] == (
+        ("cascade", "30% went on to the judge (small 1,200 calls, $0.02; strong 6 calls, $0.40)"),
+    )

@@ -39,14 +39,13 @@ from ppo_cli.errors import (
 )
 from ppo_cli.extras.fitting.preferences import (
     EncodedExample,
-    LabelledRow,
+    Example,
     Labels,
+    PairSet,
     Split,
-    describe_left_out,
     encode_pairs,
     exclude_held_out,
     load_pairs,
-    raise_if_unrenderable,
     split_by_prompt,
     unlimited_format,
 )
@@ -95,18 +94,13 @@ class ModelFolder:
         """Replace the folder by what `save` writes, plus the record."""
         with replace_model(self.path) as fresh:
             save(fresh)
-            _write_record(fresh, record)
+            self.finish(record, fresh)
 
-    def finish(self, record: Mapping[str, Any]) -> None:
+    def finish(self, record: Mapping[str, Any], folder: Path | None = None) -> None:
         """Replace the record of the saved model."""
-        _write_record(self._place, record)
-
-
-def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    with atomic_replace(folder / RECORD_FILE) as fresh:
-        fresh.write_text(
-            json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n"
+        with atomic_replace((folder or self._place) / RECORD_FILE) as fresh:
+            fresh.write_text(text, encoding="utf-8")
 
 
 STEP_LINES = 20  # log lines about steps in a fit
@@ -139,20 +133,21 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     )
     # Encode both sides in the format that will score with the model later.
     form = unlimited_format(network.tokenizer, settings.model)
-    sides: list[tuple[EncodedExample, ...]] = []
+    sides: list[list[EncodedExample]] = []
     with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
         for what, pairs in (("training", split.train), ("held-out", split.held_out)):
-            encoded = encode_pairs(form, pairs, network.max_length, advance)
-            if not settings.skip_bad_rows:
-                raise_if_unrenderable(encoded)
-            screen.note_all(describe_left_out(encoded, what, network.max_length))
-            dropped.update(too_long=len(encoded.too_long), refused=len(encoded.refused))
-            sides.append(encoded.pairs)
+            encoded, notes, left_out = encode_pairs(
+                form, pairs, what, network.max_length,
+                skip_bad_rows=settings.skip_bad_rows, advance=advance,
+            )  # fmt: skip
+            screen.note_all(notes)
+            dropped.update(left_out)
+            sides.append(encoded)
     record = Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
     if labels is None:
         return record
     # What a judge costs beside its policy is known once the policy has written something.
-    rows = [row for row in split.held_out if isinstance(row, LabelledRow)][:POLICY_ROWS]
+    rows = split.held_out[:POLICY_ROWS]
     record["seconds"]["policy"] = time_policy(settings, network.tokenizer, rows)
     folder.finish(record)
     return record
@@ -161,7 +156,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
 POLICY_ROWS = 16  # responses that are written to time the policy
 
 
-def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[LabelledRow]) -> float:
+def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[Example]) -> float:
     """Return the seconds in which --model writes a response as long as those of the rows."""
     config = Config.model_validate(
         {"model": {"path": settings.model, "dtype": settings.recipe.dtype}}
@@ -172,7 +167,7 @@ def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[LabelledRo
             list(row.messages), add_generation_prompt=True, return_dict=False
         )
         prompts.append(Prompt(str(number), "", row.messages, "", tuple(ids)))
-    tokens = sum(len(tokenizer(row.response).input_ids) for row in rows) / len(rows)
+    tokens = sum(len(tokenizer(row.texts[0]).input_ids) for row in rows) / len(rows)
     sampler = build_sampler(config, load_tokenizer(model_folder(settings.model)))
     try:
         sampling, began = Sampling(max_tokens=max(1, round(tokens))), time.perf_counter()
@@ -187,20 +182,21 @@ def read_split(
 ) -> tuple[Split, Counter[str]]:
     """Read and split pairs or rows; also return how many were dropped, by reason."""
     word = "rows" if labels else "pairs"
-    loaded = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows, labels=labels)
-    screen.note_all(loaded.notes)
-    if not loaded.pairs:
-        raise DataError(f"--data has no usable {word}.")
+
+    def load(flag: str, files: Sequence[str]) -> PairSet:
+        loaded = load_pairs(files, skip_bad_rows=settings.skip_bad_rows, labels=labels)
+        screen.note_all(loaded.notes)
+        if not loaded.pairs:
+            raise DataError(f"{flag} has no usable {word}.")
+        return loaded
+
+    loaded = load("--data", settings.data)
     dropped = Counter(loaded.dropped)
     # Without held-out data, hold out a share of the prompts.
     if not settings.val_data:
         return split_by_prompt(loaded.pairs, settings.val_share, settings.recipe.seed), dropped
-    held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows, labels=labels)
-    screen.note_all(held_out.notes)
-    if not held_out.pairs:
-        raise DataError(f"--val_data has no usable {word}.")
     # A prompt in both files would make the held-out accuracy too good.
-    split = exclude_held_out(loaded.pairs, held_out.pairs)
+    split = exclude_held_out(loaded.pairs, load("--val_data", settings.val_data).pairs)
     if shared := len(loaded.pairs) - len(split.train):
         screen.note(f"{plural(shared, word[:-1])} left out: the prompt is in --val_data too.")
         dropped["in_val_data"] = shared
@@ -333,8 +329,8 @@ class Fit:
         write_weights(self._network.module, folder)
         objective = self._network.objective
         if isinstance(objective, GradeObjective):
-            criteria = {"criteria": [asdict(one) for one in objective.rubric.criteria]}
-            (folder / CRITERIA_FILE).write_text(json.dumps(criteria, indent=2), encoding="utf-8")
+            criteria = json.dumps({"criteria": objective.rubric.as_rows()}, indent=2)
+            (folder / CRITERIA_FILE).write_text(criteria, encoding="utf-8")
 
     def _measure(self) -> Figures:
         samples = len(self._held_out) * len(self._held_out[0].samples)

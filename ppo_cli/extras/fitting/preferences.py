@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem, name_type
@@ -59,66 +60,33 @@ PAIR_SHAPES = (
 
 @dataclass(frozen=True)
 class Example:
-    """What a fit learns from: responses to one prompt, with a preference or labels."""
+    """What a fit learns from: a pair of responses to one prompt, or a labelled response.
+
+    `texts` are the chosen and the rejected response, or the labelled one. `targets` are the margin
+    by which the chosen one should lead, or the grades of all criteria in [0, 1], NaN without label.
+    """
 
     place: Place
     messages: Messages
+    texts: tuple[str, ...]
+    targets: tuple[float, ...] = (0.0,)
 
     @property
     def prompt_id(self) -> str:
         """A key that is equal for equal prompts."""
         return prompt_key(self.messages)
 
-
-@dataclass(frozen=True)
-class Pair(Example):
-    """Two responses to one prompt; `margin` is by how much the chosen one should lead."""
-
-    chosen: str
-    rejected: str
-    margin: float = 0.0
-    word: ClassVar[str] = "pair"
-    useless: ClassVar[tuple[str, str]] = ("equal", "chosen and rejected are the same text")
+    @property
+    def word(self) -> str:
+        """What messages call it."""
+        return "pair" if len(self.texts) == 2 else "row"
 
     @property
     def is_useless(self) -> bool:
-        """Whether nothing can be learnt from it."""
-        return self.chosen == self.rejected
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The responses."""
-        return self.chosen, self.rejected
-
-    def encode(self, form: Format) -> EncodedPair:
-        """Return both samples as tokens."""
-        chosen, rejected = (form.encode(self.messages, text) for text in self.texts)
-        return EncodedPair(chosen, rejected, self.margin)
-
-
-@dataclass(frozen=True)
-class LabelledRow(Example):
-    """A response with a grade in [0, 1] for each criterion; NaN where it has no label."""
-
-    response: str
-    grades: tuple[float, ...]
-    word: ClassVar[str] = "row"
-    useless: ClassVar[tuple[str, str]] = ("unlabelled", "without a label")
-
-    @property
-    def is_useless(self) -> bool:
-        """Whether nothing can be learnt from it."""
-        return all(map(math.isnan, self.grades))
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The response."""
-        return (self.response,)
-
-    def encode(self, form: Format) -> EncodedRow:
-        """Return the sample as tokens."""
-        samples = (form.encode(self.messages, self.response),)
-        return EncodedRow(samples, self.grades, self.prompt_id)
+        """Whether nothing can be learnt from it: equal texts, or no label."""
+        if len(self.texts) == 2:
+            return self.texts[0] == self.texts[1]
+        return all(map(math.isnan, self.targets))
 
 
 @dataclass(frozen=True)
@@ -142,19 +110,19 @@ class Labels:
         rubric = read_rubric(read_yaml(Path(criteria).expanduser(), where), where, fixed=True)
         return cls(column, rubric, shape % '{"NAME": true, false or a level}')
 
-    def read(self, place: Place, record: Record, prompt: str) -> LabelledRow:
+    def read(self, place: Place, record: Record, prompt: str) -> Example:
         """Read a labelled response; RowError if it is bad."""
         _, messages, response, _ = read_scored(place, {**record, SCORE: None}, prompt)
         cell, criteria = as_plain(record.get(self.column)), self.rubric.criteria
         if not self.rubric.fixed:
             cell = {self.column: cell}
-        levels = {one.name: one.levels if self.rubric.fixed else None for one in criteria}
+        levels = {c.name: c.levels if self.rubric.fixed else None for c in criteria}
         try:
             grades = dict(read_grades(cell, levels))
         except ValueError as error:
             raise RowError(self.column, str(error)) from None
-        known = tuple(grades.get(criterion.name, math.nan) for criterion in criteria)
-        return LabelledRow(place, messages, response, known)
+        targets = tuple(grades.get(criterion.name, math.nan) for criterion in criteria)
+        return Example(place, messages, (response,), targets)
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
@@ -166,7 +134,7 @@ def prompt_key(messages: Sequence[Message]) -> str:
 class PairSet:
     """The usable pairs (or labelled rows) of all sources, and rows dropped by reason."""
 
-    pairs: tuple[Pair | LabelledRow, ...]
+    pairs: tuple[Example, ...]
     notes: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -178,8 +146,8 @@ def load_pairs(
 
     A DataError lists all bad rows, unless `skip_bad_rows` drops them.
     """
-    pairs: list[Pair | LabelledRow] = []
-    kind = LabelledRow if labels else Pair
+    pairs: list[Example] = []
+    word = "row" if labels else "pair"
     shape = labels.shape if labels else PAIR_SHAPES
     problems: list[RowProblem] = []
     notes: list[str] = []
@@ -193,12 +161,11 @@ def load_pairs(
         columns = set(names)
         # Scored responses, else pairs or labels; a missing column is reported for the whole file.
         scored = {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns
-        source_pairs: Sequence[Pair | LabelledRow]
         if prompt and scored and labels is None:
             source_pairs, bad, note = pairs_from_scores(raw, prompt)
             notes.append(note)
         else:
-            read: Callable[..., Pair | LabelledRow] = labels.read if labels else read_pair
+            read = labels.read if labels else read_pair
             needed = (RESPONSE, labels.column) if labels else (CHOSEN, REJECTED)
             for column in needed if raw.records else ():
                 if column not in names:
@@ -227,16 +194,18 @@ def load_pairs(
     # A pair of equal texts teaches nothing, and neither does a row without labels.
     usable = tuple(example for example in pairs if not example.is_useless)
     if len(usable) < len(pairs):
-        name, why = kind.useless
+        name, why = "equal", "chosen and rejected are the same text"
+        if labels:
+            name, why = "unlabelled", "without a label"
         dropped[name] = len(pairs) - len(usable)
-        notes.append(f"{plural(dropped[name], kind.word)} left out: {why}.")
+        notes.append(f"{plural(dropped[name], word)} left out: {why}.")
     # Empty responses may be meant (a model that says nothing), so they only get a note.
     if empty := sum(not all(text.strip() for text in example.texts) for example in usable):
-        notes.append(f"{plural(empty, kind.word)} with an empty response; kept.")
+        notes.append(f"{plural(empty, word)} with an empty response; kept.")
     return PairSet(usable, tuple(notes), dropped)
 
 
-def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
+def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Example], list[RowProblem], str]:
     """Turn scored responses into pairs; returns pairs, bad rows and a note.
 
     Equal texts count once, and equal scores do not form a pair.
@@ -250,7 +219,7 @@ def pairs_from_scores(raw: Records, prompt: str) -> tuple[list[Pair], list[RowPr
             group.setdefault(response, (score, place, messages))
     # Every two responses of different scores form a pair, the higher one chosen.
     pairs = [
-        Pair(place, messages, better, worse)
+        Example(place, messages, (better, worse))
         for group in groups.values()
         for (better, (high, place, messages)), (worse, (low, _, _)) in combinations(
             sorted(group.items(), key=lambda scored: -scored[1][0]), 2
@@ -282,7 +251,7 @@ def read_scored(
     return place, messages, response, None if score is None else float(score)
 
 
-def read_pair(place: Place, record: Record, prompt: str) -> Pair:
+def read_pair(place: Place, record: Record, prompt: str) -> Example:
     """Turn one record into a pair; RowError if it is bad."""
     refuse_media(record)
     # Each side is a reply, with the turns before it if the column holds a dialogue.
@@ -302,7 +271,12 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
                 raise RowError(column, problem)
     else:
         messages = shared_opening(chosen_before, rejected_before)
-    return Pair(place, messages, chosen, rejected, read_margin(record.get(MARGIN)))
+    margin = as_plain(record.get(MARGIN))
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise RowError(MARGIN, f"is {name_type(margin)}, not a number")
+    if margin is not None and (not math.isfinite(margin) or margin < 0):
+        raise RowError(MARGIN, f"is {margin}; a margin is a number from 0 up")
+    return Example(place, messages, (chosen, rejected), (float(margin or 0),))
 
 
 def read_side(value: Any, column: str) -> tuple[Messages, str]:
@@ -357,18 +331,6 @@ def plain_turns(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(str(m["role"]), str(m["content"]).strip()) for m in messages]
 
 
-def read_margin(value: Any) -> float:
-    """Return the margin of a pair, or 0 without one."""
-    plain = as_plain(value)
-    if plain is None:
-        return 0.0
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        raise RowError(MARGIN, f"is {name_type(plain)}, not a number")
-    if not math.isfinite(plain) or plain < 0:
-        raise RowError(MARGIN, f"is {plain}; a margin is a number from 0 up")
-    return float(plain)
-
-
 MAX_HELD_OUT = 2000  # more pairs would hardly make the accuracy more precise
 
 
@@ -376,43 +338,34 @@ MAX_HELD_OUT = 2000  # more pairs would hardly make the accuracy more precise
 class Split:
     """Pairs (or labelled rows) for training, and held-out ones."""
 
-    train: tuple[Pair | LabelledRow, ...]
-    held_out: tuple[Pair | LabelledRow, ...]
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
 
 
-def split_by_prompt(pairs: Sequence[Pair | LabelledRow], share: float, seed: int) -> Split:
+def split_by_prompt(pairs: Sequence[Example], share: float, seed: int) -> Split:
     """Hold out about `share` of the pairs, at most MAX_HELD_OUT; a prompt's pairs stay together."""
     if not 0 < share < 1:
         raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
     # Sorted, so that the split depends on the seed and not on the order of the rows.
-    prompts, word = sorted({pair.prompt_id for pair in pairs}), pairs[0].word
+    counts, word = Counter(pair.prompt_id for pair in pairs), pairs[0].word
+    prompts = sorted(counts)
     if len(prompts) < 2:
         raise DataError(
             f"{len(prompts)} prompt in {len(pairs)} {word}s: none of them can be held out. Give "
             f"{word}s of more prompts, or the held-out {word}s with --val_data FILE."
         )
-    by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
-    for pair in pairs:
-        by_prompt[pair.prompt_id] += 1
     # Take prompts in random order until the share is reached; at least one stays for training.
     random.Random(f"held out {seed}").shuffle(prompts)
     target = min(max(1, round(share * len(pairs))), MAX_HELD_OUT)
-    held_out: set[str] = set()
-    pair_count = 0
-    for prompt in prompts[:-1]:
-        if pair_count >= target:
-            break
-        held_out.add(prompt)
-        pair_count += by_prompt[prompt]
+    before = accumulate((counts[prompt] for prompt in prompts), initial=0)
+    held_out = {p for p, held in zip(prompts[:-1], before, strict=False) if held < target}
     return Split(
         tuple(pair for pair in pairs if pair.prompt_id not in held_out),
         tuple(pair for pair in pairs if pair.prompt_id in held_out),
     )
 
 
-def exclude_held_out(
-    pairs: Sequence[Pair | LabelledRow], held_out: Sequence[Pair | LabelledRow]
-) -> Split:
+def exclude_held_out(pairs: Sequence[Example], held_out: Sequence[Example]) -> Split:
     """Split with given held-out pairs: training pairs with one of their prompts are dropped."""
     prompts = {pair.prompt_id for pair in held_out}
     train = tuple(pair for pair in pairs if pair.prompt_id not in prompts)
@@ -428,48 +381,18 @@ def exclude_held_out(
 NO_LIMIT = 10**9  # tokens
 
 
+@dataclass(frozen=True)
 class EncodedExample:
-    """What a fit learns from, as tokens."""
+    """The responses of an example as tokens, with its targets and its prompt."""
 
     samples: tuple[Encoded, ...]
+    targets: tuple[float, ...]
+    prompt_id: str = ""
 
     @property
     def length(self) -> int:
         """Tokens of the longest sample."""
         return max(len(sample.ids) for sample in self.samples)
-
-
-@dataclass(frozen=True)
-class EncodedPair(EncodedExample):
-    """Both samples of a pair as tokens."""
-
-    chosen: Encoded
-    rejected: Encoded
-    margin: float
-
-    @property
-    def samples(self) -> tuple[Encoded, ...]:  # type: ignore[override]
-        """Both samples, the chosen one first."""
-        return self.chosen, self.rejected
-
-
-@dataclass(frozen=True)
-class EncodedRow(EncodedExample):
-    """The sample of a labelled row as tokens, its grades (NaN: no label), and its prompt."""
-
-    samples: tuple[Encoded, ...]
-    grades: tuple[float, ...]
-    prompt_id: str
-
-
-@dataclass(frozen=True)
-class EncodedSet:
-    """Encoded pairs, and messages about the others: too long, or refused by the chat template."""
-
-    pairs: tuple[EncodedExample, ...]
-    word: str
-    too_long: tuple[str, ...]
-    refused: tuple[str, ...]
 
 
 def unlimited_format(tokenizer: Any, path: str) -> Format:
@@ -481,51 +404,47 @@ def unlimited_format(tokenizer: Any, path: str) -> Format:
 
 
 def encode_pairs(
-    form: Format, pairs: Sequence[Pair | LabelledRow], max_length: int, advance: Advance
-) -> EncodedSet:
-    """Encode the samples of each pair or row, and call `advance(1)` after it.
+    form: Format,
+    pairs: Sequence[Example],
+    what: str,
+    max_length: int,
+    *,
+    skip_bad_rows: bool,
+    advance: Advance,
+) -> tuple[list[EncodedExample], list[str], dict[str, int]]:
+    """Return pairs or rows as tokens, notes about those left out, and how many by reason.
 
-    A pair is dropped and listed if a sample has more than `max_length` tokens or cannot be encoded.
-    """
-    done: list[EncodedExample] = []
-    too_long: list[str] = []
-    refused: list[str] = []
+    One sample that is longer than `max_length` tokens, or that the chat template refuses, drops its
+    pair. DataError for one that is refused, unless `skip_bad_rows`, and if none remains.
+    """  # fmt: skip
+    encoded: list[EncodedExample] = []
+    too_long, refused = list[str](), list[str]()
+    what = f"{what} {pairs[0].word}"
     for pair in pairs:
-        # One sample that cannot be encoded drops its pair, since a comparison needs both.
         try:
-            encoded = pair.encode(form)
+            samples = tuple(form.encode(pair.messages, text) for text in pair.texts)
         except (RewardError, ControlToken) as error:
             refused.append(f"{pair.place}: {error}")
         else:
-            if encoded.length > max_length:
-                too_long.append(f"{pair.place}: {encoded.length}")
+            example = EncodedExample(samples, pair.targets, pair.prompt_id)
+            if example.length > max_length:
+                too_long.append(f"{pair.place}: {example.length}")
             else:
-                done.append(encoded)
+                encoded.append(example)
         advance(1)
-    return EncodedSet(tuple(done), pairs[0].word, tuple(too_long), tuple(refused))
-
-
-def describe_left_out(encoded: EncodedSet, what: str, max_length: int) -> list[str]:
-    """Return notes on how many pairs were dropped and why; DataError if none remains."""
-    notes, what = [], f"{what} {encoded.word}"
-    if encoded.refused:
-        notes.append(f"{plural(len(encoded.refused), what)} left out: {encoded.refused[0]}")
-    if encoded.too_long:
-        notes.append(
-            f"{plural(len(encoded.too_long), what)} left out, longer than "
-            f"{max_length} tokens ({encoded.too_long[0]}); --max_length sets the limit."
+    if refused and not skip_bad_rows:
+        raise DataError(
+            f"{plural(len(refused), pairs[0].word)} cannot be rendered, such as {refused[0]} Leave "
+            "such rows out with --skip_bad_rows, or give another --template."
         )
-    if not encoded.pairs:
+    notes = []
+    if refused:
+        notes.append(f"{plural(len(refused), what)} left out: {refused[0]}")
+    if too_long:
+        notes.append(
+            f"{plural(len(too_long), what)} left out, longer than {max_length} tokens "
+            f"({too_long[0]}); --max_length sets the limit."
+        )
+    if not encoded:
         raise DataError("\n".join([f"There is no usable {what}.", *notes]))
-    return notes
-
-
-def raise_if_unrenderable(encoded: EncodedSet) -> None:
-    """Raise DataError if the chat template cannot render some pairs."""
-    if not encoded.refused:
-        return
-    raise DataError(
-        f"{plural(len(encoded.refused), encoded.word)} cannot be rendered, such as "
-        f"{encoded.refused[0]} Leave such rows out with --skip_bad_rows, or give another "
-        "--template."
-    )
+    return encoded, notes, {"too_long": len(too_long), "refused": len(refused)}

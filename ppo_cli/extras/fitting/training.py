@@ -39,6 +39,7 @@ from ppo_cli.rewards.models.base import Encoded, pad
 from ppo_cli.rewards.models.checkpoint import last_BH
 from ppo_cli.rewards.models.heads import hard_limit, hidden_states
 
+Examples = Sequence[EncodedExample]
 # The format of hh-rlhf transcripts.
 TRANSCRIPT = (
     "{%- for message in messages -%}"
@@ -175,7 +176,10 @@ def load_to_fit(
     model.to(compute.device)
     # Evaluation mode: the fit runs without dropout.
     model.eval()
-    longest = choose_max_length(model.config, tokenizer, max_length)
+    limit = hard_limit(model.config, tokenizer)
+    if max_length is not None and max_length > limit:
+        raise ModelError(f"--max_length {max_length}: the model reads at most {limit} tokens.")
+    longest = max_length or min(DEFAULT_MAX_LENGTH, limit)
     notes = () if fresh else (f"{path} already has a score head: the fit continues from it.",)
     return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes, objective)
 
@@ -236,14 +240,6 @@ def choose_pad(tokenizer: Any, model: Any) -> int:
             model.get_input_embeddings().weight[tokenizer.pad_token_id] = 0.0
     model.config.pad_token_id = int(tokenizer.pad_token_id)
     return int(tokenizer.pad_token_id)
-
-
-def choose_max_length(config: Any, tokenizer: Any, max_length: int | None) -> int:
-    """Return the token limit of a sample: `max_length`, or a default within the model's limit."""
-    made_for = hard_limit(config, tokenizer)
-    if max_length is not None and max_length > made_for:
-        raise ModelError(f"--max_length {max_length}: the model reads at most {made_for} tokens.")
-    return int(max_length or min(DEFAULT_MAX_LENGTH, made_for))
 
 
 SMALL_MODEL = 10_000_000  # parameters, below which a model takes the rate of a head
@@ -321,6 +317,14 @@ class Figures:
     mean: float
     std: float
 
+    @classmethod
+    def of(cls, loss_P: Tensor, leads: Tensor, scores: Tensor) -> Figures:
+        """Compute them; `leads` are the better score of each two minus the worse one."""
+        right = (leads > 0).double() + 0.5 * (leads == 0).double()  # a tie counts half
+        return cls(*map(float, (
+            loss_P.mean(), right.mean(), leads.mean(), scores.mean(), scores.std(correction=0),
+        )))  # fmt: skip
+
     def better_than(self, other: Figures | None) -> bool:
         """Whether accuracy is higher, or equal with a lower loss."""
         return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
@@ -332,15 +336,17 @@ class PairObjective:
 
     outputs: tuple[str, ...] = ("score",)
 
-    def losses(self, scores_SPO: Tensor, examples: Sequence[Any], center: float) -> Tensor:
+    def losses(self, scores_SPO: Tensor, examples: Examples, center: float) -> Tensor:
         """Return `pair_losses` of chosen and rejected: (P,)."""
-        margin_P = torch.tensor([pair.margin for pair in examples], device=scores_SPO.device)
+        margin_P = scores_SPO.new_tensor([pair.targets[0] for pair in examples])
         return pair_losses(scores_SPO[0, :, 0], scores_SPO[1, :, 0], margin_P, center)
 
-    def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
+    def figures(self, scores_SPO: Tensor, examples: Examples) -> Figures:
         """Return the figures of scored pairs."""
-        margin_P = torch.tensor([pair.margin for pair in examples])
-        return summarise_pairs(scores_SPO[0, :, 0], scores_SPO[1, :, 0], margin_P)
+        # In float64, because means of many pairs are compared with each other.
+        scores_SPO = scores_SPO.double()
+        lead_P = scores_SPO[0, :, 0] - scores_SPO[1, :, 0]
+        return Figures.of(self.losses(scores_SPO, examples, 0.0), lead_P, scores_SPO)
 
 
 @dataclass(frozen=True)
@@ -354,36 +360,30 @@ class GradeObjective:
         """The names of the criteria."""
         return tuple(criterion.name for criterion in self.rubric.criteria)
 
-    def losses(self, scores_SPO: Tensor, examples: Sequence[Any], center: float) -> Tensor:
+    def losses(self, scores_SPO: Tensor, examples: Examples, center: float) -> Tensor:
         """Return the cross-entropy with the grades, a mean over a row's labels: (P,)."""
-        grades_PO = torch.tensor([row.grades for row in examples], device=scores_SPO.device)
+        grades_PO = torch.tensor([row.targets for row in examples], device=scores_SPO.device)
         losses_PO = F.binary_cross_entropy_with_logits(
             scores_SPO[0], grades_PO.nan_to_num(), reduction="none"
         )
         known_PO = ~grades_PO.isnan()
         return (losses_PO * known_PO).sum(-1) / known_PO.sum(-1)
 
-    def figures(self, scores_SPO: Tensor, examples: Sequence[Any]) -> Figures:
+    def figures(self, scores_SPO: Tensor, examples: Examples) -> Figures:
         """Return the figures of rows: any two with different labels are a pair."""
         value_P, label_P = map(torch.from_numpy, self._columns(scores_SPO, examples)["score"])
         leads = (value_P[:, None] - value_P)[label_P[:, None] > label_P]
-        return Figures(
-            loss=float(self.losses(scores_SPO, examples, 0.0).mean()),
-            accuracy=float(((leads > 0).double() + 0.5 * (leads == 0).double()).mean()),
-            margin=float(leads.mean()),
-            mean=float(value_P.mean()),
-            std=float(value_P.std(correction=0)),
-        )
+        return Figures.of(self.losses(scores_SPO, examples, 0.0), leads, value_P)
 
-    def agreement(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, Estimate]:
+    def agreement(self, scores_SPO: Tensor, rows: Examples) -> dict[str, Estimate]:
         """Return the ranking accuracy of the score and of each criterion, with its interval."""
         columns, prompts = self._columns(scores_SPO, rows), [row.prompt_id for row in rows]
         return {name: rank_agreement(*both, prompts) for name, both in columns.items()}
 
-    def _columns(self, scores_SPO: Tensor, rows: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+    def _columns(self, scores_SPO: Tensor, rows: Examples) -> dict[str, tuple[Any, Any]]:
         """Return the prediction and the label of each row: of the score, then of each criterion."""
         predicted_PO = scores_SPO[0].double().sigmoid().numpy()
-        grades_PO, value = np.array([row.grades for row in rows]), self.rubric.value
+        grades_PO, value = np.array([row.targets for row in rows]), self.rubric.value
         # A row that lacks a label has no value, and NaN ranks neither above nor below another.
         known = [value(g) if not np.isnan(g).any() else np.nan for g in grades_PO]
         columns = {"score": (np.array([value(g) for g in predicted_PO]), np.array(known))}
@@ -414,7 +414,7 @@ def rank_agreement(scores: Any, labels: Any, prompts: Sequence[str]) -> Estimate
 
 @torch.no_grad()
 def score_examples(
-    network: ScoreNetwork, examples: Sequence[EncodedExample], batch_tokens: int, advance: Advance
+    network: ScoreNetwork, examples: Examples, batch_tokens: int, advance: Advance
 ) -> Tensor:
     """Score all samples of pairs or rows: (S, P, O)."""
     samples = [sample for example in examples for sample in example.samples]
@@ -428,27 +428,11 @@ def score_examples(
     return scores_BO.view(len(examples), -1, scores_BO.shape[1]).transpose(0, 1)
 
 
-def summarise_pairs(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figures:
-    """Compute the figures of scored pairs; a tie counts half in the accuracy."""
-    # In float64, because means of many pairs are compared with each other.
-    chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
-    all_B = torch.cat([chosen_P, rejected_P])
-    right_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()
-    return Figures(
-        loss=float(pair_losses(chosen_P, rejected_P, margin_P.double(), 0.0).mean()),
-        accuracy=float(right_P.mean()),
-        margin=float((chosen_P - rejected_P).mean()),
-        mean=float(all_B.mean()),
-        std=float(all_B.std(correction=0)),
-    )
-
-
 MAX_NONFINITE_STEPS = 5  # in a row, before the fit ends
 
 
 OUT_OF_MEMORY_ADVICE = (
-    "a single pair of 2 x {} tokens. Lower --max_length, train the head alone with --freeze_body, "
-    "or take a smaller --model."
+    "Lower --max_length, train the head alone with --freeze_body, or take a smaller --model."
 )
 
 
@@ -469,9 +453,10 @@ class Trainer:
         self.network = network
         self._recipe = recipe
         # Both samples of a pair are in one micro-batch, because the loss couples them.
-        self._budget = Budget(
-            max(1, recipe.batch_tokens // 2), too_long_advice=OUT_OF_MEMORY_ADVICE
-        )
+        paired = isinstance(network.objective, PairObjective)
+        samples, what = (2, "pair of 2 x {}") if paired else (1, "row of {}")
+        advice = f"a single {what} tokens. {OUT_OF_MEMORY_ADVICE}"
+        self._budget = Budget(max(1, recipe.batch_tokens // samples), too_long_advice=advice)
         self._nonfinite_steps = 0
         self.skipped = 0
         self.optimizer = Optimizer(
@@ -485,7 +470,7 @@ class Trainer:
             clip_grad_value=None,
         )  # fmt: skip
 
-    def step(self, number: int, pairs: Sequence[EncodedExample]) -> FitStep:
+    def step(self, number: int, pairs: Examples) -> FitStep:
         """Run step `number`, counted from 0; a step that is not finite changes no weights."""
         # Gradient, then clipped update with the scheduled rate.
         self.optimizer.set_progress(number)
@@ -504,7 +489,7 @@ class Trainer:
             )
         return FitStep(objective.figures(scores_SPO, pairs), loss, norm, updated)
 
-    def backward(self, pairs: Sequence[EncodedExample]) -> Tensor:
+    def backward(self, pairs: Examples) -> Tensor:
         """Accumulate the gradient of the mean loss; returns the scores (S, P, O)."""
         outputs = len(self.network.objective.outputs)
         scores_SPO = torch.empty(len(pairs[0].samples), len(pairs), outputs)
@@ -517,7 +502,7 @@ class Trainer:
         )
         return scores_SPO
 
-    def _backward_group(self, pairs: Sequence[EncodedExample], step_pairs: int) -> Tensor:
+    def _backward_group(self, pairs: Examples, step_pairs: int) -> Tensor:
         """Run one micro-batch backwards; returns its scores (S, P, O)."""
         # The chosen samples of pairs first, then the rejected, so that one view separates them.
         samples = [s for side in zip(*(p.samples for p in pairs), strict=True) for s in side]
@@ -536,7 +521,7 @@ def count_steps(pairs: int, recipe: Recipe) -> int:
 
 
 def iterate_batches(
-    pairs: Sequence[EncodedExample], recipe: Recipe, total_steps: int
+    pairs: Examples, recipe: Recipe, total_steps: int
 ) -> Iterator[list[EncodedExample]]:
     """Yield the pairs of each step; each epoch has its own seeded order."""
     done, epoch = 0, 0

@@ -91,7 +91,7 @@ def read_marks(responses: ResponseSet, column: str, settings: RewardSettings) ->
             marks[row.place] = dict(read_grades(cell, levels))
         except ValueError as error:
             problems.append(RowProblem(row.place, column, str(error)))
-    raise_problems(problems)
+    raise_problems(problems, None)
     if not any(marks.values()):
         raise DataError(f"{responses.source}: the column '{column}' (--criteria_labels) is empty.")
     return marks

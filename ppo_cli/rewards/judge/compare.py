@@ -484,17 +484,12 @@ def largest_linked_group(met: NDArray[np.bool_], sizes: Sequence[int]) -> list[i
 
     Strengths of nodes without a link cannot be compared. `sizes` counts the responses of a node.
     """
-    # Connected components of the graph of comparisons.
-    unvisited, best = set(range(len(sizes))), list[int]()
-    while unvisited:
-        reached, edge = set[int](), [min(unvisited)]
-        while edge:
-            node = edge.pop()
-            reached.add(node)
-            edge += [k for k in unvisited - reached if met[node, k]]
-        unvisited -= reached
-        best = max(best, sorted(reached), key=lambda nodes: sum(sizes[k] for k in nodes))
-    return best if 2 * sum(sizes[k] for k in best) > sum(sizes) else []
+    linked = met | np.eye(len(sizes), dtype=bool)
+    for _ in sizes:  # links of twice as many comparisons each time
+        linked = linked @ linked
+    reached = linked @ np.asarray(sizes)
+    best = int(reached.argmax())
+    return np.flatnonzero(linked[best]).tolist() if 2 * reached[best] > sum(sizes) else []
 
 
 def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:

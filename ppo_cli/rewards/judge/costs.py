@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -349,8 +349,9 @@ class Ledger:
                     ends.append(json.dumps(call | {"outcome": "killed"}))
         # A kill may have cut the last line: start a new one.
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + "".join(f"{end}\n" for end in ends))
+        if torn or ends:  # a run that is refused before its first call leaves no file
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + "".join(f"{end}\n" for end in ends))
         in_flight_file(path).unlink(missing_ok=True)
         self._path = path
         self._write_in_flight(self._open)
@@ -369,7 +370,7 @@ class Ledger:
         ]
         if self._path is None:
             return True
-        return self._append(in_flight_file(self._path), map(json.dumps, lines))
+        return self._append(in_flight_file(self._path), [json.dumps(line) for line in lines])
 
     def _write(self) -> None:
         """Append the settled calls; empty the in-flight file when no call is in flight.
@@ -384,8 +385,10 @@ class Ledger:
             with suppress(OSError):
                 os.truncate(in_flight_file(self._path), 0)
 
-    def _append(self, path: Path, lines: Iterable[str]) -> bool:
-        """Append lines in one write; return whether that worked."""
+    def _append(self, path: Path, lines: Collection[str]) -> bool:
+        """Append lines, if any, in one write; return whether that worked."""
+        if not lines:
+            return True
         # A write that failed before may have ended in the middle of a line.
         start = "\n" if self._complained else ""
         try:

@@ -9,13 +9,14 @@ for judges: arXiv 2606.30931).
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
+
+import numpy as np
 
 from ppo_cli.config.mixture import panel_judges
 from ppo_cli.config.schema.reward import ApiReward
@@ -143,20 +144,19 @@ def geometric_median(points: Sequence[Sequence[float]]) -> list[float]:
     Weiszfeld's iteration from the mean, with the correction of Vardi & Zhang (2000, PNAS 97:1423)
     for an iterate that is one of the points.
     """
-    middle = [fmean(axis) for axis in zip(*points, strict=True)]
+    points_NK = np.asarray(points)
+    middle_K = points_NK.mean(axis=0)
     for _ in range(MAX_STEPS):
-        distances = [math.dist(point, middle) for point in points]
-        apart = [(p, 1 / d) for p, d in zip(points, distances, strict=True) if d > _ENOUGH]
-        if not apart:
-            return middle
-        weight = math.fsum(w for _, w in apart)
-        target = [math.fsum(w * p[k] for p, w in apart) / weight for k in range(len(middle))]
+        distance_N = np.linalg.norm(points_NK - middle_K, axis=1)
+        apart_N = distance_N > _ENOUGH
+        if not apart_N.any():
+            break
+        weights = 1 / distance_N[apart_N]
+        way_K = weights @ points_NK[apart_N] / weights.sum() - middle_K
         # Points that coincide with the iterate hold it back.
-        pull = weight * math.dist(target, middle)
-        support = len(points) - len(apart)
-        share = max(0.0, 1 - support / pull) if pull > _ENOUGH else 0.0
-        moved = [m + share * (t - m) for m, t in zip(middle, target, strict=True)]
-        if math.dist(moved, middle) <= _ENOUGH:
-            return moved
-        middle = moved
-    return middle
+        pull, support = weights.sum() * np.linalg.norm(way_K), (~apart_N).sum()
+        step_K = max(0.0, 1 - support / pull) * way_K if pull > _ENOUGH else 0 * way_K
+        middle_K = middle_K + step_K
+        if np.linalg.norm(step_K) <= _ENOUGH:
+            break
+    return [float(x) for x in middle_K]

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import tensor
 
+from ppo_cli.cli.reward import format_fit
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.extras.fitting.fit import fit
-from ppo_cli.extras.fitting.preferences import EncodedRow, Labels, load_pairs
+from ppo_cli.extras.fitting.preferences import EncodedExample, Labels, load_pairs
 from ppo_cli.extras.fitting.training import GradeObjective, rank_agreement
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
@@ -57,7 +58,7 @@ def row(label: Any, prompt: str = "2 + 2?", response: str = "4") -> dict[str, An
 def test_a_label_is_a_grade_and_a_row_without_one_is_left_out(write: Write) -> None:
     file = write(row(True), row(0.25, response="5"), row(None), row(0))
     loaded = load_pairs([file], labels=Labels.of("label", None))
-    assert [labelled.grades for labelled in loaded.pairs] == [(1.0,), (0.25,), (0.0,)]
+    assert [labelled.targets for labelled in loaded.pairs] == [(1.0,), (0.25,), (0.0,)]
     assert loaded.dropped == {"unlabelled": 1}
     assert any("1 row left out: without a label" in note for note in loaded.notes)
 
@@ -65,7 +66,7 @@ def test_a_label_is_a_grade_and_a_row_without_one_is_left_out(write: Write) -> N
 def test_labels_of_criteria_may_lack_some(write: Write, rubric_file: str) -> None:
     rows = [row({"right": True, "seven": False, "size": 2}), row({"size": 0, "seven": None})]
     loaded = load_pairs([write(*rows)], labels=Labels.of("label", rubric_file))
-    first, second = (labelled.grades for labelled in loaded.pairs)
+    first, second = (labelled.targets for labelled in loaded.pairs)
     assert first == (1.0, 0.0, 2 / 3)
     assert second[2] == 0.0 and all(map(math.isnan, second[:2]))
 
@@ -96,8 +97,8 @@ def test_a_wrong_label_is_named_with_its_row(
 
 def test_the_loss_is_the_cross_entropy_of_the_labels_that_are_there() -> None:
     rows = [
-        EncodedRow((Encoded((1,)),), (1.0, math.nan, 0.25), "a"),
-        EncodedRow((Encoded((1,)),), (0.0, 1.0, math.nan), "b"),
+        EncodedExample((Encoded((1,)),), (1.0, math.nan, 0.25), "a"),
+        EncodedExample((Encoded((1,)),), (0.0, 1.0, math.nan), "b"),
     ]
     scores = tensor([[[0.0, 5.0, math.log(3.0)], [math.log(3.0), 0.0, -9.0]]])
     losses = GradeObjective(RUBRIC).losses(scores, rows, 0.0)
@@ -178,6 +179,7 @@ def test_one_label_becomes_a_score_from_0_to_1(write: Write, tmp_path: Path) -> 
     record = fit(short_fit(Path(file), labels="value"), Screen())
     assert set(record["agreement"]) == {"score"} and record["agreement"]["score"]["low"] > 0.5
     assert record["scores"]["mean"] == pytest.approx(0.55, abs=0.1)
+    assert "In a mixture, set for its part: scaling: none, clip: 1" in format_fit(record)
     loaded = load_reward_model(ModelReward(path=str(tmp_path / "rm"), device="cpu"))
     ids = torch.tensor([[5, 6, 7]])
     scores = loaded.network.score(ids, torch.ones_like(ids))

@@ -34,7 +34,7 @@ def read(tmp_path: Path, *rows: object) -> preferences.PairSet:
     return preferences.load_pairs([write_rows(tmp_path / "a.jsonl", *rows)])
 
 
-def read_one(tmp_path: Path, row: dict[str, Any]) -> preferences.Pair:
+def read_one(tmp_path: Path, row: dict[str, Any]) -> preferences.Example:
     (pair,) = read(tmp_path, row).pairs
     return pair
 
@@ -58,8 +58,7 @@ def read_one(tmp_path: Path, row: dict[str, Any]) -> preferences.Pair:
 def test_every_shape_gives_the_same_pair(row: dict[str, Any], tmp_path: Path) -> None:
     pair = read_one(tmp_path, row)
     assert [dict(m) for m in pair.messages] == [USER]
-    assert (pair.chosen.strip(), pair.rejected.strip()) == ("Hello.", "Go.")
-    assert pair.margin == 0.0
+    assert [text.strip() for text in pair.texts] == ["Hello.", "Go."] and pair.targets == (0.0,)
 
 
 def test_a_dialogue_of_several_turns_keeps_them(tmp_path: Path) -> None:
@@ -68,11 +67,11 @@ def test_a_dialogue_of_several_turns_keeps_them(tmp_path: Path) -> None:
     assert [(m["role"], m["content"]) for m in pair.messages] == [
         ("user", "a"), ("assistant", "b"), ("user", "c")
     ]  # fmt: skip
-    assert (pair.chosen, pair.rejected) == ("yes", "no")
+    assert pair.texts == ("yes", "no")
     row = {"prompt": "Hi?", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}
     pair = read_one(tmp_path, {**row, "margin": 2})
     assert [m["role"] for m in pair.messages] == ["system", "user"]
-    assert pair.margin == 2.0
+    assert pair.targets == (2.0,)
 
 
 def test_transcripts_join_two_turns_of_one_speaker() -> None:
@@ -93,7 +92,7 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([chat]), tmp_path / "c.parquet")
     names = (str(zipped), str(tmp_path / "b.json"), str(tmp_path / "c.parquet"))
     pairs = preferences.load_pairs(names).pairs
-    assert [pair.chosen for pair in pairs] == ["Hello."] * 3
+    assert [pair.texts[0] for pair in pairs] == ["Hello."] * 3
     assert len({pair.prompt_id for pair in pairs}) == 1
 
 
@@ -113,7 +112,7 @@ def test_equal_responses_are_dropped_and_counted(tmp_path: Path) -> None:
     assert len(pairs.pairs) == 1 and pairs.dropped == {"equal": 1}
     assert pairs.notes == ("1 pair left out: chosen and rejected are the same text.",)
     pairs = read(tmp_path, {"question": "Hi?", "chosen": "a", "rejected": ""})
-    assert pairs.pairs[0].rejected == ""
+    assert pairs.pairs[0].texts[1] == ""
     assert pairs.notes[0].endswith("the prompt is read from column 'question'.")
     assert pairs.notes[1] == "1 pair with an empty response; kept."
 
@@ -127,7 +126,7 @@ def test_each_response_is_paired_with_those_below_it(tmp_path: Path) -> None:
         tmp_path, scored("p", "low", 1), scored("q", "other", 3), scored("p", "high", 3.5),
         scored("p", "middle", 2), scored("p", "also middle", 2), scored("q", "best", 9),
     )  # fmt: skip
-    triples = [(p.messages[0]["content"], p.chosen, p.rejected) for p in pairs.pairs]
+    triples = [(p.messages[0]["content"], *p.texts) for p in pairs.pairs]
     assert len(triples) == 6 and set(triples) == {
         ("p", "high", "middle"), ("p", "high", "also middle"), ("p", "high", "low"),
         ("p", "middle", "low"), ("p", "also middle", "low"), ("q", "best", "other"),
@@ -138,21 +137,21 @@ def test_each_response_is_paired_with_those_below_it(tmp_path: Path) -> None:
 def test_failed_scores_and_repeated_texts_make_no_pairs(tmp_path: Path) -> None:
     scores = [("a", 1), ("a", 2), ("b", None), ("c", 5)]
     pairs = read(tmp_path, *(scored("p", text, score) for text, score in scores))
-    assert [(p.chosen, p.rejected) for p in pairs.pairs] == [("c", "a")]
+    assert [p.texts for p in pairs.pairs] == [("c", "a")]
     assert "to 1 prompt, 1 without a score left out." in pairs.notes[0]
 
 
 def test_chosen_and_rejected_come_first(tmp_path: Path) -> None:
     pair = {"prompt": "p", "chosen": "x", "rejected": "y", "response": "z", "score": 1}
-    assert [(p.chosen, p.rejected) for p in read(tmp_path, pair).pairs] == [("x", "y")]
+    assert [p.texts for p in read(tmp_path, pair).pairs] == [("x", "y")]
 
 
-def make(prompt: str, number: int = 1) -> preferences.Pair:
+def make(prompt: str, number: int = 1) -> preferences.Example:
     messages = ({"role": "user", "content": prompt},)
-    return preferences.Pair(Place("a", number), messages, f"good {number}", "bad")
+    return preferences.Example(Place("a", number), messages, (f"good {number}", "bad"))
 
 
-def prompts(pairs: tuple[preferences.Pair, ...]) -> set[str]:
+def prompts(pairs: tuple[preferences.Example, ...]) -> set[str]:
     return {pair.prompt_id for pair in pairs}
 
 

@@ -6,6 +6,7 @@ The loss is compared with numbers worked out by hand, and with torch's own funct
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -16,22 +17,28 @@ from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.extras.fitting import training
-from ppo_cli.extras.fitting.preferences import EncodedPair
+from ppo_cli.extras.fitting.preferences import EncodedExample
 from ppo_cli.extras.fitting.training import Recipe, ScoreNetwork, Trainer
+from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.rewards.models.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 
 
-def make_pairs(count: int) -> list[EncodedPair]:
+def make_pairs(count: int) -> list[EncodedExample]:
     """Pairs of all lengths; the longest has 2 x 14 tokens."""
     created = torch.Generator().manual_seed(3)
     ids = torch.randint(5, 200, (count, 2, 16), generator=created)
     return [
-        EncodedPair(
-            Encoded(tuple(ids[i, 0, : 4 + i % 11].tolist())),
-            Encoded(tuple(ids[i, 1, : 3 + (5 * i) % 12].tolist())),
-            margin=0.1 * (i % 3),
+        EncodedExample(
+            tuple(
+                Encoded(tuple(row))
+                for row in (
+                    ids[i, 0, : 4 + i % 11].tolist(),
+                    ids[i, 1, : 3 + (5 * i) % 12].tolist(),
+                )
+            ),
+            (0.1 * (i % 3),),
         )
         for i in range(count)
     ]
@@ -41,7 +48,7 @@ def fresh_network(*, frozen: bool = False) -> ScoreNetwork:
     return training.load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
 
 
-def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:
+def gradient(recipe: Recipe, pairs: list[EncodedExample]) -> dict[str, Tensor]:
     network = fresh_network()
     Trainer(network, recipe, 1e-3, 10).backward(pairs)
     return {name: p.grad for name, p in network.module.named_parameters() if p.grad is not None}
@@ -50,9 +57,9 @@ def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("batch_tokens", [16384, 80])
 def test_the_gradient_is_that_of_the_mean_loss_however_it_is_cut(batch_tokens: int) -> None:
     pairs, network = make_pairs(13), fresh_network()
-    chosen = network.score_samples([p.chosen for p in pairs])
-    rejected = network.score_samples([p.rejected for p in pairs])
-    margin = torch.tensor([p.margin for p in pairs])
+    chosen = network.score_samples([p.samples[0] for p in pairs])
+    rejected = network.score_samples([p.samples[1] for p in pairs])
+    margin = torch.tensor([p.targets[0] for p in pairs])
     training.pair_losses(chosen, rejected, margin, 0.1).mean().backward()
     expected = {n: p.grad for n, p in network.module.named_parameters() if p.grad is not None}
     actual = gradient(Recipe(center=0.1, batch_tokens=batch_tokens), pairs)
@@ -90,6 +97,12 @@ def test_one_pair_too_much_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, 0)
     with pytest.raises(UserError, match=r"2 x 4 tokens. Lower --max_length"):
         Trainer(fresh_network(), Recipe(), 1e-3, 1).step(0, make_pairs(1))
+    network = replace(
+        fresh_network(), objective=training.GradeObjective(Rubric((Criterion("a", "A."),)))
+    )
+    row = EncodedExample((Encoded((5, 6, 7)),), (1.0,))
+    with pytest.raises(UserError, match=r"a single row of 3 tokens. Lower --max_length"):
+        Trainer(network, Recipe(), 1e-3, 1).step(0, [row])
 
 
 def test_steps_lower_the_loss_and_two_fits_are_equal() -> None:
@@ -222,9 +235,13 @@ def test_equals_torch_and_stays_finite_far_out() -> None:
     assert losses[0] == 1e4 and losses[-1] == 0
 
 
+def figures_of(*scores: list[float]) -> training.Figures:
+    pairs = [EncodedExample((), (0.0,))] * len(scores[0])
+    return training.PairObjective().figures(tensor(scores)[:, :, None], pairs)
+
+
 def test_figures_count_ties_half() -> None:
-    chosen, rejected = tensor([1.0, 2.0, 3.0, 0.0]), tensor([0.0, 2.0, 5.0, 0.0])
-    figures = training.summarise_pairs(chosen, rejected, torch.zeros(4))
+    figures = figures_of([1.0, 2.0, 3.0, 0.0], [0.0, 2.0, 5.0, 0.0])
     assert figures.accuracy == 0.5  # one right, one wrong, two ties
     assert figures.margin == pytest.approx((1 + 0 - 2 + 0) / 4)
     assert figures.mean == pytest.approx(13 / 8)
@@ -232,8 +249,8 @@ def test_figures_count_ties_half() -> None:
 
 
 def test_the_better_figures_have_the_higher_accuracy_then_the_lower_loss() -> None:
-    good = training.summarise_pairs(tensor([5.0]), tensor([0.0]), tensor([0.0]))
-    less = training.summarise_pairs(tensor([1.0]), tensor([0.0]), tensor([0.0]))
-    wrong = training.summarise_pairs(tensor([0.0]), tensor([0.1]), tensor([0.0]))
+    good = figures_of([5.0], [0.0])
+    less = figures_of([1.0], [0.0])
+    wrong = figures_of([0.0], [0.1])
     assert good.better_than(less) and less.better_than(wrong) and wrong.better_than(None)
     assert not less.better_than(good) and not good.better_than(good)

@@ -327,7 +327,7 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(
 ) -> None:
     path = tmp_path / "judge_calls.jsonl"
     book, resumed = attached(path, usd=1.0), ledger(usd=1.0)
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.mkdir()  # as good as a full disk
     for _ in range(2):
         asyncio.run(call(book, Usage(5, 1)))
@@ -344,7 +344,7 @@ def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Pat
 
     async def story() -> None:
         reservation = await book.reserve(question())
-        path.unlink()
+        path.unlink(missing_ok=True)
         path.mkdir()
         reservation.settle(Usage(10, 1), "ok")
 
@@ -386,3 +386,12 @@ def test_the_message_of_a_used_up_budget_has_what_was_not_reported() -> None:
     upper = worst_case(question()).total
     with pytest.raises(Interrupted, match=rf"calls used {upper} \({upper} tokens of that are an"):
         asyncio.run(story())
+
+
+def test_a_start_that_is_refused_before_its_first_call_leaves_no_file(tmp_path: Path) -> None:
+    book = attached(tmp_path / "judge_calls.jsonl", usd=1.0)
+    assert list(tmp_path.iterdir()) == []
+    asyncio.run(call(book, Usage(5, 1)))
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "judge_calls.jsonl", "judge_calls.in_flight",
+    }  # fmt: skip
