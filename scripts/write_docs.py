@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ppo_cli.cli.app import load_foreign_flags
+from ppo_cli.cli.foreign_flags import load_foreign_flags
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
@@ -116,20 +116,52 @@ TABLES = "## Flags that mean the same\n"
 
 def moving() -> str:
     """The page as it is, with its tables of flags from the lists that the command line reads."""
-    found = load_foreign_flags()
-    same = [
-        f"| `--{flag}` | `{ours if ours.startswith('--') else ours + '=VALUE'}` |"
-        for flag, ours in sorted(found["aliases"].items())
+    flags = load_foreign_flags()
+    dotted = {old: f" or `--{new}`" for new, old in flags["renamed"].items()}
+
+    def names(flag: str) -> str:
+        return f"`--{flag}`{dotted.get(flag, '')}"
+
+    same = {
+        flag: f"`{ours if ours.startswith('--') else ours + '=VALUE'}`"
+        for flag, ours in flags["aliases"].items()
         if flag != ours  # a switch of our own
+    }
+    same |= {flag: f"`{ours}`" for flag, ours in flags["switches"].items()}
+    for name in ("several", "pairs"):
+        same |= {
+            flag: " ".join(f"`{key}=VALUE`" for key in keys.split())
+            for flag, keys in flags[name].items()
+        }
+    values = [
+        f"| {names(flag)} | `{value}` | {f'`{settings}`' if settings else 'the default'} |"
+        for flag, meanings in sorted(flags["values"].items())
+        for value, settings in meanings.items()
+    ]
+    ignored = [
+        f"| {names(flag)} | {reason.format(ppo='ppo')} |"
+        for flag, reason in sorted(flags["ignored"].items())
     ]
     other = [
-        f"| `--{flag}` | {text.format(ppo='ppo')} |"
-        for flag, text in sorted(found["pointers"].items())
+        f"| {names(flag)} | {text.format(ppo='ppo')} |"
+        for flag, text in sorted(flags["pointers"].items())
     ]
     lines = [
-        "These flags of TRL (to 1.12), OpenRLHF (to 0.9) and Hugging Face's Trainer are accepted.",
+        "These flags of TRL (PPO to 1.12, GRPO to 1.16), OpenRLHF (0.9 to 0.11) and Hugging Face's",
+        "Trainer are accepted.",
         "",
-        *("| flag | means |", "|---|---|", *same),
+        *("| flag | means |", "|---|---|"),
+        *(f"| {names(flag)} | {ours} |" for flag, ours in sorted(same.items())),
+        "",
+        "Values that mean something else here, or several settings:",
+        "",
+        *("| flag | value | means |", "|---|---|---|", *values),
+        "",
+        "## Flags that are left out",
+        "",
+        "They change no result here. The plan and the run say which were left out, and why.",
+        "",
+        *("| flag | why |", "|---|---|", *ignored),
         "",
         "## Flags without an equivalent",
         "",

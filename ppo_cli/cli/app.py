@@ -1,22 +1,18 @@
 """The `ppo` command: finds the sub-command, and turns each result or error into an exit code.
 
 Sub-commands are imported when they are called, so that `ppo --help` stays fast.
-foreign_flags.toml lists flags of TRL, Hugging Face's Trainer, OpenRLHF and torchrun. A flag with
-the same meaning is an alias; for the others a sentence says what to use.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,61 +40,6 @@ from ppo_cli.errors import (
     ppo,
 )
 from ppo_cli.redact import redact
-
-# difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
-SUGGESTION_CUTOFF = 0.75
-
-
-@cache
-def load_foreign_flags() -> dict[str, dict[str, str]]:
-    """Read foreign_flags.toml: `aliases` (flag -> our flag) and `pointers` (flag -> advice)."""
-    import tomllib
-
-    return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
-
-
-def replace_aliases(args: Sequence[str]) -> list[str]:
-    """Replace flags of other programs by ours; a setting without a flag becomes KEY=VALUE.
-
-    Everything after a `--` is returned unchanged.
-    """
-    out: list[str] = []
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            return [*out, word, *rest]
-        name, equals, value = word[2:].partition("=")
-        alias = word.startswith("--") and load_foreign_flags()["aliases"].get(
-            name.replace("-", "_")
-        )
-        # An alias is a flag of ppo-cli, or the key of a setting, which takes the value after `=`.
-        if not alias:
-            out.append(word)
-        elif alias.startswith("--"):
-            out.append(f"{alias}{equals}{value}")
-        elif equals or rest:
-            out.append(f"{alias}={value if equals else rest.pop(0)}")
-        else:
-            out.append(word)
-    return out
-
-
-def describe_unknown_flag(flag: str, flags: Iterable[str]) -> str:
-    """Return the error for an unknown flag, with advice or a similar flag if there is one."""
-    name = flag.lstrip("-").replace("-", "_")
-    names = {word.lstrip("-"): word for word in flags}
-    aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
-    near = difflib.get_close_matches(
-        name, [*names, *aliases, *pointers], n=1, cutoff=SUGGESTION_CUTOFF
-    )
-    problem = f"there is no flag {flag}"
-    if not near:
-        return f"{problem}."
-    if near[0] in pointers:
-        return f"{problem}: {pointers[near[0]].format(ppo=ppo())}."
-    return f"{problem}. Did you mean '{names.get(near[0]) or aliases[near[0]]}'?"
-
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")

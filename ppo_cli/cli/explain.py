@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
-from ppo_cli.cli.app import load_foreign_flags
+from ppo_cli.cli.foreign_flags import load_foreign_flags
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused

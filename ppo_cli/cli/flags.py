@@ -10,13 +10,13 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 
-from ppo_cli.cli.app import describe_unknown_flag, replace_aliases
+from ppo_cli.cli.foreign_flags import describe_unknown_flags, is_override, translate
 from ppo_cli.cli.help import ALL_FLAGS, HelpCommand
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.resolve import resolve
@@ -28,8 +28,9 @@ PANELS = {
     "model": "Model and data", "data": "Model and data", "actor": "Algorithm",
     "critic": "Algorithm", "ref": "Algorithm", "rollout": "Algorithm", "trainer": "Run",
 }  # fmt: skip
-# Key of click's `ctx.meta` under which the parser leaves the messages about unknown flags.
+# Keys of click's `ctx.meta` under which the parser leaves messages about unknown flags, and notes.
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
+FLAG_NOTES = "ppo_cli.flag_notes"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Arguments:
     """The arguments of a command, not yet checked.
 
     `flags` has (value, origin) by key, `extras` the flags of the command itself, `unknown` the
-    messages about flags that do not exist.
+    messages about flags that do not exist, `notes` those about flags that were left out.
     """
 
     flags: Mapping[str, tuple[Any, str]]
@@ -46,6 +47,7 @@ class Arguments:
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     run: Path | None = None  # a run folder whose settings are the defaults
     debug: bool = False
 
@@ -86,7 +88,7 @@ class Arguments:
             raise ConfigError([*self.unknown, *error.problems]) from error
         if self.unknown:
             raise ConfigError(self.unknown)
-        return resolved
+        return replace(resolved, notes=(*self.notes, *resolved.notes))
 
 
 def list_flag_keys() -> dict[str, Key]:
@@ -125,6 +127,7 @@ def add_command(
                 overrides=tuple(values["overrides"] or ()),
                 extras={name: values[name] for name in extra_names},
                 unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
+                notes=ctx.meta.get(FLAG_NOTES, ()),
                 debug=bool(ctx.find_root().obj),
             )
         )
@@ -205,11 +208,13 @@ class SettingsCommand(HelpCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
-        known_words, unknown = self._split_unknown_flags(replace_aliases(args))
-        if unknown:
+        translation = translate(args)
+        ctx.meta[FLAG_NOTES] = tuple(translation.notes)
+        known_words, unknown = self._split_unknown_flags(translation.words)
+        if unknown or translation.problems:
             # The last message names the help, once for all of them.
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
-            messages = [describe_unknown_flag(flag, names) for flag in unknown]
+            messages = [*translation.problems, *describe_unknown_flags(unknown, names)]
             messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
             ctx.meta[UNKNOWN_FLAGS] = tuple(messages)
         for param in self.params:
@@ -262,9 +267,7 @@ class SettingsCommand(HelpCommand):
                 continue
             # The values of an unknown flag end at the next flag or override.
             unknown.append(word.partition("=")[0])
-            while (
-                not equals and rest and not rest[0].startswith("--") and not _is_override(rest[0])
-            ):
+            while not equals and rest and not rest[0].startswith("--") and not is_override(rest[0]):
                 rest.pop(0)
         return known_words, unknown
 
@@ -292,18 +295,13 @@ def repeat_list_flags(args: Sequence[str]) -> list[str]:
             current = flag if flag in lists and "=" not in word else ""
             value_count = 0
         elif current:
-            if value_count and _is_override(word):
+            if value_count and is_override(word):
                 current = ""
             elif value_count:
                 out.append(current)
             value_count += 1
         out.append(word)
     return out
-
-
-def _is_override(word: str) -> bool:
-    """Whether an argument is KEY=VALUE or ~KEY; `~/path` is a path."""
-    return "=" in word or (word.startswith("~") and "/" not in word)
 
 
 def _make_shared_parameters() -> list[inspect.Parameter]:

@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from ppo_cli.cli.app import load_foreign_flags, main, replace_aliases
+from ppo_cli.cli.app import main
 from ppo_cli.cli.flags import format_help_line, list_flag_keys, repeat_list_flags
+from ppo_cli.cli.foreign_flags import describe_unknown_flags, load_foreign_flags, translate
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.verl.translator import VERSION
 
+RELEASES = json.loads((Path(__file__).parent / "foreign_releases.json").read_text())
 
-def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
+
+def test_every_flag_of_other_programs_leads_to_what_there_is() -> None:
     known_names = {key.flag for key in table().values() if key.flag} | set(table())
-    known_names |= {DATA_FOLDER, VERSION}
-    aliases, pointers = load_foreign_flags()["aliases"], load_foreign_flags()["pointers"]
-    assert {name: to for name, to in aliases.items() if to not in known_names} == {}
-    assert set(aliases) & set(list_flag_keys()) == set()
-    assert set(pointers) & (set(list_flag_keys()) | set(aliases)) == set()
-    names = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
-    assert {word for word in names if word not in known_names} == {"actor.fsdp_config", "--config"}
+    known_names |= {DATA_FOLDER, VERSION, "--config", "--debug", "--no_rm_gate", "--train_files"}
+    flags = load_foreign_flags()
+    targets = [*flags["aliases"].values(), *" ".join(flags["several"].values()).split()]
+    targets += " ".join(flags["pairs"].values()).split()
+    meanings = [
+        *flags["switches"].values(),
+        *(v for d in flags["values"].values() for v in d.values()),
+    ]
+    targets += [setting.partition("=")[0] for text in meanings for setting in text.split()]
+    assert {target for target in targets if target not in known_names} == set()
+    sentences = " ".join([*flags["pointers"].values(), *flags["ignored"].values()])
+    names = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", sentences)
+    groups = {name for key in table() for name in (key.rpartition(".")[0],)}
+    files = {"metrics.jsonl", "generation_config.json", "chat_template.jinja"}
+    unknown = {n for n in names if n not in known_names | groups and not any(n in f for f in files)}
+    assert unknown == set()
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--learning_rate 1e-5", "--lr 1e-5"),
-        ("--learning-rate=1e-5 --max-new-tokens 8", "--lr=1e-5 --max_response_length 8"),
-        ("--run_name a --seed 1", "trainer.experiment_name=a --seed 1"),
-        ("--warmup_ratio=0.1", "actor.optim.lr_warmup_steps_ratio=0.1"),
-        ("--lr 1 -- --learning_rate", "--lr 1 -- --learning_rate"),
-        ("--run_name", "--run_name"),
-        ("--model_path m --data_path=d", "--model m data.path=d"),
-    ],
-)
-def test_flags_of_other_programs(typed: str, meant: str) -> None:
-    assert replace_aliases(typed.split()) == meant.split()
+def test_a_flag_of_another_program_is_in_one_table_and_is_not_ours() -> None:
+    flags = load_foreign_flags()
+    tables = [set(t) for name, t in flags.items() if name not in ("renamed", "values", "pointers")]
+    names = [name for names in (*tables, set(flags["pointers"])) for name in names]
+    assert {name for name in names if names.count(name) > 1} == set()
+    assert set(names) & set(list_flag_keys()) == set()
+    assert set(flags["renamed"].values()) <= {*names, *flags["values"], *list_flag_keys()}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_flag_of_a_release_is_taken_or_answered(release: str) -> None:
+    flags = load_foreign_flags()
+    answered = set(list_flag_keys()).union(*flags.values())
+    assert [name for name in RELEASES[release] if name not in answered] == []
+
+
+def test_flags_of_huggingfaces_trainer_are_taken_or_answered() -> None:
+    from transformers import TrainingArguments
+
+    answered = set(list_flag_keys()).union(*load_foreign_flags().values()) | {"debug"}
+    assert [f.name for f in fields(TrainingArguments) if f.name not in answered] == []
+
+
+def test_what_changes_nothing_is_left_out_with_a_note() -> None:
+    done = translate(
+        ["--ds.zero_stage", "3", "--ckpt.save_hf", "--loss_type", "luspo", "--lr", "1"]
+    )
+    assert done.words == ["--lr", "1"]
+    assert done.notes == [
+        "--ds.zero_stage is left out: models are sharded with FSDP2.",
+        "--ckpt.save_hf is left out: every checkpoint is a Hugging Face folder.",
+    ]
+    assert done.problems == [
+        "--loss_type luspo is not offered; there are grpo, dapo, bnpo, dr_grpo, cispo, sapo."
+    ]
+
+
+def test_flags_with_the_same_advice_are_refused_in_one_sentence() -> None:
+    unknown = ["--vllm_server_host", "--vllm_server_port", "--algo.advantage.is_correction_mod"]
+    first, second = describe_unknown_flags(unknown, [])
+    assert first.startswith("there is no flag --vllm_server_host, --vllm_server_port: vLLM is")
+    assert second.endswith("Did you mean '--algo.advantage.is_correction_mode'?") or ": " in second
 
 
 def test_no_flag_and_no_variable_serves_two_settings() -> None:
