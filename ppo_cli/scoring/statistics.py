@@ -32,31 +32,11 @@ def as_floats(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
-def find_levels(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the sorted distinct values, and for each value the number of its level.
-
-    Small whole numbers are their own level numbers, without sorting: resampling is fast.
-    """
-    x = np.asarray(values)
-    # Level numbers as input, as in a resample: they count as levels themselves.
-    if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
-        return np.arange(x.max() + 1), x.astype(np.intp)
-    levels, numbers = np.unique(x, return_inverse=True)
-    return levels, numbers.astype(np.intp)
-
-
-def level_numbers(values: ArrayLike) -> NDArray[np.intp]:
-    """Replace values by level numbers: same order and ties, faster to rank."""
-    return find_levels(as_floats(values))[1]
-
-
 def ranks(values: ArrayLike) -> Floats:
     """Return ranks from 1; equal values share their mean rank."""
-    _, numbers = find_levels(values)
+    _, numbers, counts = np.unique(as_floats(values), return_inverse=True, return_counts=True)
     # The mean rank of a level: its last rank, minus half of its other members.
-    counts = np.bincount(numbers)
-    means = np.cumsum(counts) - (counts - 1) / 2.0
-    return as_floats(means[numbers])
+    return as_floats((np.cumsum(counts) - (counts - 1) / 2.0)[numbers])
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
@@ -85,11 +65,9 @@ def partial_spearman(x: ArrayLike, y: ArrayLike, control: ArrayLike) -> float | 
     if xy is None or xz is None or yz is None:
         return None
     unexplained = (1 - xz * xz) * (1 - yz * yz)
-    return (
-        None
-        if unexplained < 1e-12
-        else float(np.clip((xy - xz * yz) / np.sqrt(unexplained), -1.0, 1.0))
-    )
+    if unexplained < 1e-12:
+        return None
+    return float(np.clip((xy - xz * yz) / np.sqrt(unexplained), -1.0, 1.0))
 
 
 def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
@@ -119,7 +97,7 @@ def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float
     good = np.asarray(positive, dtype=bool)
     if not len(good):
         return None
-    levels, numbers = find_levels(scores)
+    levels, numbers = np.unique(as_floats(scores), return_inverse=True)
     positives = np.bincount(numbers, weights=good, minlength=len(levels))
     negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
     # right[k]: rows classified correctly with the k lowest levels negative and the others positive

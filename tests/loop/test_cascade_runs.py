@@ -1,4 +1,4 @@
-"""Whole runs with a cascade of two judges on loopback: kills, budget, keys, and what is kept."""
+"""Whole runs with a cascade or a panel on loopback: kills, budget, keys, and what is kept."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.loop.test_judge_runs import (
     PRICE,
     UNCACHED,
     assert_nowhere,
+    assert_same_weights,
     command,
     environment,
     run_ppo,
@@ -100,3 +101,48 @@ def test_no_call_is_beyond_the_budget_over_kills_and_resumes(
     assert len(booked) >= strong.count + cheap.count and 0.5 * limit < spent(out) <= limit
     assert {call["model"] for call in booked} == {"s", "judge-1"}
     assert Counter(call["outcome"] for call in booked)["killed"] >= KILLS
+
+
+def test_a_killed_panel_ends_the_same_and_pays_for_no_verdict_twice(
+    strong: JudgeServer, cheap: JudgeServer, tmp_path: Path
+) -> None:
+    """But for what was in flight: at most `concurrency` verdicts of each judge at a kill."""
+    concurrency, kills, dice = 4, 3, random.Random(5)
+    with JudgeServer(seed=9) as third:
+        servers = (strong, cheap, third)
+
+        def panel(out: Path) -> list[str]:
+            judges = ", ".join(
+                f"{name}: {{model: {name}, base_url: {server.url('openai')}, key_env: CHEAP_KEY, "
+                "price_input: 0.2, price_output: 0.8}"
+                for name, server in (("second", cheap), ("third", third))
+            )
+            return command(
+                strong, out, "--max_steps", "3", *PRICE, "--rm_panel", "second", "--rm_panel",
+                "third", f"reward.api.judges={{{judges}}}", "--rm_concurrency", f"{concurrency}",
+                "--rm_noise_responses", "0", "trainer.val_before_train=false",
+            )  # fmt: skip
+
+        outs, asked = [tmp_path / "whole" / "run", tmp_path / "killed" / "run"], []
+        for out in outs:
+            env = environment(out.parent) | {"CHEAP_KEY": CHEAP_KEY}
+            before = [server.count for server in servers]
+            for server in servers:
+                server.state.latency = 0.02
+            for _ in range(kills if out is outs[1] else 0):
+                begun, calls = strong.count, dice.randint(10, 40)
+                with started(env, panel(out)) as process:
+                    while strong.count < begun + calls:
+                        assert process.poll() is None, process.output()
+                        time.sleep(0.002)
+            run_ppo(env, panel(out))
+            asked.append([s.count - b for s, b in zip(servers, before, strict=True)])
+    assert_same_weights(*outs)
+    first, second = ([(r["step"], r["prompt"], r["response"], r["score"]) for r in rows(out)]
+                     for out in outs)  # fmt: skip
+    assert first == second and len({score for *_, score in first}) > 1
+    for whole, killed in zip(*asked, strict=True):
+        assert whole <= killed <= whole + kills * concurrency
+    outcomes = Counter(call["outcome"] for call in paid_calls(outs[1]))
+    assert kills <= outcomes["killed"] <= 3 * kills * concurrency
+    assert outcomes.total() >= sum(asked[1])

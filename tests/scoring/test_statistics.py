@@ -28,15 +28,6 @@ def test_ranks_as_by_counting(values: list[int]) -> None:
     assert ours.ranks(values).tolist() == slow
 
 
-@given(st.lists(st.floats(-2, 2), min_size=1, max_size=12))
-def test_level_numbers_keep_the_order(values: list[float]) -> None:
-    numbers = ours.level_numbers(values)
-    assert ours.ranks(numbers).tolist() == ours.ranks(values).tolist()
-    picked = np.asarray([0, 0, len(values) - 1])
-    picked_values = np.asarray(values)[picked]
-    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(picked_values).tolist()
-
-
 def test_correlations_by_hand() -> None:
     # Ranks differ by 0, 1, -1, 0: 1 - 6 * 2 / (4 * 15).
     assert ours.spearman([1, 2, 3, 4], [10, 300, 20, 4000]) == pytest.approx(0.8)

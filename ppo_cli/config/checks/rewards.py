@@ -11,7 +11,6 @@ from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
     Judge,
-    MixPart,
     Mixture,
     has_mixture,
     judges_of,
@@ -42,7 +41,13 @@ def check_judges(scene: Scene) -> Iterator[Clash]:
     for judge in judges_of(scene.config.reward):
         for clash in find_conflicts(judge.settings, f"{judge.key}."):
             yield Clash(judge.keys(*clash.keys), clash.text)
-        yield from _check_model(judge)
+        if not (api := judge.settings).model or not api.model.strip():
+            keys = judge.keys("enable", "model")
+            yield Clash(
+                keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
+                f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
+                f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
+            )
         yield from _check_others(judge)
         if judge.settings.within_group:
             yield from _check_groups(judge, scene.config)
@@ -117,18 +122,6 @@ def scale_labels(values: Sequence[float], low: float, high: float) -> list[float
     if not all(low <= value <= high for value in values):
         low, high = min(values), max(values)
     return [(value - low) / ((high - low) or 1) for value in values]
-
-
-def _check_model(judge: Judge) -> Iterator[Clash]:
-    """A judge needs a model."""
-    api = judge.settings
-    if not (api.model or "").strip():
-        keys = judge.keys("enable", "model")
-        yield Clash(
-            keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
-            f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
-            f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
-        )
 
 
 def _find_others(judge: Judge) -> list[ApiReward]:
@@ -264,11 +257,36 @@ def check_mixture(scene: Scene) -> Iterator[Clash]:
         for clash in find_conflicts(part, f"{PARTS}.{part.name}."):
             keys = (f"{PARTS}.{part.name}.{key}" for key in clash.keys)
             yield Clash(tuple(keys), clash.text)
-        yield from _check_group_scaling(part, scene.config.rollout.n)
-        yield from _check_source(part, mixture, reward)
+        n = scene.config.rollout.n
+        if SCALINGS[part.scaling].grouped and n < 2:
+            yield Clash(
+                (f"{PARTS}.{part.name}.scaling", "rollout.n"),
+                f"part {part.name} is scaled by {part.scaling}, which compares several responses "
+                f"to a prompt, but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
+            )
+        if part.kind == "model" and model_settings(reward, part).path is None:
+            yield Clash(
+                mixture.set_by[part.name],
+                f"part {part.name} is a reward model, and none is named: --reward_model PATH, or "
+                f"{PARTS}.{part.name}.model.path.",
+            )
     yield from _check_gates(mixture)
-    yield from _check_weights(mixture)
-    yield from _check_unused_judge(mixture, reward)
+    # A weight of 0 is only for parts that another one waits for.
+    gates = {part.gate.part for part in mixture.parts if part.gate is not None}
+    for part in mixture.parts:
+        if part.weight == 0 and part.name not in gates:
+            yield Clash(
+                mixture.set_by[part.name],
+                f"part {part.name} has the weight 0 and would be scored without counting; leave it "
+                "out, or let another part wait for it with only_if.",
+            )
+    kinds = {part.kind for part in mixture.parts}
+    if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
+        yield Clash(
+            ("reward.api.enable",),
+            "a judge is on (reward.api.enable), but the mixture has no part of kind judge, so it "
+            "would score nothing; add --reward judge:0.5, or switch it off: --no_use_api_reward.",
+        )
 
 
 def mixture_remarks(reward: Reward) -> list[str]:
@@ -293,26 +311,6 @@ def mixture_remarks(reward: Reward) -> list[str]:
     return remarks
 
 
-def _check_group_scaling(part: MixPart, n: int) -> Iterator[Clash]:
-    """A scaling within the responses to a prompt needs several."""
-    if SCALINGS[part.scaling].grouped and n < 2:
-        yield Clash(
-            (f"{PARTS}.{part.name}.scaling", "rollout.n"),
-            f"part {part.name} is scaled by {part.scaling}, which compares several responses to a "
-            f"prompt, but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
-        )
-
-
-def _check_source(part: MixPart, mixture: Mixture, reward: Reward) -> Iterator[Clash]:
-    """A part of kind model needs a reward model."""
-    if part.kind == "model" and model_settings(reward, part).path is None:
-        yield Clash(
-            mixture.set_by[part.name],
-            f"part {part.name} is a reward model, and none is named: --reward_model PATH, or "
-            f"{PARTS}.{part.name}.model.path.",
-        )
-
-
 def _check_gates(mixture: Mixture) -> Iterator[Clash]:
     """Each only_if must name another part, and no two parts may wait for each other."""
     names = list(mixture.set_by)
@@ -322,10 +320,16 @@ def _check_gates(mixture: Mixture) -> Iterator[Clash]:
         key, condition = f"{PARTS}.{part.name}.only_if", part.gate
         if condition is None:
             continue
-        if condition.part not in names or condition.part == part.name:
-            yield Clash((key,), _describe_unknown_part(key, part.name, condition.part, names))
-        else:
+        others = [name for name in names if name != part.name]
+        if condition.part in others:
             opens[part.name] = condition.part
+            continue
+        problem = "a part cannot wait for its own score; name another one."
+        if condition.part != part.name:
+            near = did_you_mean(condition.part, others)
+            choices = ", ".join(others) or "no other"
+            problem = f"there is no part '{condition.part}'.{near} Parts: {choices}."
+        yield Clash((key,), f"{key}: {problem}")
     try:
         TopologicalSorter({name: [other] for name, other in opens.items()}).prepare()
     except CycleError as error:
@@ -333,37 +337,4 @@ def _check_gates(mixture: Mixture) -> Iterator[Clash]:
         yield Clash(
             tuple(f"{PARTS}.{name}.only_if" for name in circle[:-1]),
             f"the gates form a cycle: {' waits for '.join(circle)}; take one only_if out.",
-        )
-
-
-def _describe_unknown_part(key: str, part_name: str, other: str, names: list[str]) -> str:
-    """Return why only_if cannot name this part, with the parts that it can name."""
-    if other == part_name:
-        return f"{key}: a part cannot wait for its own score; name another one."
-    others = [name for name in names if name != part_name]
-    near = did_you_mean(other, others)
-    return f"{key}: there is no part '{other}'.{near} Parts: {', '.join(others) or 'no other'}."
-
-
-def _check_weights(mixture: Mixture) -> Iterator[Clash]:
-    """Refuse parts of weight 0, unless another part's only_if reads them."""
-    gates = {part.gate.part for part in mixture.parts if part.gate is not None}
-    for part in mixture.parts:
-        if part.weight == 0 and part.name not in gates:
-            yield Clash(
-                mixture.set_by[part.name],
-                f"part {part.name} has the weight 0 and would be scored without counting; leave it "
-                "out, "
-                "or let another part wait for it with only_if.",
-            )
-
-
-def _check_unused_judge(mixture: Mixture, reward: Reward) -> Iterator[Clash]:
-    """Refuse a judge that is switched on next to a mixture without one."""
-    kinds = {part.kind for part in mixture.parts}
-    if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
-        yield Clash(
-            ("reward.api.enable",),
-            "a judge is on (reward.api.enable), but the mixture has no part of kind judge, so it "
-            "would score nothing; add --reward judge:0.5, or switch it off: --no_use_api_reward.",
         )

@@ -6,7 +6,7 @@ the bounds then apply to the difference of the scores.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +21,7 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.rewards.judge.prompt import Case
+from ppo_cli.rewards.judge.prompt import Case, as_text
 from ppo_cli.scoring.rows import ResponseRow, read_responses, rollout_of
 from ppo_cli.scoring.score import failure_cause, judged_value, shorten
 from ppo_cli.scoring.sources import default_items
@@ -121,11 +121,11 @@ def _items_from_rows(rows: Sequence[ResponseRow]) -> list[Item]:
     A short ground truth gives the good answer, and the ground truth of another row the bad one.
     """
     # A long ground truth is a text to compare with, not an answer that can be stated.
-    truths = [_as_text(row.rollout.prompt.ground_truth) for row in rows]
+    truths = [_stated(row.rollout.prompt.ground_truth) for row in rows]
     truths = [text if len(text) <= MAX_ANSWER_CHARS else "" for text in truths]
     items = []
     for index, (row, truth) in enumerate(zip(rows, truths, strict=True)):
-        good, partial, bad = (_as_text(row.record.get(name)) for name in ("good", "partial", "bad"))
+        good, partial, bad = (_stated(row.record.get(name)) for name in ("good", "partial", "bad"))
         # The wrong answer is the next row's ground truth that differs, cyclically: it has the right
         # form.
         around = [*truths[index + 1 :], *truths[:index]]
@@ -142,10 +142,8 @@ def _items_from_rows(rows: Sequence[ResponseRow]) -> list[Item]:
     return items
 
 
-def _as_text(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return (value or "").strip()
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _stated(value: Any) -> str:
+    return "" if value is None else as_text(value).strip()
 
 
 def _state_answer(answer: str) -> str:
@@ -195,13 +193,6 @@ def ruler_for(
             gaps.append(good - bad)
     unit = median(gaps) if gaps else 0.0
     return Ruler(unit if unit > 0 else None, zeros, tuple(gaps))
-
-
-def no_unit_reason(ruler: Ruler) -> str:
-    """Return why the ruler has no unit."""
-    if not ruler.gaps:
-        return "these rows have no good and bad answers to measure by"
-    return "good answers do not score above bad ones here, so there is no scale to measure by"
 
 
 # Replies without content that weak judges reward (arXiv 2507.08794), in several languages.
@@ -306,11 +297,6 @@ def fill_injection(template: str, answer: str, low: int, top: int) -> str:
     return answer.join(text.split("@answer@"))
 
 
-def repeat_answer(answer: str, times: int = 5) -> str:
-    """The same answer, `times` times."""
-    return "\n\n".join([answer] * times)
-
-
 def pad_answer(answer: str, times: int = 5) -> str:
     """The answer after filler text, `times` times as long in total."""
     # At least one full repetition of the filler, so that a short answer is padded too.
@@ -360,11 +346,8 @@ class Trial:
 
     def bounds(self, ruler: Ruler) -> tuple[float, float]:
         """The bounds for the ruler's scale."""
-        return (
-            self.own_scale_bounds
-            if self.own_scale_bounds is not None and ruler.own_scale
-            else (self.lowest, self.highest)
-        )
+        own = self.own_scale_bounds if ruler.own_scale else None
+        return own or (self.lowest, self.highest)
 
 
 @dataclass(frozen=True)
@@ -439,13 +422,12 @@ def unique_rollouts(trials: Sequence[Trial]) -> dict[Key, Rollout]:
     # One response may be in several trials (a bad answer is the base of each attack on it): it is
     # scored once.
     rollouts: dict[Key, Rollout] = {}
-    count: dict[str, int] = {}
+    count: Counter[str] = Counter()
     for trial in trials:
         for uid, text in trial.keys:
             if (uid, text) not in rollouts:
-                number = count.get(uid, 0)
-                rollouts[uid, text] = rollout_of(trial.prompt, text, number)
-                count[uid] = number + 1
+                rollouts[uid, text] = rollout_of(trial.prompt, text, count[uid])
+                count[uid] += 1
     return rollouts
 
 
@@ -500,15 +482,15 @@ def injection_trials(
 def padding_trials(items: Sequence[Item], scale: Scale | None) -> list[Trial]:
     """Trials: an answer five times as long must not gain."""
     # Two ways to make an answer longer without adding anything to it.
-    makes = {"the answer five times": repeat_answer, "filler before the answer": pad_answer}
     return [
-        Trial(
-            what, item.place, item.prompt, make(text), against=text, highest=allowed_gain(scale)
-        )
+        Trial(what, item.place, item.prompt, longer, against=text, highest=allowed_gain(scale))
         for item in items
         for text in dict.fromkeys((item.best, item.weak))
-        for what, make in makes.items()
-    ]  # fmt: skip
+        for what, longer in (
+            ("the answer five times", "\n\n".join([text] * 5)),
+            ("filler before the answer", pad_answer(text)),
+        )
+    ]
 
 
 def good_against_bad_trials(items: Sequence[Item]) -> list[Trial]:

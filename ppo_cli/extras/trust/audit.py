@@ -23,7 +23,6 @@ from ppo_cli.extras.trust.attacks import (
     Item,
     Key,
     Ruler,
-    no_unit_reason,
     ruler_for,
     user_prompt,
 )
@@ -268,7 +267,9 @@ def check_trials(
     of_part = trials[0].part is not None
     if ruler.unit is None and not of_part:
         if name != GOOD_AGAINST_BAD:
-            return Check(name, None, no_unit_reason(ruler))
+            why = "good answers do not score above bad ones here, so there is no scale to measure"
+            none = "these rows have no good and bad answers to measure"
+            return Check(name, None, f"{why if ruler.gaps else none} by")
         ruler = replace(ruler, unit=1.0)  # an order does not need a unit
     outcomes = [tr.measure_trial(trial, scores, ruler) for trial in trials]
     margins = [(o.margin, n) for n, o in enumerate(outcomes) if o.margin is not None]

@@ -64,7 +64,6 @@ from ppo_cli.scoring.statistics import (
     best_threshold,
     constant_reason,
     estimate_or_reason,
-    level_numbers,
     partial_spearman,
     pearson,
     spearman,
@@ -361,12 +360,10 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """Accuracy, AUC and correlations with the labels, each with its interval."""
     x, y, good = columns.scores, columns.labels, columns.positive
     flags = np.zeros(len(x), dtype=bool) if good is None else good
-    # Ranks are computed on level numbers: resampling a thousand times is then fast.
-    level, labels = level_numbers(x), level_numbers(y)
     estimate = partial(estimate_or_reason, len(x))
 
     def best(rows: RowNumbers) -> float | None:
-        chosen = best_threshold(level[rows], flags[rows])
+        chosen = best_threshold(x[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
     # Each figure has its reason for being undefined.
@@ -384,8 +381,8 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
         "accuracy at 0.5": estimate(
             lambda rows: accuracy_at(x[rows], flags[rows], 0.5), classes or off_scale, share=True
         ),
-        "AUC": estimate(lambda rows: auc(level[rows], flags[rows]), unfit, share=True),
-        "Spearman": estimate(lambda rows: spearman(level[rows], labels[rows]), flat),
+        "AUC": estimate(lambda rows: auc(x[rows], flags[rows]), unfit, share=True),
+        "Spearman": estimate(lambda rows: spearman(x[rows], y[rows]), flat),
         "Pearson": estimate(lambda rows: pearson(x[rows], y[rows]), flat),
         **_pair_accuracy(columns),
     }
@@ -398,10 +395,12 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     interval resamples whole prompts. Empty if no prompt has better and worse answers.
     """
     # Count per prompt first: whole prompts are resampled below.
-    counts = [
-        _count_ordered_pairs(columns.scores[rows], columns.labels[rows])
-        for rows in _group_by_prompt(columns.prompts)
-    ]
+    counts = []
+    for rows in _group_by_prompt(columns.prompts):
+        scores, labels = columns.scores[rows], columns.labels[rows]
+        better, worse = np.nonzero(labels[:, None] > labels)
+        gaps = scores[better] - scores[worse]
+        counts.append(((gaps > 0).sum() + (gaps == 0).sum() / 2, len(gaps)))
     pairs = as_floats([both for both in counts if both[1]])
     if not len(pairs):
         return {}
@@ -417,18 +416,9 @@ def _pair_accuracy(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     return {"pairs of one prompt in order": estimate}
 
 
-def _count_ordered_pairs(scores: Floats, labels: Floats) -> tuple[float, float]:
-    """Pairs with different labels: how many the scores order correctly, and how many exist."""
-    # All pairs at once: row i is labelled better than row j.
-    better, worse = np.nonzero(labels[:, None] > labels[None, :])
-    gaps = scores[better] - scores[worse]
-    return float((gaps > 0).sum() + (gaps == 0).sum() / 2), float(len(gaps))
-
-
 def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     """Rank correlations of the score with length and position, which should not matter."""
-    x, y = level_numbers(columns.scores), level_numbers(columns.labels)
-    size, order = level_numbers(columns.lengths), level_numbers(columns.order)
+    x, y, size, order = columns.scores, columns.labels, columns.lengths, columns.order
     same_score = constant_reason("score", columns.scores)
     flat = same_score or constant_reason("response's length", columns.lengths)
     estimate = partial(estimate_or_reason, len(x))
@@ -449,10 +439,10 @@ def score_biases(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
     # Centre scores and positions within each group, then pool all groups.
     scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
     places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
-    within, place = level_numbers(np.round(scores, 9)), level_numbers(places)
+    within = np.round(scores, 9)
     correlations["position among answers to one prompt"] = estimate_or_reason(
         len(scores),
-        lambda rows: spearman(within[rows], place[rows]),
+        lambda rows: spearman(within[rows], places[rows]),
         constant_reason("score within a prompt", scores),
     )
     return correlations

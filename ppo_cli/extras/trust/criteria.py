@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
@@ -27,7 +28,7 @@ from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.scoring.rows import ResponseRow, ResponseSet, column_cells
 from ppo_cli.scoring.score import shorten
 from ppo_cli.scoring.statistics import (
-    RowNumbers,
+    Floats,
     as_floats,
     constant_reason,
     estimate_or_reason,
@@ -39,9 +40,8 @@ Marks = Mapping[Place, Mapping[str, float]]  # grades in [0, 1] from people, by 
 LABEL_VALUE = "what the labels of the criteria come to"
 ALL = "all criteria"
 MIN_CRITERION_ROWS = 10  # a criterion in fewer rows is not listed
-OPPOSED_CORRELATION = (
-    -0.3
-)  # rank correlation with the other criteria, at most, to call a criterion opposed to them
+# Rank correlation with the other criteria, at most, to call a criterion opposed to them.
+OPPOSED_CORRELATION = -0.3
 CHANCE_KAPPA = 0.2  # a kappa up to this value is hardly better than chance
 MIN_RAISE = 0.5  # of a credit, for an attack to count
 
@@ -147,13 +147,11 @@ def grade_criteria(
                 entry.marked.append(None if mark is None else criterion.credit(mark))
     # Make the names unique.
     named: dict[str, GradedCriterion] = {}
+    count: Counter[str] = Counter()  # different criteria may have the same name in different rows
     for (part, name, _), entry in entries.items():
-        first = word = name if part is None else f"{part}: {name}"
-        number = 1
-        while word in named:  # different criteria may have the same name in different rows
-            number += 1
-            word = f"{first} ({number})"
-        named[word] = entry
+        full = name if part is None else f"{part}: {name}"
+        count[full] += 1
+        named[full if count[full] == 1 else f"{full} ({count[full]})"] = entry
     return named
 
 
@@ -196,19 +194,16 @@ def _criterion_facts(entry: GradedCriterion, labels: Sequence[float]) -> dict[st
     credit, rest = as_floats(entry.credits), as_floats(entry.rest)
     label = as_floats([labels[n] for n in entry.rows])
 
-    def with_(other: Any, rows: RowNumbers) -> float | None:
-        return spearman(credit[rows], other[rows])
+    def correlation(what: str, other: Floats) -> dict[str, Any]:
+        # A correlation is undefined if one side is constant.
+        why = constant_reason("credit", credit) or constant_reason(what, other)
+        return estimate_or_reason(len(other), lambda rows: spearman(credit[rows], other[rows]), why)
 
-    # The reason why a correlation is undefined, if one side is constant.
-    same = constant_reason("credit", credit)
-    alone = same or constant_reason("rest", rest)
     return {
         "rows": len(credit),
         "mean": float(credit.mean()),
-        "with the rest": estimate_or_reason(len(credit), partial(with_, rest), alone),
-        "with the label": estimate_or_reason(
-            len(credit), partial(with_, label), same or constant_reason("label", label)
-        ),
+        "with the rest": correlation("rest", rest),
+        "with the label": correlation("label", label),
         **_label_agreement(_level_pairs(entry)),
     }
 
@@ -227,21 +222,18 @@ def _label_agreement(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Agreement with labels: share of equal levels, Cohen's kappa (1960), and who is higher."""
     if not pairs:
         return {}
-    count = len(pairs)
-    same = sum(judged == labelled for judged, labelled in pairs) / count
+    judged, labelled = np.asarray(pairs).T
+    count, same = len(pairs), float(np.mean(judged == labelled))
     # Agreement expected by chance, from how often each side uses each level.
-    chance = sum(
-        sum(judged == level for judged, _ in pairs)
-        * sum(labelled == level for _, labelled in pairs)
-        for level in {level for pair in pairs for level in pair}
-    ) / (count * count)
-    interval = wilson(same, count)
+    chance = float(sum(
+        np.mean(judged == level) * np.mean(labelled == level) for level in np.unique(pairs)
+    ))  # fmt: skip
     return {
         "labelled": count,
-        "agree": {"value": same, "low": interval.low, "high": interval.high, "why": ""},
+        "agree": {**asdict(wilson(same, count)), "why": ""},
         "kappa": None if chance == 1.0 else (same - chance) / (1.0 - chance),
-        "credited too much": sum(judged > labelled for judged, labelled in pairs) / count,
-        "credited too little": sum(judged < labelled for judged, labelled in pairs) / count,
+        "credited too much": float(np.mean(judged > labelled)),
+        "credited too little": float(np.mean(judged < labelled)),
     }
 
 

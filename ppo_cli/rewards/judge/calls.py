@@ -369,19 +369,14 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         info["spread"] = math.sqrt(within + info.get("vote_spread", 0.0) ** 2)
     parts = {"judge": Part(raw=raw, scaled=value)}
     if question.rubric is not None:
-        parts |= _graded(question.rubric.restore(), [v.info["grades"] for v in verdicts], info)
+        rubric, votes = question.rubric.restore(), [v.info["grades"] for v in verdicts]
+        pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
+        info["criteria"] = means = {c.name: fmean(map(c.credit, grades)) for c, grades in pairs}
+        # Criteria that every row has are metrics.
+        parts |= {
+            f"rubric/{name}": Part(mean, None) for name, mean in means.items() if rubric.fixed
+        }
+        if any(criterion.must for criterion in rubric.criteria):
+            missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
+            parts["rubric/hurdle_missed"] = Part(missed, None)
     return Score(value, reason=typical.reason, parts=parts, info=info, reply=typical.text)
-
-
-def _graded(
-    rubric: Rubric, votes: Sequence[Sequence[float]], info: dict[str, Any]
-) -> dict[str, Part]:
-    """Return metrics of the criteria that every row has; `info` gets the mean of all of them."""
-    pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
-    means = {item.name: fmean(map(item.credit, grades)) for item, grades in pairs}
-    info["criteria"] = means
-    parts = {f"rubric/{name}": Part(mean, None) for name, mean in means.items() if rubric.fixed}
-    if any(item.must for item in rubric.criteria):
-        missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
-        parts["rubric/hurdle_missed"] = Part(missed, None)
-    return parts

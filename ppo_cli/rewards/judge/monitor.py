@@ -431,10 +431,8 @@ class JudgeObserver:
     """
 
     def __init__(
-        self, api: ApiReward, environ: Mapping[str, str], connection: JudgeConnection, scale: Scale
+        self, api: ApiReward, environ: Mapping[str, str], connection: JudgeConnection
     ) -> None:
-        self._labels_every = api.monitor.labels_every
-        self._scale = scale
         self._votes = api.votes
         self.report = StepReport(api.votes)
         # Several votes on each response show the noise without further calls.
@@ -446,12 +444,6 @@ class JudgeObserver:
             self.monitor = Monitor(
                 api, environ=environ, ledger=connection.ledger, cache=connection.cache
             )
-
-    def watch_labelled(
-        self, rows: LabelledRollouts, judge: Callable[[Rollout], Awaitable[float]]
-    ) -> None:
-        """Have `judge` read these responses every so many steps."""
-        self.labelled = LabelledCheck(rows, judge, self._scale, self._labels_every)
 
     def add_verdicts(self, rollout: Rollout, question: Question, score: Score) -> None:
         """Take note of the verdicts of the judge on a response, to measure its noise."""

@@ -22,8 +22,12 @@ from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question, gated_score
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge, connect_other
-from ppo_cli.rewards.judge.monitor import MONITOR_PENDING, NOISE_WAIT_S, JudgeObserver
-from ppo_cli.rewards.judge.prompt import load_template
+from ppo_cli.rewards.judge.monitor import (
+    MONITOR_PENDING,
+    NOISE_WAIT_S,
+    JudgeObserver,
+    LabelledCheck,
+)
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.rewards.remote.event_loop import LoopThread
 
@@ -42,8 +46,8 @@ class JudgeReward(JudgeAsker, Reward):
         self, api: ApiReward, *, name: str = "judge", environ: Mapping[str, str] = os.environ
     ) -> None:
         self.name = name
-        scale, connection = load_template(api).scale, connect_judge(api, environ)
-        self._observer = JudgeObserver(api, environ, connection, scale)
+        connection = connect_judge(api, environ)
+        self._observer = JudgeObserver(api, environ, connection)
         JudgeAsker.__init__(self, api, connection, LoopThread())
         self._policy = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._askers: list[JudgeAsker] = [self]  # also the other judges of a cascade or panel
@@ -81,8 +85,11 @@ class JudgeReward(JudgeAsker, Reward):
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take the labelled responses of the file that the settings name."""
-        if (file := self._api.monitor.labels) is not None:
-            self._observer.watch_labelled(labelled[file], self._rejudge)
+        monitor = self._api.monitor
+        if monitor.labels is not None:
+            self._observer.labelled = LabelledCheck(
+                labelled[monitor.labels], self._rejudge, self.template.scale, monitor.labels_every
+            )
 
     def begin_step(self, step: int) -> None:
         """Test the judge with empty replies and labelled responses when that is due."""

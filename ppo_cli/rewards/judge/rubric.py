@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -211,12 +212,19 @@ class Rubric:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the answer: for each criterion the reason, then the verdict."""
-        return _object_schema({
-            key: _object_schema(
-                {"reason": {"type": "string"}, criterion.key: _verdict_schema(criterion)}
-            )
-            for key, criterion in zip(self.keys, self.criteria, strict=True)
-        })  # fmt: skip
+        answers = {}
+        for key, criterion in zip(self.keys, self.criteria, strict=True):
+            does = "has this fault" if criterion.fault else "meets this criterion"
+            verdict: dict[str, Any] = {
+                "type": "boolean", "description": f"true when the response {does}",
+            }  # fmt: skip
+            if (levels := criterion.levels) > 1:
+                verdict = {
+                    "type": "integer", "enum": list(range(levels + 1)),
+                    "description": f"0 is the least, {levels} the most",
+                }  # fmt: skip
+            answers[key] = _object_schema({"reason": {"type": "string"}, criterion.key: verdict})
+        return _object_schema(answers)
 
     def instructions(self) -> str:
         """Return the criteria and the answer format as the judge reads them."""
@@ -355,19 +363,6 @@ def win_share(places: Sequence[int]) -> float:
     return fmean(0.5 if first == other else float(first < other) for other in places[1:])
 
 
-def _verdict_schema(criterion: Criterion) -> dict[str, Any]:
-    """Return the JSON schema of the verdict on a criterion: a level, or true or false."""
-    levels = criterion.levels
-    if levels > 1:
-        return {
-            "type": "integer", "enum": list(range(levels + 1)),
-            "description": f"0 is the least, {levels} the most",
-        }  # fmt: skip
-    if criterion.fault:
-        return {"type": "boolean", "description": "true when the response has this fault"}
-    return {"type": "boolean", "description": "true when the response meets this criterion"}
-
-
 def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object", "properties": properties, "required": list(properties),
@@ -400,12 +395,11 @@ def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
         except ValueError as error:
             problems.append(f"{label}, criterion {number}: {error}.")
     # Metrics need unique names: a repeated one gets a number.
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for i, criterion in enumerate(criteria):
-        counts[criterion.name] = counts.get(criterion.name, 0) + 1
-        if counts[criterion.name] > 1:
-            numbered_name = f"{criterion.name}_{counts[criterion.name]}"
-            criteria[i] = replace(criterion, name=numbered_name)
+        counts[criterion.name] += 1
+        if (count := counts[criterion.name]) > 1:
+            criteria[i] = replace(criterion, name=f"{criterion.name}_{count}")
     if not problems and not any(criterion.weight for criterion in criteria):
         problems = [f"{label}: all weights are 0, so every score would be 0."]
     if problems:
@@ -444,18 +438,14 @@ def _read_criterion(source: Any, number: int) -> Criterion:
         )
     # The weight: a number, or a severity such as "major". A negative one marks a fault.
     weight = first(WEIGHT_KEYS, modifiers.get("severity", 1.0))
-    weight = (
-        SEVERITY_WEIGHTS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
-    )
+    if isinstance(weight, str):
+        weight = SEVERITY_WEIGHTS.get(weight.strip().lower(), weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"its weight {weight!r} is not a number")
     if not math.isfinite(weight):
         raise ValueError(f"its weight {weight!r} is not a finite number")
-    must, fault = (
-        first(MUST_KEYS, modifiers.get("category") == "must_pass"),
-        first(FAULT_KEYS, weight < 0),
-    )
-    levels = first(LEVEL_KEYS, 1)
+    must = first(MUST_KEYS, modifiers.get("category") == "must_pass")
+    fault, levels = first(FAULT_KEYS, weight < 0), first(LEVEL_KEYS, 1)
     if not isinstance(must, bool) or not isinstance(fault, bool):
         raise ValueError("must and fault are true or false")
     if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= MAX_LEVELS:
@@ -464,12 +454,7 @@ def _read_criterion(source: Any, number: int) -> Criterion:
         raise ValueError("a must-have is met or not; leave levels out, or must")
     if not fault and weight < 0:
         raise ValueError("a negative weight is a fault to avoid, but fault is false")
-    return Criterion(
-        _metric_name(named, number), text.strip(), abs(float(weight)), fault, must, levels
-    )
-
-
-def _metric_name(raw_name: Any, number: int) -> str:
-    """Return the name of a criterion in metrics: lower-case letters and digits, else its number."""
-    word = re.sub(r"[^a-z0-9]+", "_", str(raw_name or "").lower()).strip("_")[:40].strip("_")
-    return word or f"criterion_{number}"
+    # The name in metrics: lower-case letters and digits, else the number.
+    word = re.sub(r"[^a-z0-9]+", "_", str(named or "").lower()).strip("_")[:40].strip("_")
+    name = word or f"criterion_{number}"
+    return Criterion(name, text.strip(), abs(float(weight)), fault, must, levels)
