@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ppo_cli.records import FinishReason, Prompt, Rollout, Score
+from ppo_cli.records import FinishReason, Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.base import Reward, RoundKind
 
 
@@ -67,3 +68,23 @@ def wait_until(reached: Callable[[], Any], seconds: float = 30.0) -> None:
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def sum_episode(
+    number: int, result: str = "2", answer: str | None = None, thought: str = "", sample: int = 0
+) -> Rollout:
+    """Two turns for the prompt of `sum_rollout`: a call of the tool `add`, then the answer."""
+    rollout = sum_rollout(number, answer, sample)
+    function = {"name": "add", "arguments": {"a": number, "b": 1}}
+    calls = {
+        "role": "assistant", "content": "Let me add.", "reasoning_content": thought,
+        "tool_calls": [{"id": "c0", "type": "function", "function": function}],
+    }  # fmt: skip
+    tool = {"role": "tool", "tool_call_id": "c0", "content": result}
+    turns = (
+        Turn(0, 4, "Let me add.", calls, (tool,), {"form": 0.25}, 0.5, (("add", 0.5),)),
+        Turn(9, 12, rollout.text, {"role": "assistant", "content": rollout.text}),
+    )
+    return replace(
+        rollout, token_ids=tuple(range(12)), sampler_logprobs=np.zeros(12, np.float32), turns=turns
+    )

@@ -130,6 +130,10 @@ UNUSED: Final[dict[str, Unused]] = {
         "a decision endpoint writes no text (reward.api.mode decision); leave it out",
         _all_judges(lambda api: api.mode == "decision"),
     ),
+    "no_episodes": Unused(
+        "each response is a single turn; set --environment or --tools, or leave it out",
+        lambda c: not c.environment.is_set,
+    ),
     "no_rubric": Unused(
         "no criteria are given; set --rm_rubric, or leave it out",
         _all_judges(lambda api: api.rubric is None),

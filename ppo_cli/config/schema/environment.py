@@ -54,3 +54,8 @@ class Environment(Section):
     gamma_turn: float = setting(
         1.0, "Discount between the turns of an episode, as well as algorithm.gamma.", gt=0, le=1
     )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the run has episodes of several turns."""
+        return bool(self.path or self.tools or self.mcp)

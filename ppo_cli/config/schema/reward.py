@@ -354,6 +354,10 @@ class ApiReward(Section):
         "both orders.", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
     )  # fmt: skip
     # What the judge sees of a response.
+    scope: Literal["episode", "turn"] = setting(
+        "episode", "What the judge reads of an episode of several turns: all of it, or its last "
+        "turn.", flag="--rm_scope", unused="no_episodes",
+    )  # fmt: skip
     reasoning: Literal["strip", "keep"] = setting(
         "strip", "Remove (strip) or keep the reasoning blocks of a response.", flag="--rm_reasoning"
     )

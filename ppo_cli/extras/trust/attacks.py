@@ -528,7 +528,13 @@ def worked_case_trials(
         lowest = float("-inf") if case.at_least is None else scale.scaled(case.at_least)
         highest = float("inf") if case.at_most is None else scale.scaled(case.at_most)
         trial = Trial(
-            case.name, CASE, prompt, material.response, lowest=lowest, highest=highest, part=part
+            case.name,
+            CASE,
+            prompt,
+            str(material.response),
+            lowest=lowest,
+            highest=highest,
+            part=part,
         )
         trials.append(trial)
     return trials

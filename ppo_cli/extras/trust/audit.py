@@ -31,8 +31,9 @@ from ppo_cli.records import Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.prompt import Template, build_material, load_template, visible_text
+from ppo_cli.rewards.judge.prompt import Template, build_material, load_template
 from ppo_cli.rewards.judge.sanitise import no_content_reason
+from ppo_cli.rewards.judge.visible import visible_text
 from ppo_cli.scoring.rows import rollout_of
 from ppo_cli.scoring.score import (
     Callbacks,

@@ -45,12 +45,12 @@ from ppo_cli.rewards.judge.prompt import (
     preset_path,
     reference_answer,
     rubric_reader,
-    visible_text,
 )
 from ppo_cli.rewards.judge.providers import NO_KEY, provider_class, resolve_base_url
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
+from ppo_cli.rewards.judge.visible import visible_text
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C

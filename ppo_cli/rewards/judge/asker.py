@@ -32,10 +32,10 @@ from ppo_cli.rewards.judge.prompt import (
     check_rows,
     load_template,
     rubric_reader,
-    visible_text,
 )
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import no_content_reason
+from ppo_cli.rewards.judge.visible import Response, visible_response, written_text
 from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.thoughts import NO_ANSWER
 
@@ -135,7 +135,7 @@ class JudgeAsker:
         `first` is the request for the first vote, if it is there already.
         """
         # One request per vote; then further ones, while the verdicts differ.
-        votes, seen = self._api.votes, self._visible_text(rollout)
+        votes, seen = self._api.votes, self._visible(rollout)
         questions = [
             (None if vote else first) or self.question(rollout.prompt, seen, vote)
             for vote in range(self._api.most_votes)
@@ -178,7 +178,7 @@ class JudgeAsker:
             grades = rubric.in_order(verdict.info["grades"])
             return replace(verdict, info={**verdict.info, "grades": grades})
         # `rubric_calls: each`: one request per criterion.
-        seen = self._visible_text(rollout)
+        seen = self._visible(rollout)
         parts = [
             self.question(rollout.prompt, seen, vote, criterion)
             for criterion in rubric.split_criteria()
@@ -194,7 +194,7 @@ class JudgeAsker:
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         """Return the scores of several fresh verdicts on one response."""
-        seen = self._visible_text(rollout)
+        seen = self._visible(rollout)
         questions = [self.question(rollout.prompt, seen, vote) for vote in range(votes)]
         answers = await asyncio.gather(
             *(self._ask_verdict(rollout, question, fresh=True) for question in questions),
@@ -206,24 +206,22 @@ class JudgeAsker:
         ]
         return [score or Score.failed(str(error)) for score, error in pairs]
 
-    def _visible_text(self, rollout: Rollout) -> str:
+    def _visible(self, rollout: Rollout) -> Response:
         """Return what the judge sees of a response, before it is shortened."""
-        reasoning = self._api.reasoning
-        return visible_text(
-            rollout.answer if reasoning == "strip" else rollout.full_text, reasoning
-        )
+        return visible_response(rollout, self._api)
 
-    def _gate_reason(self, rollout: Rollout, text: str) -> str | None:
-        """Return why a response gets the lowest score without a call; `text` is what it sees."""
+    def _gate_reason(self, rollout: Rollout, response: Response) -> str | None:
+        """Return why a response gets the lowest score without a call."""
         if not self._api.gate:
             return None
         # A response that never left its thought has no answer.
+        text = written_text(response)
         if rollout.unclosed and not text:
             return NO_ANSWER
         return no_content_reason(rollout.prompt.text, text, rollout.prompt.ground_truth)
 
     def question(
-        self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
+        self, prompt: Prompt, response: Response, vote: int = 0, rubric: Rubric | None = None
     ) -> Question:
         """Build the request for one response."""
         material = build_material(prompt, response)

@@ -42,6 +42,7 @@ from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.judge.rubric import win_share
 from ppo_cli.rewards.judge.verdict import MAX_REASON_CHARS
+from ppo_cli.rewards.judge.visible import Response, restore_response
 from ppo_cli.rewards.remote.failures import Failure
 
 Pair = tuple[int, int]
@@ -65,7 +66,7 @@ class Contest:
     prompt: Prompt
     entries: Sequence[Contestant]
     gated: int
-    texts: Sequence[str]
+    texts: Sequence[Response]
     sizes: Sequence[int]  # number of responses with each text
     reference: bool
     requests: Sequence[Request]
@@ -92,7 +93,7 @@ class CompareReward(JudgeReward):
         super().__init__(*args, **options)
         self._listed = self._api.compare == "list"
         self._arrived: list[Contestant] = []
-        self._earlier: dict[str, dict[str, str]] = {"train": {}, "val": {}}
+        self._earlier: dict[str, dict[str, Response]] = {"train": {}, "val": {}}
         self._tallies: dict[Contest, Tally] = {}
 
     def submit(self, rollout: Rollout) -> Future[Score]:
@@ -131,7 +132,7 @@ class CompareReward(JudgeReward):
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of the starting model."""
-        self._earlier["train"] |= {r.prompt.uid: self._visible_text(r) for r in rollouts}
+        self._earlier["train"] |= {r.prompt.uid: self._visible(r) for r in rollouts}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first responses of the run, with which later ones are compared."""
@@ -139,11 +140,14 @@ class CompareReward(JudgeReward):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._earlier = {split: dict(state.get(split, {})) for split in self._earlier}
+        self._earlier = {
+            split: {uid: restore_response(seen) for uid, seen in state.get(split, {}).items()}
+            for split in self._earlier
+        }
 
-    def _reference(self, entry: PendingScore, kind: RoundKind = "train") -> str | None:
-        """Return the text that responses are compared with; None: with each other."""
-        prompt, text = entry.rollout.prompt, self._visible_text(entry.rollout)
+    def _reference(self, entry: PendingScore, kind: RoundKind = "train") -> Response | None:
+        """Return the response that responses are compared with; None: with each other."""
+        prompt, text = entry.rollout.prompt, self._visible(entry.rollout)
         if not self._api.of_the_run:
             return reference_answer(self._api, build_material(prompt, ""))
         if kind == "validation":
@@ -151,23 +155,23 @@ class CompareReward(JudgeReward):
         return None if self._api.within_group else self._earlier["train"][prompt.uid]
 
     def question(
-        self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
+        self, prompt: Prompt, response: Response, vote: int = 0, rubric: Any = None
     ) -> Question:
         """Return the request that tests the judge: a response against UNKNOWN_ANSWER."""
         return self._request(prompt, (response, UNKNOWN_ANSWER), vote)
 
-    def _request(self, prompt: Prompt, texts: Sequence[str], vote: int = 0) -> Question:
+    def _request(self, prompt: Prompt, texts: Sequence[Response], vote: int = 0) -> Question:
         return self.template.question(build_material(prompt, *texts), self._api, vote=vote)
 
     async def _begin(
-        self, entries: Sequence[Contestant], reference: str | None, *, fresh: bool = False
+        self, entries: Sequence[Contestant], reference: Response | None, *, fresh: bool = False
     ) -> None:
         """Set up the contest of the responses that have content, and ask for its verdicts."""
         # Responses without content get the lowest score; equal texts share a node.
         prompt = entries[0].rollout.prompt
-        nodes: dict[str, int] = {}
+        nodes: dict[Response, int] = {}
         for entry in entries:
-            text = self._visible_text(entry.rollout)
+            text = self._visible(entry.rollout)
             empty = self._gate_reason(entry.rollout, text)
             if empty:
                 self._observer.report.gated += 1

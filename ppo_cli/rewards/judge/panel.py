@@ -80,7 +80,7 @@ class PanelReward(JudgeReward):
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         """Return several fresh scores of the panel."""
-        question = self.question(rollout.prompt, self._visible_text(rollout))
+        question = self.question(rollout.prompt, self._visible(rollout))
         repeats = await asyncio.gather(*(a._repeat(rollout, votes) for a in self._panel.values()))
         panels = [
             {n: score for n, score in zip(self._panel, scores, strict=True) if score.judged}

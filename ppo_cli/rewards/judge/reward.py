@@ -191,7 +191,7 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
-        empty = self._gate_reason(entry.rollout, self._visible_text(entry.rollout))
+        empty = self._gate_reason(entry.rollout, self._visible(entry.rollout))
         if empty:
             self._observer.report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
@@ -200,7 +200,7 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _judge(self, entry: PendingScore) -> None:
         """Ask for the score of an entry; on failure note the error and leave the entry open."""
-        question = self.question(entry.rollout.prompt, self._visible_text(entry.rollout))
+        question = self.question(entry.rollout.prompt, self._visible(entry.rollout))
         try:
             score, entry.error = await self._ask_judges(entry, question)
         except PpoError as stop:
@@ -228,7 +228,7 @@ class JudgeReward(JudgeAsker, Reward):
     async def _rejudge(self, rollout: Rollout) -> float:
         """Return the score in [0, 1] of a fresh verdict on a response."""
         # Built again, so that the request has another nonce, as in another run.
-        question = self.question(rollout.prompt, self._visible_text(rollout))
+        question = self.question(rollout.prompt, self._visible(rollout))
         verdict = await self._ask_verdict(rollout, question, fresh=True)
         return question.scale.scaled(verdict.value)
 

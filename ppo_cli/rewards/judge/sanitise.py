@@ -40,7 +40,7 @@ SWITCHES = re.compile(
 )
 # One word in brackets. The ordinary ones are listed below, since tokens cannot be enumerated.
 TAGS = re.compile(
-    rf"{LESS}(?=/?(?P<word>[^\W\d][\w-]{{0,80}}(?:[:=][\w.-]{{1,80}})?|0x\w\w){MORE})"
+    rf"{LESS}(?=[/／∕⁄]?(?P<word>[^\W\d][\w-]{{0,80}}(?:[:=][\w.-]{{1,80}})?|0x\w\w){MORE})"
 )
 CAPITALS = re.compile(r"[\[［](?=/?(?P<word>[A-ZＡ-Ｚ][A-Z0-9_Ａ-Ｚ]{2,60})[\]］])")
 # HTML elements, types and standard headers of programming languages.
@@ -81,15 +81,18 @@ PLAIN_CAPITALS = frozenset(
     """,
     )
 )
-# The variables of judge prompts, which name the fences around the data.
-TAG_NAMES = r"prompt|response|ground[_ -]?truth|extra_info(?:\.[\w-]{1,80}){0,8}"
+# The variables of judge prompts and the passages of episodes, which name the fences.
+TAG_NAMES = (
+    r"prompt|response|ground[_ -]?truth|extra_info(?:\.[\w-]{1,80}){0,8}"
+    r"|assistant|thought|call|tool|user"
+)
 # Everything that looks like a dash: hyphens, minus signs, full-width and small forms.
 DASHES = (
     r"\-\u00ad\u02d7\u058a\u05be\u06d4\u1400\u1806\u2010-\u2015\u2043\u207b\u208b\u2212\u23af"
     r"\u2500\u2501\u2796\u2e1a\u2e3a\u2e3b\u301c\u3030\u30a0\u30fc\ufe31\ufe32\ufe58\ufe63\uff0d\uff70"
 )
 FENCES = re.compile(
-    rf"[<＜﹤‹〈⟨](\s?[/／∕⁄]?\s?(?:{TAG_NAMES})\s?[{DASHES}]\s?\w{{1,80}}\s?)[>＞﹥›〉⟩]",
+    rf"[<＜﹤‹〈⟨](\s?[/／∕⁄]?\s?(?:{TAG_NAMES})\s?(?:[{DASHES}]\s?\w{{1,80}}\s?){{1,2}})[>＞﹥›〉⟩]",
     re.IGNORECASE,
 )
 CUT_MARKS = re.compile(r"\[(?=cut-\w)", re.IGNORECASE)
@@ -131,7 +134,7 @@ def _is_plain_tag(tag: re.Match[str]) -> bool:
     word, text, at = tag["word"], tag.string, tag.start()
     if word in PLAIN_TAGS:
         return True
-    if text[tag.end()] == "/":
+    if text[tag.end()] in "/／∕⁄":
         return False
     behind_a_name = text[max(0, at - 1) : at].isidentifier()
     return bool(_TYPE.fullmatch(word) or (behind_a_name and _MIXED_CASE.fullmatch(word)))
