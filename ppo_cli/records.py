@@ -118,6 +118,11 @@ class Rollout:
         return sum(t.end - t.start for t in self.turns) if self.turns else len(self.token_ids)
 
     @property
+    def messages(self) -> list[Message]:
+        """The conversation of an episode: its opening, then each turn with the replies to it."""
+        return [*self.prompt.messages, *(m for t in self.turns for m in (t.message, *t.replies))]
+
+    @property
     def turn_start(self) -> int:
         """Where the turn that an unfinished episode continues with begins in `token_ids`."""
         return len(self.token_ids) if self.turns else 0

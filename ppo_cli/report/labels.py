@@ -23,12 +23,15 @@ LOCK = ".labels.lock"  # locked while a label is written
 IDENTITY = ("split", "step", "uid", "sample", "prompt", "response")
 # Other fields of a label's line, for `ppo reward calibrate --labels label`.
 FIELDS = (*IDENTITY, "ground_truth", "data_source", "score", "parts")
+EPISODE = ("opening", "turns")
 
 
 def compute_response_id(line: Mapping[str, Any]) -> str:
     """Return the permanent id of a response: a digest of its texts, step and prompt."""
-    parts = json.dumps([line.get(name) for name in IDENTITY], default=str)
-    return digest_text(parts, 16)
+    values = [line.get(name) for name in IDENTITY]
+    # Responses of one turn keep the ids that they had before there were others.
+    values += [line["turns"]] if line.get("turns") else []
+    return digest_text(json.dumps(values, default=str), 16)
 
 
 def read_labels(run_dir: Path) -> list[dict[str, Any]]:
@@ -112,6 +115,7 @@ def write_label(
             line: dict[str, Any] = {}
             if label is not None or comment:
                 line = {name: response.get(name) for name in ("id", "response_id", *FIELDS)}
+                line |= {name: response[name] for name in EPISODE if name in response}
                 line |= {"label": label, "comment": comment}
                 others.append(line)
             replace_lines(run_dir / LABELS_FILE, others)

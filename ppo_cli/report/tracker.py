@@ -19,7 +19,7 @@ from typing import Any
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
-from ppo_cli.records import Scored
+from ppo_cli.records import Rollout, Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.exploits import explain_rise
 from ppo_cli.report.health import HealthWatch, make_limits
@@ -380,10 +380,33 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         line["opened"] = prompt.opened
     if rollout.thoughts:
         line |= {"thought_tokens": rollout.thought_tokens, "unclosed": rollout.unclosed}
+    line |= make_episode_fields(rollout)
     # A scorer's facts may have our names (a judge has tokens too): both are kept.
     for name, value in score.facts.items():
         line[f"reward_{name}" if name in line else name] = value
     return line
+
+
+def make_episode_fields(rollout: Rollout) -> dict[str, Any]:
+    """Return the conversation of an episode as fields of a line; {} for a single response.
+
+    `opening` has the messages before the first turn, `turns` the policy's messages with the replies
+    to them, `ended` the limit that ended the episode. Empty fields of a turn are left out.
+    """
+    if not rollout.turns and not rollout.failure:
+        return {}
+    turns = []
+    for turn in rollout.turns:
+        fields = {
+            "message": dict(turn.message), "replies": [dict(m) for m in turn.replies],
+            "rewards": dict(turn.rewards), "tokens": turn.end - turn.start,
+            "seconds": round(turn.seconds, 3),
+            "tools": [[name, round(seconds, 3)] for name, seconds in turn.tools],
+            "error": turn.error, "cut": turn.cut,
+        }  # fmt: skip
+        turns.append({name: value for name, value in fields.items() if value})
+    ended = {"ended": rollout.ended} if rollout.ended else {}
+    return {"opening": [dict(m) for m in rollout.prompt.messages], "turns": turns, **ended}
 
 
 def add_token_details(

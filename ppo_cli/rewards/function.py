@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,8 @@ class FunctionReward(Reward):
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Send one rollout to a worker."""
         prompt = rollout.prompt
-        call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
+        extra_info = {**prompt.extra_info, **describe_episode(rollout)}
+        call = Call(prompt.data_source, rollout.text, prompt.ground_truth, extra_info)
         return self._pool.submit(call, partial(_check_placed_rewards, rollout))
 
     def close(self) -> None:
@@ -82,10 +84,29 @@ class FunctionReward(Reward):
         self._pool.close()
 
 
+def describe_episode(rollout: Rollout) -> dict[str, Any]:
+    """Return what a function reads of an episode in `extra_info`; {} for a single response.
+
+    `messages` is the conversation. `num_turns` counts the opening, the turns and the rounds of
+    replies, as in verl. `turn_rewards` has the environment's reward of each turn.
+    """
+    if not rollout.turns:
+        return {}
+    return {
+        "messages": [dict(message) for message in rollout.messages],
+        "num_turns": 1 + sum(2 if turn.replies else 1 for turn in rollout.turns),
+        "turn_rewards": [math.fsum(turn.rewards.values()) for turn in rollout.turns],
+    }
+
+
 def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
-    """Return the score, or a failure if its placed rewards do not fit into the response."""
+    """Return the score, or a failure if its placed rewards do not fit into the response.
+
+    Those of an episode are for the tokens and characters of its last turn.
+    """
     # Token rewards may leave out the end token; offsets must be inside the text.
-    tokens, count = sum(s.unit == "token" for s in score.steps), len(rollout.token_ids)
+    start = rollout.turns[-1].start if rollout.turns else 0
+    tokens, count = sum(s.unit == "token" for s in score.steps), len(rollout.token_ids) - start
     ends = rollout.finish_reason == "stop"  # its last token is the end of the sequence
     length = len(rollout.text)
     chars = [step.end for step in score.steps if step.unit == "char"]
@@ -96,7 +117,8 @@ def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
     elif past is not None:
         wrong = f"{STEPS} with offset {past}, outside the response's 1 to {length} characters"
     else:
-        return score
+        moved = (replace(s, end=s.end + start) if s.unit == "token" else s for s in score.steps)
+        return replace(score, steps=tuple(moved)) if start else score
     return Score(None, f"returned {wrong}", info=score.info)
 
 
@@ -420,7 +442,7 @@ class RuleReward(Reward):
         if rule is None:
             return _resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         text = rollout.full_text if rule.reads_thoughts else rollout.answer
-        extra_info = {"question": prompt.text, **prompt.extra_info}
+        extra_info = {"question": prompt.text, **prompt.extra_info, **describe_episode(rollout)}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
         score = score_immediately(rule, call, self._settings)
         # A response that ends inside its thought has no answer, even if the rule accepts "".

@@ -41,7 +41,7 @@ from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
-from ppo_cli.report.tracker import Screen, make_rollout_line
+from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
@@ -170,7 +170,8 @@ def _answer_row(rollout: Rollout) -> dict[str, Any]:
     # Empty fields are left out.
     optional = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
             "opened": prompt.opened}  # fmt: skip
-    answer: dict[str, Any] = plain(row | {name: value for name, value in optional.items() if value})
+    row |= {name: value for name, value in optional.items() if value}
+    answer: dict[str, Any] = plain(row | make_episode_fields(rollout))
     return answer
 
 

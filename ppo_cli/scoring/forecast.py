@@ -39,6 +39,7 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.rewards.judge.visible import Passage, Response
 from ppo_cli.scoring.rows import read_held_out
 
 # Rows that are rendered for a forecast; more would take long and change the means little.
@@ -402,7 +403,10 @@ def _usage_per_call(
 
     def input_bytes(length: int) -> float:
         return fmean(
-            sum(_input_bytes(template, prompt, length, api, rubric, responses) for rubric in each)
+            sum(
+                _input_bytes(template, prompt, _filler(config, length), api, rubric, responses)
+                for rubric in each
+            )
             for prompt, each in zip(prompts, rubrics_of_calls, strict=True)
         )
 
@@ -414,20 +418,39 @@ def _usage_per_call(
 
 
 def _input_bytes(
-    template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None,
+    template: Template, prompt: Prompt, text: Response, api: ApiReward, rubric: Rubric | None,
     responses: int,
 ) -> int:  # fmt: skip
-    """Return the UTF-8 bytes of a request with `responses` responses of `length` characters."""
-    # Filler text: only its length matters.
-    text = ("and so on " * (length // 10 + 1))[:length]
+    """Return the UTF-8 bytes of a request with `responses` responses like `text`."""
     material = build_material(prompt, *[text] * responses)
     question = template.question(material, api, nonce="0" * 16, rubric=rubric)
     return len((question.system + question.user).encode("utf-8", "replace"))
 
 
+def _filler(config: Config, length: int) -> Response:
+    """Return a response of `length` characters; an episode has the fences of all its passages."""
+    text = ("and so on " * (length // 10 + 1))[:length]
+    turns = config.environment.max_turns
+    if not config.environment.is_set or config.reward.api.scope == "turn":
+        return text
+    # Of each turn: text, a call and its result, which fill the episode together.
+    kinds = [(kind, turn) for turn in range(1, turns + 1) for kind in ("assistant", "call", "tool")]
+    share = max(1, length // len(kinds))
+    return tuple(
+        Passage(kind, turn, text[place * share : (place + 1) * share])
+        for place, (kind, turn) in enumerate(kinds)
+    )
+
+
 def _response_tokens(config: Config) -> tuple[int, int]:
-    """Return the assumed response lengths: half of the limit, and the limit."""
-    longest = config.data.max_response_length
+    """Return the assumed response lengths: half of the limit, and the limit.
+
+    The limit of an episode counts its tools' results as well; a judge of its last turn reads the
+    tokens of that turn.
+    """
+    longest, limit = config.data.max_response_length, config.environment.max_turn_tokens
+    if config.environment.is_set and config.reward.api.scope == "turn" and limit is not None:
+        longest = min(longest, limit)
     return max(1, longest // 2), longest
 
 

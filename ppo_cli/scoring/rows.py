@@ -26,17 +26,20 @@ from ppo_cli.data_sets.files import (
     raise_problems,
 )
 from ppo_cli.data_sets.rows import (
+    ROLES,
     alias_notes,
     as_plain,
     find_columns,
     list_names,
     prompt_of,
+    read_content,
+    read_plain,
     read_records,
     read_row,
 )
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Message, Prompt, Rollout, Turn
 from ppo_cli.run_folder import rollout_file, rollout_steps
 
 RESPONSE = "response"
@@ -79,6 +82,7 @@ def read_responses(
     """Read a file of rows; the DataError for bad rows lists all of them.
 
     With `response_key` None rows need no response; a `response` column is read if there is one.
+    A row with `turns`, as in a run's files, or with `messages` that hold the answers is an episode.
     """
     raw = read_source(file)
     if not raw.records:
@@ -86,7 +90,9 @@ def read_responses(
     names = list(dict.fromkeys(name for _, record in raw.records for name in record))
     # A data_source column named in the settings belongs to the training files.
     columns = find_columns(raw, prompt_key, source_key if source_key in names else "data_source")
-    if response_key is not None and response_key not in names:
+    column = response_key or RESPONSE
+    episodes = any(_holds_episode(record, column) for _, record in raw.records)
+    if response_key is not None and response_key not in names and not episodes:
         other = [name for name in RESPONSE_ALIASES if name in names]
         near = f" It may be {list_names(other)}." if other else did_you_mean(response_key, names)
         raise DataError(
@@ -96,14 +102,20 @@ def read_responses(
 
     def read(place: Place, record: Record) -> ResponseRow:
         """Return the prompt and response of a record; RowError if the response is missing."""
-        response = read_response(record, response_key or RESPONSE)
-        if response is None and response_key is not None:
+        response, turns = read_response(record, column), tuple[Turn, ...]()
+        fields = record
+        if _holds_episode(record, column):
+            opening, turns = read_episode(record)
+            fields = {**record, columns.prompt: opening} if opening else record
+            response = response or str(turns[-1].text)
+        elif response is None and response_key is not None:
             raise RowError(response_key, "is missing or null")
-        prompt = prompt_of(raw.label, read_row(place, record, columns))
+        prompt = prompt_of(raw.label, read_row(place, fields, columns))
         prompt = replace(prompt, opened=str(record.get("opened") or ""))
         # A response that reached the token limit has no end token, which penalties depend on.
         cut = record.get("finish_reason") == "length"
-        return ResponseRow(place, record, rollout_of(prompt, response or "", cut=cut))
+        rollout = replace(rollout_of(prompt, response or "", cut=cut), turns=turns)
+        return ResponseRow(place, record, rollout)
 
     # Read all rows first: the error names every bad row.
     rows, problems = read_records(raw, read)
@@ -141,6 +153,57 @@ def read_response(record: Record, column: str = RESPONSE) -> str | None:
     if value is not None and not isinstance(value, str):
         raise RowError(column, f"is {name_type(value)}, not text")
     return value
+
+
+def _holds_episode(record: Record, response_key: str) -> bool:
+    """Whether a row has the turns of an episode, or a conversation that ends with an answer."""
+    if record.get("turns"):
+        return True
+    messages = as_plain(record.get("messages"))
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    answered = isinstance(last, dict) and last.get("role") == "assistant"
+    return record.get(response_key) is None and answered
+
+
+def read_episode(record: Record) -> tuple[Sequence[Message], tuple[Turn, ...]]:
+    """Return the opening and the turns of an episode; the opening is empty if the row has none.
+
+    Raises RowError for a malformed message.
+    """
+    if not record.get("turns"):
+        messages = _read_messages(record, "messages")
+        starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [
+            Turn(0, 0, messages[i]["content"], messages[i], tuple(messages[i + 1 : end]))
+            for i, end in zip(starts, [*starts[1:], len(messages)], strict=True)
+        ]
+        return messages[: starts[0]], tuple(turns)
+    turns = []
+    for number, fields in enumerate(read_plain(record["turns"], "turns")):
+        column = f"turns[{number}]"
+        if not isinstance(fields, Mapping) or "message" not in fields:
+            raise RowError(column, "has no message of the assistant")
+        (message,) = _read_messages({column: [fields["message"]]}, column)
+        turn = Turn(
+            0, 0, message["content"], message, tuple(_read_messages(fields, "replies")),
+            rewards=fields.get("rewards") or {}, seconds=fields.get("seconds") or 0.0,
+            tools=tuple(map(tuple, fields.get("tools") or ())), error=fields.get("error") or "",
+            cut=bool(fields.get("cut")),
+        )  # fmt: skip
+        turns.append(turn)
+    return _read_messages(record, "opening"), tuple(turns)
+
+
+def _read_messages(fields: Record, column: str) -> list[dict[str, Any]]:
+    """Return the messages of an episode without null fields; a turn may be empty."""
+    messages = []
+    for number, item in enumerate(read_plain(fields.get(column), column) or ()):
+        where = f"{column}[{number}]"
+        if not isinstance(item, Mapping) or item.get("role") not in ROLES:
+            raise RowError(where, f"is not a message with a role ({', '.join(ROLES)})")
+        message = {name: value for name, value in item.items() if value is not None}
+        messages.append(message | {"content": read_content(item.get("content"), where)})
+    return messages
 
 
 def _group_by_prompt(rows: Sequence[ResponseRow]) -> Iterator[ResponseRow]:
@@ -274,7 +337,8 @@ def read_held_out(file: str) -> list[tuple[Rollout, float]]:
     """
     labelled = read_labels(read_responses(file), "label")
     # A response that is in the file twice counts once, with its last label.
-    once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(labelled.rows)}
+    rollouts = [row.rollout for row in labelled.rows]
+    once = {(r.prompt.text, r.text, str(r.messages)): i for i, r in enumerate(rollouts)}
     rows = [(labelled.rows[i].rollout, float(labelled.values[i])) for i in once.values()]
     if (count := len(rows)) < MIN_HELD_OUT:
         raise DataError(

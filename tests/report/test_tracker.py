@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.drift import read_opinions
+from ppo_cli.report.labels import compute_response_id
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import replace_lines
+from tests.rewards.scoring import sum_episode
 
 
 class Heard(Screen):
@@ -257,6 +260,25 @@ def test_a_rollout_line_has_everything(tmp_path: Path) -> None:
     }  # fmt: skip
     assert second["score"] is None and second["failure"] == "timeout"
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_000007.jsonl"]
+
+
+def test_a_line_of_an_episode_has_its_turns(tmp_path: Path) -> None:
+    episode = replace(sum_episode(1), ended="turns")
+    failed = replace(episode, turns=episode.turns[:1], sample=1, failure="the tool died", ended="")
+    tracker = make(tmp_path)
+    tracker.rollouts(3, [Scored(episode, Score(1.0)), Scored(failed, Score.failed(failed.failure))])
+    line, other = lines(tmp_path / "rollouts" / "step_000003.jsonl")
+    assert line["opening"] == [{"role": "user", "content": "What is 1 + 1?"}]
+    assert line["turns"] == [
+        {
+            "message": dict(episode.turns[0].message), "replies": list(episode.turns[0].replies),
+            "rewards": {"form": 0.25}, "tokens": 4, "seconds": 0.5, "tools": [["add", 0.5]],
+        },
+        {"message": {"role": "assistant", "content": "It is 2."}, "tokens": 3},
+    ]  # fmt: skip
+    assert (line["response"], line["ended"], line["tokens"]) == ("It is 2.", "turns", 7)
+    assert (other["failure"], len(other["turns"]), other["score"]) == ("the tool died", 1, None)
+    assert compute_response_id(line) != compute_response_id(line | {"turns": line["turns"][1:]})
 
 
 def test_any_text_comes_back_as_it_was_but_for_secrets(

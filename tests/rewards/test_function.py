@@ -19,7 +19,7 @@ from ppo_cli.records import Part, PlacedReward, Score
 from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import check_source, load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
-from tests.rewards.scoring import make_rollout
+from tests.rewards.scoring import make_rollout, sum_episode
 from tests.rewards.tables import read_blocks, table
 
 Build = Callable[..., Reward]
@@ -60,6 +60,20 @@ def test_arguments_result_output_and_parts_of_a_call(build: Build, reward_file: 
     assert score.info.pop("latency_s") >= 0
     seen = "here reply ['a', 1] {'tier': 2}"
     assert score.info == {"output": "scoring reply\n", "seen": seen, "imputed": "y"}
+
+
+def test_an_episode_is_the_last_turn_and_a_conversation(build: Build, reward_file: Write) -> None:
+    code = f"""{HEAD}
+    roles = [m["role"] for m in extra_info["messages"]]
+    seen = (solution_str, roles, extra_info["num_turns"], extra_info["turn_rewards"])
+    return {{"token_rewards": [0.0, 0.0, 1.0], "seen": seen}}
+    """
+    reward = build(function=reward_file(code))
+    score = reward.submit(sum_episode(1)).result(PATIENCE)
+    roles = ["user", "assistant", "tool", "assistant"]
+    assert score.info["seen"] == ["It is 2.", roles, 4, [0.25, 0.0]]
+    # The last turn has the tokens 9 to 11 of the episode.
+    assert [step.end for step in score.steps] == [10, 11, 12]
 
 
 def test_bad_answers_fail_alone(scores: Scores) -> None:

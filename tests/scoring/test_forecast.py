@@ -12,6 +12,7 @@ from ppo_cli.cli.train import make_prompt_reader
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import RewardError
+from ppo_cli.rewards.judge.prompt import EPISODE
 from ppo_cli.scoring.forecast import SAMPLE, VERDICT_TOKENS, Forecast, UsageRange, forecast
 from tests.scoring.scripted import write_rows
 
@@ -93,6 +94,18 @@ def test_a_call_is_what_training_would_send() -> None:
     brief = foretell("reward.api.max_tokens=10")
     assert brief.a_step.low.output == brief.a_step.high.output == 8 * 10
     assert foretell("reward.api.mode=decision").a_step.high.output == 0
+
+
+def test_an_episode_has_the_fences_of_all_its_passages() -> None:
+    write("t.jsonl", 12)
+    tools = ("environment.tools=t.py", "environment.max_turns=4", "environment.max_turn_tokens=20")
+    Path("t.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    single, episode = foretell(), foretell(*tools)
+    fences = 12 * len("<assistant-1-0123456789abcdef>\n\n</assistant-1-0123456789abcdef>\n")
+    added = episode.a_step.high.input - single.a_step.high.input
+    assert added == pytest.approx(8 * (fences + len(EPISODE)) / 3, rel=0.2)
+    last = foretell(*tools, "reward.api.scope=turn")
+    assert last.a_step.high.input == pytest.approx(single.a_step.high.input - 8 * 80, abs=8)
 
 
 def test_all_criteria_are_decided_in_one_request() -> None:

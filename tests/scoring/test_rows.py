@@ -12,7 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.errors import DataError
+from ppo_cli.records import Score, Scored
+from ppo_cli.report.tracker import make_rollout_line
 from ppo_cli.scoring import rows as ours
+from tests.rewards.scoring import sum_episode
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -59,6 +62,27 @@ def test_other_columns(tmp_path: Path) -> None:
     assert responses.rollouts[0].text == "y"
     assert "the prompt is read from column 'question'" in responses.notes[0]
     assert responses.notes[1].endswith("new scores replace: score.")
+
+
+def test_a_conversation_and_a_line_of_a_run_are_episodes(tmp_path: Path) -> None:
+    episode = sum_episode(1, thought="Hm.")
+    line = make_rollout_line(3, Scored(episode, Score(1.0)))
+    rows: list[dict[str, Any]] = [line, {"messages": episode.messages}]
+    for row in rows:
+        (rollout,) = ours.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
+        assert rollout.messages == episode.messages
+        assert (rollout.prompt.text, rollout.text) == ("What is 1 + 1?", "It is 2.")
+    (rollout,) = ours.read_responses(write(tmp_path / "a.jsonl", line)).rollouts
+    first, last = rollout.turns
+    assert (first.rewards, first.seconds, first.tools) == ({"form": 0.25}, 0.5, (("add", 0.5),))
+    assert not (first.cut or first.error or last.rewards or last.replies)
+    # A conversation that waits for its answer is a prompt.
+    row = {"messages": [*episode.messages, {"role": "user", "content": "And?"}], "response": "3"}
+    (asked,) = ours.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
+    assert not asked.turns and asked.prompt.text == "And?"
+    broken = {**line, "turns": [{"message": {"role": "judge", "content": "10"}}]}
+    with pytest.raises(DataError, match=r"turns\[0\]\[0\]: is not a message with a role"):
+        ours.read_responses(write(tmp_path / "a.jsonl", broken))
 
 
 def test_where_scores_go(tmp_path: Path) -> None:

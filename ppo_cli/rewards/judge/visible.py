@@ -17,8 +17,6 @@ from ppo_cli.rewards.judge.sanitise import clean, cut_middle
 from ppo_cli.thoughts import strip_reasoning
 
 Piece = tuple[str, int, str]  # head, number of omitted characters, tail
-# Keys under which the messages of model families have their thoughts.
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 WRITTEN = ("assistant", "call")  # what the judged model wrote of an episode
 
 
@@ -50,9 +48,9 @@ def visible_response(rollout: Rollout, api: ApiReward) -> Response:
 def _list_passages(rollout: Rollout, reasoning: str) -> Iterator[Passage]:
     for number, turn in enumerate(rollout.turns, start=1):
         content = visible_text(text_of(turn.message), reasoning)
-        thought = next((turn.message[k] for k in THOUGHT_KEYS if turn.message.get(k)), "")
+        thought = turn.message.get("reasoning_content")
         if thought and reasoning == "keep":
-            yield Passage("thought", number, clean(str(thought)))
+            yield Passage("thought", number, clean(thought))
         calls = turn.message.get("tool_calls") or ()
         if content or not calls:
             yield Passage("assistant", number, content)
