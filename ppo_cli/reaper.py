@@ -79,10 +79,16 @@ def terminate_all(child: subprocess.Popen[bytes]) -> None:
 
 def _reap_orphans(but: int) -> None:
     """Reap orphaned descendants, except the command, whose exit code is read elsewhere."""
-    for pid in descendants(os.getpid()):
-        if pid != but:
-            with contextlib.suppress(OSError):
-                os.waitpid(pid, os.WNOHANG)
+    # Where the system lacks this call, there are no orphans either: see `descendants`.
+    while hasattr(os, "waitid"):
+        try:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if dead is None or dead.si_pid == but:
+            return
+        with contextlib.suppress(OSError):
+            os.waitpid(dead.si_pid, os.WNOHANG)
 
 
 def _die_with_parent() -> None:

@@ -28,7 +28,9 @@ MAY: dict[str, set[str]] = {
     "config": GROUND | {"algo.estimators", "data_sets.files"},
     "rewards": GROUND | {"config"},
     "engine": GROUND | {"config", "algo"},
-    "environments": GROUND | {"config", "data_sets", "algo", "engine.base"},
+    # The pool's event loop is the one of remote rewards.
+    "environments": GROUND
+    | {"config", "data_sets", "algo", "engine.base", "rewards.remote.event_loop"},
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},

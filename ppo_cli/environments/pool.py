@@ -1,0 +1,520 @@
+"""The environment processes: starts them, deals episodes to them, and replaces those that fail.
+
+Each runs `worker.py` under a reaper, which ends it and its children with the run. A process may
+die, hang, or write what is not an answer: only its own episodes fail then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ppo_cli import reaper
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
+from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_LINE_BYTES
+from ppo_cli.errors import ConfigError, UserError, did_you_mean, shorten
+from ppo_cli.records import Message
+from ppo_cli.redact import redact
+from ppo_cli.rewards.remote.event_loop import LoopThread
+
+WORKER = Path(__file__).with_name("worker.py")
+NO_FOLDER = os.path.join(os.devnull, "none")  # a reaper removes a folder after a killed run
+START_TIMEOUT_S = 120.0  # a user's file may import torch
+CHECK_TIMEOUT_S = 10.0
+# A process limits its calls itself. It is killed when it does not answer for this much longer.
+ANSWER_GRACE_S = 5.0
+EXIT_TIMEOUT_S = 2.0
+MAX_DEATHS = 3  # of a process, one after another, before any answer
+MAX_LOG_BYTES = 1 << 20
+LOG_PERIOD_S = 10.0
+TAIL_BYTES = 2000
+CHUNK_BYTES = 1 << 16
+MAX_REASON_CHARS = 500
+METRICS = ("environment/restarts", "environment/timeouts")
+
+
+def check_environment(config: Environment) -> None:
+    """Start one environment process and read its tools; UserError with all mistakes.
+
+    Takes at most 10 s: what is still being imported then is not a mistake, and is not checked.
+    """
+    if not (config.path or config.tools or config.mcp):
+        return
+    spec = _build_spec(config)
+
+    async def describe() -> None:
+        process = _Process(config, spec, None)
+        try:
+            await asyncio.wait_for(asyncio.shield(process.start()), CHECK_TIMEOUT_S)
+        except TimeoutError:
+            pass
+        except EnvironmentFailure as failure:
+            raise UserError(_describe_broken(config, str(failure))) from None
+        finally:
+            process.kill("the check has ended")
+            await process.close()
+
+    loop = LoopThread("environment check")
+    try:
+        loop.call(describe())
+    finally:
+        loop.close()
+
+
+def _describe_broken(config: Environment, reason: str) -> str:
+    source = config.path or config.tools or ", ".join(config.mcp)
+    return f"The environment {source} does not run: {reason}. Its output is in logs/ of the run."
+
+
+def _build_spec(config: Environment) -> dict[str, Any]:
+    """Return what a process is told of the environment; ConfigError if a file is missing."""
+    problems = []
+    path, tools = config.path, config.tools
+    if path is not None and path.partition(":")[0] not in ADAPTERS:
+        path, problem = _find_file("--environment", path, "FILE.py:NAME")
+        problems += problem
+    if tools is not None:
+        tools, problem = _find_file("--tools", tools, "FILE.py or FILE.py:NAME,NAME")
+        problems += problem
+    python = _find_python(config)
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        problems.append(
+            f"environment.python={config.python}: there is no program {python}. Name the Python "
+            "that has the environment's packages, as in environment.python=.venv-env/bin/python."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return {
+        "path": path, "tools": tools, "mcp": list(config.mcp), "kwargs": config.kwargs,
+        "max_reply_chars": config.max_reply_chars,
+    }  # fmt: skip
+
+
+def _find_python(config: Environment) -> str:
+    # Not resolved: the link of a virtual environment leads out of it.
+    return os.path.abspath(os.path.expanduser(config.python or sys.executable))
+
+
+def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:
+    """Return a spec with the absolute path of its file, and what is wrong with it."""
+    file, colon, names = spec.rpartition(":")
+    if not file or os.sep in names or names.endswith(".py"):
+        file, colon, names = spec, "", ""
+    path = Path(file).expanduser()
+    if flag == "--environment" and not names.isidentifier():
+        return spec, [f"{flag} {spec}: write {form}, with the name of the class."]
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings)
+        return spec, [f"{flag} {spec}: there is no file {path}.{hint} Write {flag} {form}."]
+    return f"{path.resolve()}{colon}{names}", []
+
+
+class _CallFailure(EnvironmentFailure):
+    """The failure of one call, whose process may live on; `late` says that it took too long."""
+
+    def __init__(self, reason: str, *, late: bool = False) -> None:
+        super().__init__(reason)
+        self.late = late
+
+
+class _Process:
+    """One environment process: its calls, its episodes, and how it ended."""
+
+    def __init__(
+        self, config: Environment, spec: Mapping[str, Any], log: Path | None,
+        on_unusable: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._spec = spec
+        self._log = log
+        self._log_started = 0.0
+        self._tail = b""
+        self._on_unusable = on_unusable
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: tuple[asyncio.Task[None], ...] = ()
+        self._started: asyncio.Task[tuple[Schema, ...]] | None = None
+        self.episodes: set[str] = set()
+        self.answered = False  # a reset or a step
+        self.draining = False  # takes no more episodes
+        self.ended = ""  # why it has ended
+
+    def start(self) -> asyncio.Task[tuple[Schema, ...]]:
+        """Start the process once; the task returns its tools.
+
+        It raises ConfigError if the environment cannot be used, EnvironmentFailure if it dies.
+        """
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+            # A replacement that nobody waits for may fail: then it is replaced again.
+            self._started.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._started
+
+    async def _start(self) -> tuple[Schema, ...]:
+        command = [
+            sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), NO_FOLDER,
+            _find_python(self._config), str(WORKER),
+        ]  # fmt: skip
+        # A fixed order of sets in all processes. The separate session keeps a Ctrl-C at the
+        # terminal, after which the run finishes its step, from ending the environments.
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
+            env={**os.environ, "PYTHONHASHSEED": "0"}, start_new_session=True,
+        )  # fmt: skip
+        self._readers = (
+            asyncio.create_task(self._read_answers(self._process)),
+            asyncio.create_task(self._read_prints(self._process)),
+        )
+        fields = {"operation": "describe", **self._spec, "timeout": self._config.timeout}
+        answer = await self._call(fields, START_TIMEOUT_S)
+        try:
+            lines = [answer["error"]] if "error" in answer else answer.get("problems", ())
+            problems = [redact(str(line)) for line in lines]
+            tools = () if problems else tuple(dict(tool) for tool in answer["result"]["tools"])
+        except (KeyError, TypeError, ValueError):
+            raise self._refuse_answer() from None
+        if problems:
+            self.kill(problems[0])
+            raise ConfigError(problems)
+        return tools
+
+    async def reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
+        """Begin an episode; raises EnvironmentFailure."""
+        result = await self._call_episode("reset", episode, row=row)
+        try:
+            return Opening(_read_messages(result["messages"]))
+        except (KeyError, TypeError, ValueError):
+            raise self._refuse_answer() from None
+
+    async def step(self, episode: str, message: Message) -> tuple[Reply, int]:
+        """Return the reply to a message, and how many tools took too long."""
+        started = time.monotonic()
+        result = await self._call_episode("step", episode, message=message)
+        try:
+            tools = tuple((_clean(name), float(seconds)) for name, seconds in result["tools"])
+            rewards = {_clean(name): float(value) for name, value in result["rewards"].items()}
+            if not all(map(math.isfinite, rewards.values())):
+                raise ValueError
+            messages, error = _read_messages(result["messages"]), _clean(result["error"])
+            reply = Reply(
+                messages, result["done"] is True, rewards, error, tools, time.monotonic() - started
+            )
+            return reply, int(result["timeouts"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise self._refuse_answer() from None
+
+    async def end_episode(self, episode: str) -> None:
+        """Close an episode's environment, if the process still has it."""
+        self.episodes.discard(episode)
+        if self._started and self._started.done() and not self.ended:
+            with suppress(EnvironmentFailure):
+                await self._call_episode("close", episode)
+        if self.draining and not self.episodes:
+            self.kill("it had a call that did not end")
+
+    async def _call_episode(self, operation: str, episode: str, **fields: Any) -> dict[str, Any]:
+        """Return the result of an operation; raises EnvironmentFailure."""
+        timeout = self._config.timeout
+        fields = {"operation": operation, "episode": episode, **fields, "timeout": timeout}
+        async with self._slots:
+            answer = await self._call(fields, timeout + ANSWER_GRACE_S)
+        self.answered = self.answered or operation != "close"
+        result = answer.get("result")
+        stuck = answer.get("stuck") or (isinstance(result, dict) and result.get("stuck"))
+        if stuck and not self.draining:
+            self.draining = True
+            self._on_unusable()
+        if "error" in answer:
+            raise _CallFailure(_one_line(answer["error"]), late=bool(answer.get("late")))
+        if operation != "close" and not isinstance(result, dict):
+            raise self._refuse_answer()
+        return result if isinstance(result, dict) else {}
+
+    async def _call(self, fields: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        if self.ended:
+            raise EnvironmentFailure(self.ended)
+        assert self._process is not None and self._process.stdin is not None
+        number = next(self._numbers)
+        try:
+            data = json.dumps({"id": number, **fields}, default=_make_plain).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"the row or the message cannot be written as JSON: {error}"
+            raise _CallFailure(_one_line(reason)) from None
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            async with asyncio.timeout(timeout):
+                with suppress(OSError):  # it has just died, which its reader reports
+                    self._process.stdin.write(data + b"\n")
+                    await self._process.stdin.drain()
+                return await answer
+        except TimeoutError:
+            # Its event loop is blocked, or its code holds the interpreter's lock.
+            reason = f"timeout: the environment process did not answer for {timeout:g} s"
+            self.kill(reason)
+            raise _CallFailure(reason, late=True) from None
+        finally:
+            del self._calls[number]
+
+    async def _read_answers(self, process: asyncio.subprocess.Process) -> None:
+        """Give each answer to its call, until the process ends or writes something else."""
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                answer = json.loads(line)
+                call = self._calls.get(answer["id"])
+                if call is not None and not call.done():
+                    call.set_result(answer)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            # readline() raises ValueError for a line above the limit.
+            self._refuse_answer()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        # The reaper returns the negative number of a signal as an unsigned byte.
+        code = process.returncode or 0
+        exit_kind = f"with exit code {code}"
+        with suppress(ValueError):
+            exit_kind = f"by signal {signal.Signals(256 - code).name}"
+        lines = self._tail.decode(errors="replace").strip().splitlines()
+        last = f": {lines[-1]}" if lines else ""
+        self.kill(_one_line(f"the environment process ended {exit_kind}{last}"))
+
+    async def _read_prints(self, process: asyncio.subprocess.Process) -> None:
+        """Write what the process prints into its log.
+
+        A full log begins again; prints that fill it within LOG_PERIOD_S are left out.
+        """
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(CHUNK_BYTES):
+            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+            if self._log is None:
+                continue
+            full = self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES
+            if full and time.monotonic() < self._log_started + LOG_PERIOD_S:
+                continue
+            if full or not self._log_started:
+                self._log_started = time.monotonic()
+            with self._log.open("w" if full else "a", encoding="utf-8") as file:
+                file.write(redact(chunk.decode(errors="replace")))
+
+    def _refuse_answer(self) -> EnvironmentFailure:
+        """End a process that does not keep to the protocol; returns the failure of its call."""
+        limit = MAX_LINE_BYTES >> 20
+        self.kill(f"the environment process wrote what is not an answer of at most {limit} MiB")
+        return EnvironmentFailure(self.ended)
+
+    def kill(self, reason: str) -> None:
+        """End the process and its children; its calls fail with the reason."""
+        if self.ended:
+            return
+        self.ended = reason
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EnvironmentFailure(reason))
+        self._on_unusable()
+
+    async def close(self) -> None:
+        """Let the process close its environments, then end it, and wait for that."""
+        self._on_unusable = lambda: None
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        # Its event loop may be blocked, and its children may ignore signals.
+        for end in (self._process.terminate, self._process.kill):
+            try:
+                await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT_S)
+                break
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    end()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*self._readers), EXIT_TIMEOUT_S)
+
+
+class EnvironmentPool:
+    """Environment processes with their episodes; implements `Environments`."""
+
+    tools: tuple[Schema, ...] = ()
+
+    def __init__(self, config: Environment, logs: Path | None = None) -> None:
+        self._config = config
+        self._logs = logs
+        self._spec = _build_spec(config)
+        self._processes: list[_Process] = []
+        self._draining: set[_Process] = set()
+        self._deaths = [0] * config.num_workers  # of each, one after another without an answer
+        self._episodes: dict[str, _Process] = {}
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._error: UserError | None = None
+        self._metrics: Counter[str] = Counter()
+        self._loop = LoopThread("environments")
+
+    def start(self) -> None:
+        """Start the processes and read the tools; UserError says what is wrong."""
+        if self._logs is not None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self.tools = self._loop.call(self._start())
+        except EnvironmentFailure as failure:
+            raise UserError(_describe_broken(self._config, str(failure))) from None
+
+    async def _start(self) -> tuple[Schema, ...]:
+        self._processes = [self._make_process(i) for i in range(self._config.num_workers)]
+        tools = await self._processes[0].start()
+        for process in self._processes:
+            process.start()
+        return tools
+
+    def _make_process(self, index: int) -> _Process:
+        log = self._logs / f"environment_{index}.log" if self._logs else None
+        process = _Process(self._config, self._spec, log, lambda: self._replace(index, process))
+        return process
+
+    def _replace(self, index: int, process: _Process) -> None:
+        """Start another process for one that has ended or takes no more episodes.
+
+        After MAX_DEATHS in a row without an answer, the run is to stop.
+        """
+        if process.ended:
+            self._draining.discard(process)
+            self._run_later(process.close())
+        else:
+            self._draining.add(process)
+        if self._processes[index] is not process:  # it was replaced when it began to drain
+            return
+        self._deaths[index] = 0 if process.answered else self._deaths[index] + 1
+        if self._deaths[index] == MAX_DEATHS:
+            self._error = UserError(_describe_broken(self._config, process.ended))
+            return
+        self._metrics["environment/restarts"] += 1
+        self._processes[index] = self._make_process(index)
+        self._processes[index].start()
+
+    def reset(self, episode: str, row: Mapping[str, Any]) -> Future[Opening]:
+        """Begin an episode in the process that has the fewest."""
+        return self._loop.submit(self._reset(episode, row))
+
+    async def _reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
+        if self._error is not None:
+            raise self._error
+        process = min(self._processes, key=lambda process: len(process.episodes))
+        process.episodes.add(episode)
+        self._episodes[episode] = process
+        try:
+            await asyncio.shield(process.start())
+            return await process.reset(episode, row)
+        except (ConfigError, EnvironmentFailure) as error:
+            # A ConfigError: the user has changed the file since the start of the run.
+            raise self._end_failed(episode, error) from None
+
+    def step(self, episode: str, message: Message) -> Future[Reply]:
+        """Give the policy's message to an episode; it ends when the reply says that it is done."""
+        return self._loop.submit(self._step(episode, message))
+
+    async def _step(self, episode: str, message: Message) -> Reply:
+        if self._error is not None:
+            raise self._error
+        process = self._episodes.get(episode)
+        if process is None:
+            raise EnvironmentFailure("the episode has ended")
+        try:
+            reply, timeouts = await process.step(episode, message)
+        except EnvironmentFailure as error:
+            raise self._end_failed(episode, error) from None
+        self._metrics["environment/timeouts"] += timeouts
+        if reply.done:
+            self._end_episode(episode)
+        return reply
+
+    def _end_failed(self, episode: str, error: Exception) -> EnvironmentFailure:
+        """End an episode because of an error, and return its failure."""
+        if isinstance(error, _CallFailure):
+            self._metrics["environment/timeouts"] += error.late
+        self._end_episode(episode)
+        return EnvironmentFailure(_one_line(str(error)))
+
+    def release(self, episodes: Sequence[str]) -> None:
+        """End episodes that are not needed any longer."""
+        self._loop.submit(self._release(episodes))
+
+    async def _release(self, episodes: Sequence[str]) -> None:
+        for episode in episodes:
+            self._end_episode(episode)
+
+    def _end_episode(self, episode: str) -> None:
+        process = self._episodes.pop(episode, None)
+        if process is not None:
+            self._run_later(process.end_episode(episode))
+
+    def _run_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the number of restarted processes and of calls that took too long."""
+        metrics, self._metrics = self._metrics, Counter()
+        return {name: float(metrics[name]) for name in METRICS}
+
+    def close(self) -> None:
+        """End all processes. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call(self._close())
+        self._loop.close()
+
+    async def _close(self) -> None:
+        endings = list(self._endings)
+        processes = [*self._processes, *self._draining]
+        await asyncio.gather(*(process.close() for process in processes), *endings)
+
+
+def _read_messages(messages: Any) -> tuple[Message, ...]:
+    """Return a process's messages; raises TypeError, ValueError or KeyError for anything else."""
+    cleaned = [_clean(dict(message)) for message in messages]
+    if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in cleaned):
+        raise TypeError
+    return tuple(cleaned)
+
+
+def _clean(value: Any) -> Any:
+    """Replace lone surrogates, which no tokenizer takes, in all texts of a JSON value."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
+
+
+def _make_plain(value: Any) -> Any:
+    """Return what JSON lacks in its forms: an array as a list, a mapping, else a text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _one_line(text: object) -> str:
+    return shorten(" ".join(redact(str(text)).split()), MAX_REASON_CHARS)

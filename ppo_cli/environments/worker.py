@@ -1,0 +1,413 @@
+"""The program of an environment process: requests on stdin, answers on stdout, one JSON a line.
+
+`pool.py` starts it by path with `environment.python`, which may lack this package and may be as old
+as 3.9: it imports the standard library alone. Requests have an id, an operation and its arguments;
+answers come in any order. One object plays one episode, many episodes share the process: methods
+run in threads, async ones on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MAX_LINE_BYTES = 8 << 20
+CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
+CLOSE_TIMEOUT_S = 1.0
+ADAPTERS = ("verifiers", "openenv")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
+STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "stuck")
+STEP_ADVICE = "step returns (messages, done, reward), or a dict with these keys"
+
+
+class Problems(Exception):
+    """Why an environment cannot be used: one line per mistake, for the user."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+class TimedOut(Exception):
+    """A call took too long. `stuck`: its thread still runs, and cannot be stopped."""
+
+    def __init__(self, timeout: float, *, stuck: bool) -> None:
+        super().__init__(f"timeout: took longer than {timeout:g} s")
+        self.stuck = stuck
+
+
+async def run_call(
+    function: Callable[..., Any], *arguments: Any, timeout: float | None = None, **named: Any
+) -> Any:
+    """Return what a function returns: an async one on the event loop, another one in a thread.
+
+    Raises TimedOut after `timeout` seconds, and whatever the function raises.
+    """
+
+    # An error goes through the return value: SystemExit in a task would end the event loop.
+    def in_thread() -> tuple[Any, BaseException | None]:
+        try:
+            return function(*arguments, **named), None
+        except BaseException as error:
+            return None, error
+
+    async def on_loop(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+        try:
+            return await work, None
+        except BaseException as error:
+            return None, error
+
+    work: asyncio.Future[tuple[Any, BaseException | None]]
+    is_async = inspect.iscoroutinefunction(function)
+    if is_async:
+        work = asyncio.ensure_future(on_loop(function(*arguments, **named)))
+    else:
+        work = asyncio.get_running_loop().run_in_executor(None, in_thread)
+    await asyncio.wait([work], timeout=timeout)
+    if not work.done():
+        work.cancel()
+        raise TimedOut(timeout or 0, stuck=not is_async)
+    value, error = work.result()
+    if error is not None:
+        raise error
+    return value
+
+
+def describe_error(error: BaseException, file: str = "") -> str:
+    """Return `ValueError: text (file.py, line 12)` on one line; the line is in `file`."""
+    try:
+        text = " ".join(str(error).split())[:300]
+    except Exception:
+        text = ""
+    name = type(error).__name__
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError) and error.filename == file:
+        line, text = error.lineno, error.msg
+    location = f" ({os.path.basename(file)}, line {line})" if line else ""
+    return (f"{name}: {text}" if text else name) + location
+
+
+def import_file(file: str, label: str) -> Any:
+    """Import a user's file, its folder first on sys.path; Problems if it does not load."""
+    stem = Path(file).stem
+    # The module's name must not shadow one that is already imported.
+    name = stem if stem.isidentifier() and stem not in sys.modules else f"environment_{stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(file).parent))
+    sys.modules[name] = module
+    sys.dont_write_bytecode = True
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        advice = ""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.split(".")[0]
+            advice = (
+                f" Install {package!r} into {sys.executable}, or name another Python with "
+                "environment.python=PATH."
+            )
+        raise Problems(
+            f"{label}: the file does not load: {describe_error(error, file)}.{advice}"
+        ) from error
+    return module
+
+
+def find_name(module: Any, name: str, label: str) -> Any:
+    """Return the attribute `name` of a module; Problems, with the nearest names, without it."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    callables = (n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+    names = [n for n in callables if getattr(module, n).__module__ == module.__name__]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    listed = f" It has: {', '.join(names[:10])}." if names else ""
+    raise Problems(f"{label}: {module.__file__} has no {name!r}.{hint}{listed}")
+
+
+def load_sibling(name: str) -> Any:
+    """Import a module next to this file, under a name that no package of the user has."""
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"ppo_cli_environment_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], Any], str, str]:
+    """Return what makes an environment of FILE.py:NAME, its label, and the file.
+
+    Raises Problems.
+    """
+    file, _, name = path.rpartition(":")
+    label = f"--environment {os.path.basename(file)}:{name}"
+    module = await run_call(import_file, file, label)
+    factory = find_name(module, name, label)
+    if not callable(factory):
+        raise Problems(f"{label} is of type {type(factory).__name__}; name a class.")
+    if inspect.isclass(factory):
+        label = f"{label} (line {inspect.getsourcelines(factory)[1]})"
+    try:
+        inspect.signature(factory).bind(**kwargs)
+    except TypeError as error:
+        raise Problems(
+            f"{label} cannot be constructed: {error}. Its arguments come from "
+            f"environment.kwargs.NAME=VALUE; set are: {', '.join(kwargs) or 'none'}."
+        ) from None
+    return (lambda: factory(**kwargs)), label, file
+
+
+def check_methods(environment: Any, label: str) -> None:
+    """Raise Problems unless an object has reset(row) and step(message)."""
+    problems = []
+    for method, argument in (("reset", "row"), ("step", "message")):
+        function = getattr(environment, method, None)
+        if not callable(function):
+            problems.append(f"{label} has no method {method}(self, {argument}).")
+            continue
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError as error:
+            problems.append(f"{label}: {method} is called as {method}({argument}), but: {error}.")
+    if problems:
+        raise Problems(*problems)
+
+
+def read_messages(value: Any, method: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Return the messages that a method returned; raises TypeError for anything else.
+
+    A text is a user message, None no message. Contents above `limit` characters are shortened.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{method} returned {_kind(value)} as messages; return a list or a text")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise TypeError(
+                f'{method} returned {_kind(message)} as a message; write {{"role": "user", '
+                f'"content": "…"}} with a role of {", ".join(ROLES)}'
+            )
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if not isinstance(content, str):
+            raise TypeError(f"{method} returned a message whose content is {_kind(content)}")
+        kept = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
+        messages.append({**kept, "content": content if limit is None else shorten(content, limit)})
+    return messages
+
+
+def read_step(value: Any, limit: int) -> dict[str, Any]:
+    """Return what `step` returned as messages, done, rewards and so on; raises TypeError."""
+    if isinstance(value, dict):
+        unknown = [str(key) for key in value if key not in STEP_KEYS]
+        if unknown:
+            raise TypeError(f"step returned the keys {', '.join(unknown)}; {STEP_ADVICE}")
+        fields = dict(value)
+    elif isinstance(value, (tuple, list)) and len(value) == 3:
+        fields = dict(zip(STEP_KEYS, value))  # noqa: B905  (strict is newer than Python 3.9)
+    else:
+        raise TypeError(f"step returned {_kind(value)}; {STEP_ADVICE}")
+    # Of numpy too; a number here is a reward in the wrong place.
+    done = fields.get("done", False)
+    if type(done).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"step returned {_kind(done)} as done, not True or False; {STEP_ADVICE}")
+    reward = fields.get("reward")
+    parts = reward if isinstance(reward, dict) else {"environment": reward}
+    rewards = {}
+    for name, number in parts.items():
+        if number is None:
+            continue
+        try:
+            rewards[str(name)] = float(number)
+        except (TypeError, ValueError):
+            raise TypeError(f"step returned {_kind(number)} as a reward, not a number") from None
+        if not abs(rewards[str(name)]) < float("inf"):
+            raise ValueError(f"step returned the reward {number}")
+    messages = read_messages(fields.get("messages"), "step", limit)
+    if not (messages or done):
+        raise TypeError("step returned no message, but the episode is not done")
+    return {
+        "messages": messages, "done": bool(done), "rewards": rewards,
+        "error": str(fields.get("error") or ""), "tools": fields.get("tools", []),
+        "timeouts": fields.get("timeouts", 0), "stuck": bool(fields.get("stuck")),
+    }  # fmt: skip
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return a text of at most `limit` characters; the middle of a longer one is left out."""
+    if len(text) <= limit:
+        return text
+    mark = f"\n… {len(text) - limit:,} characters left out …\n"
+    head = (limit - len(mark)) // 2
+    return text[:limit] if head < 1 else text[:head] + mark + text[-head:]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)[:60]
+    return f"{type(value).__name__} {text}" if not isinstance(value, dict) else f"the dict {text}"
+
+
+class Worker:
+    """Answers the requests of the pool until its stdin closes."""
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._write_lock = threading.Lock()
+        self._episodes: dict[str, Any] = {}
+        self._make: Callable[[], Any] = lambda: None
+        self._file = ""
+        self._max_reply_chars = 0
+
+    async def serve(self) -> None:
+        """Start a task for each request, so that a slow one delays no other."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_CALLS))
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+        def read_requests() -> None:
+            with open(self._requests, "rb") as file:
+                for line in file:
+                    loop.call_soon_threadsafe(lines.put_nowait, line)
+            loop.call_soon_threadsafe(lines.put_nowait, b"")
+
+        threading.Thread(target=read_requests, daemon=True).start()
+        tasks = set()
+        while line := await lines.get():
+            task = asyncio.ensure_future(self._answer(json.loads(line)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.wait_for(
+            asyncio.gather(*map(self._close, list(self._episodes.values()))), CLOSE_TIMEOUT_S
+        )
+
+    async def _answer(self, request: dict[str, Any]) -> None:
+        """Run one request and write its answer: `result`, `problems`, or `error` (and `stuck`)."""
+        operations: dict[str, Callable[..., Awaitable[Any]]] = {
+            "describe": self._describe, "reset": self._reset, "step": self._step,
+            "close": self._close_episode,
+        }  # fmt: skip
+        operation = operations[request.pop("operation")]
+        number = request.pop("id")
+        try:
+            answer = {"result": await operation(**request)}
+        except Problems as error:
+            answer = {"problems": list(error.lines)}
+        except TimedOut as error:
+            answer = {"error": str(error), "stuck": error.stuck, "late": True}
+        except BaseException as error:
+            answer = {"error": f"raised {describe_error(error, self._file)}"}
+        try:
+            data = json.dumps({"id": number, **answer}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            data = b""
+            text = f"returned what cannot be written as JSON: {describe_error(error)}"
+        if len(data) >= MAX_LINE_BYTES:
+            data, text = b"", f"returned {len(data) >> 20} MiB, more than {MAX_LINE_BYTES >> 20}"
+        if not data:
+            data = json.dumps({"id": number, "error": text}).encode()
+        # In a thread: the pool may not read for a moment.
+        await asyncio.get_running_loop().run_in_executor(None, self._write, data + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        with self._write_lock:
+            while data:
+                data = data[os.write(self._answers, data) :]
+
+    async def _describe(
+        self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
+        max_reply_chars: int, timeout: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Load the environment, construct one object of it, and return its tools."""
+        self._max_reply_chars = max_reply_chars
+        label = f"--environment {path}" if path else "--tools"
+        kind = (path or "").partition(":")[0]
+        if path is None:
+            calling = sys.modules[__name__]
+            self._make = await load_sibling("tools").load(tools, mcp, timeout, calling)
+        elif kind in ADAPTERS:
+            self._make = await load_sibling(kind).load(path[len(kind) + 1 :], kwargs)
+        else:
+            self._make, label, self._file = await load_class(path, kwargs)
+        try:
+            environment = await run_call(self._make)
+            check_methods(environment, label)
+            schemas = getattr(environment, "tools", None)
+            schemas = await run_call(schemas) if callable(schemas) else schemas
+            await self._close(environment)
+        except Problems:
+            raise
+        except BaseException as error:
+            text = describe_error(error, self._file)
+            raise Problems(f"{label}: constructing it raised {text}.") from error
+        return {"tools": list(schemas or [])}
+
+    async def _reset(self, episode: str, row: dict[str, Any], timeout: float) -> dict[str, Any]:
+        environment = await run_call(self._make, timeout=timeout)
+        self._episodes[episode] = environment
+        messages = read_messages(await run_call(environment.reset, row, timeout=timeout), "reset")
+        return {"messages": messages or row["messages"]}
+
+    async def _step(self, episode: str, message: dict[str, Any], timeout: float) -> dict[str, Any]:
+        environment = self._episodes[episode]
+        # Tools limit each of their calls themselves.
+        limit = None if getattr(environment, "limits_calls", False) else timeout
+        value = await run_call(environment.step, message, timeout=limit)
+        return read_step(value, self._max_reply_chars)
+
+    async def _close_episode(self, episode: str, timeout: float) -> None:
+        environment = self._episodes.pop(episode, None)
+        if environment is not None:
+            await self._close(environment, timeout)
+
+    async def _close(self, environment: Any, timeout: float | None = None) -> None:
+        close = getattr(environment, "close", None)
+        if callable(close):
+            await run_call(close, timeout=timeout)
+
+
+def main() -> None:
+    """Serve requests; prints of the user's code go to stderr, and its stdin is empty."""
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # The folder of this file has a module `mcp`, which would hide the package.
+    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
+    try:
+        asyncio.run(Worker(requests, answers).serve())
+    finally:
+        # Without waiting for threads of the user's code.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 9):  # noqa: UP036
+        sys.exit("Python 3.9 or newer is needed.")
+    main()

@@ -1,0 +1,76 @@
+"""Environment files and pools of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.environments.pool import EnvironmentPool
+
+ROW = {
+    "prompt": "Guess.", "messages": [{"role": "user", "content": "Guess."}],
+    "ground_truth": "7", "data_source": "guess", "extra_info": {}, "seed": 3,
+}  # fmt: skip
+# What the policy's message says, the environment does.
+GAME = """
+import fcntl, os, re, subprocess, sys, threading, time
+
+def write_answer(data, times=1):
+    # Write to each pipe that this process may write to: one of them has the answers.
+    for n in range(3, 30):
+        if os.path.exists(f"/dev/fd/{n}") and "pipe" in os.readlink(f"/dev/fd/{n}"):
+            if fcntl.fcntl(n, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                for _ in range(times):
+                    os.write(n, data)
+
+class Game:
+    def __init__(self, start=0):
+        self.turn = start
+
+    def reset(self, row):
+        print("a print", row["ground_truth"])
+        sys.__stdout__.write('{"id": 0, "result": 1}\\n')
+        sys.__stdout__.flush()
+        if row["prompt"] == "die at once":
+            os._exit(9)
+        return row["prompt"]
+
+    def step(self, message):
+        self.turn += 1
+        text = message["content"]
+        names = dict(globals(), reply=f"turn {self.turn}")
+        if text.startswith("do "):
+            exec(text[3:], names)
+        return names["reply"], self.turn == 3, {"guess": 0.5}
+
+    def close(self):
+        print("closed after", self.turn)
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Path:
+    """An environment whose step runs `do CODE` and is done after three turns."""
+    file = tmp_path / "game.py"
+    file.write_text(GAME)
+    return file
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
+    """Start a pool of one process with these settings."""
+    pools = []
+
+    def start_pool(**settings: Any) -> EnvironmentPool:
+        config = Environment(**{"num_workers": 1, "timeout": 20.0, **settings})
+        pools.append(EnvironmentPool(config, tmp_path / "logs"))
+        pools[-1].start()
+        return pools[-1]
+
+    yield start_pool
+    for pool in pools:
+        pool.close()

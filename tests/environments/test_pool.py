@@ -1,0 +1,359 @@
+"""Environment processes that work, and those that die, hang, flood, and write nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.environments.base import EnvironmentFailure, Reply
+from ppo_cli.environments.pool import MAX_LOG_BYTES, EnvironmentPool, check_environment
+from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.reaper import descendants
+from tests.environments.conftest import ROW
+from tests.waiting import wait_until
+
+Start = Callable[..., EnvironmentPool]
+
+
+def say(pool: EnvironmentPool, episode: str, text: str) -> Reply:
+    return pool.step(episode, {"role": "assistant", "content": text}).result(60)
+
+
+def failure(pool: EnvironmentPool, episode: str, text: str) -> str:
+    with pytest.raises(EnvironmentFailure) as error:
+        say(pool, episode, text)
+    return str(error.value)
+
+
+def open_episodes(pool: EnvironmentPool, *episodes: str, **fields: Any) -> None:
+    for opening in [pool.reset(episode, {**ROW, **fields}) for episode in episodes]:
+        opening.result(60)
+
+
+def worker_pids(parent: int | None = None) -> list[int]:
+    pids = []
+    for pid in descendants(parent or os.getpid()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if len(command) > 1 and command[1].endswith(b"environments/worker.py"):
+            pids.append(pid)
+    return pids
+
+
+def test_an_episode_is_played(start: Start, game: Path, tmp_path: Path) -> None:
+    pool = start(path=f"{game}:Game", kwargs={"start": 1})
+    opening = pool.reset("a", ROW).result(60)
+    assert opening.messages == ({"role": "user", "content": "Guess."},)
+    reply = say(pool, "a", "5")
+    assert reply.messages == ({"role": "user", "content": "turn 2"},)
+    assert (reply.done, reply.rewards, reply.error) == (False, {"guess": 0.5}, "")
+    assert say(pool, "a", "print('hi')").done
+    assert failure(pool, "a", "6") == "the episode has ended"
+    # Prints, also those to the real stdout, go to the log.
+    log = tmp_path / "logs" / "environment_0.log"
+    wait_until(lambda: "closed after 3" in log.read_text())
+    assert "a print 7" in log.read_text() and '{"id": 0' in log.read_text()
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
+    file = tmp_path / "echo.py"
+    file.write_text(
+        "class Echo:\n"
+        f"    {prefix}def reset(self, row): return None\n"
+        f"    {prefix}def step(self, message): return eval(message['content'])\n"
+    )
+    pool = start(path=f"{file}:Echo", max_reply_chars=100)
+    open_episodes(pool, *"abcdefg", extra_info={"array": Path("x")})
+    user = {"role": "user", "content": "x"}
+    assert say(pool, "a", "'x', False, None") == Reply((user,), seconds=pytest.approx(0, abs=9))
+    assert say(pool, "a", "dict(messages=[dict(role='tool', content='\\ud800', tool_call_id='1')])"
+               ).messages == ({"role": "tool", "content": "?", "tool_call_id": "1"},)  # fmt: skip
+    reply = say(pool, "a", "'a' * 90 + 'b' * 90, True, True")
+    assert reply.rewards == {"environment": 1.0} and len(reply.messages[0]["content"]) <= 100
+    assert re.fullmatch(r"a+\n… 80 characters left out …\nb+", reply.messages[0]["content"])
+    # Anything else fails the episode, with what is wrong.
+    assert "step returned None; step returns (messages, done, reward)" in failure(pool, "b", "None")
+    assert "float 1.0 as done" in failure(pool, "c", "'x', 1.0, False")
+    assert "the reward nan" in failure(pool, "d", "'x', True, float('nan')")
+    assert "no message, but the episode is not done" in failure(pool, "e", "None, False, 1")
+    assert "a role of system" in failure(pool, "f", "[{'role': 'judge'}], False, 1")
+    assert "the keys mesages" in failure(pool, "g", "{'mesages': []}")
+
+
+def test_an_exception_fails_its_episode_alone(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a", "b", "c")
+    say(pool, "a", "1")
+    assert (
+        failure(pool, "a", "do raise ValueError('no')")
+        == "raised ValueError: no (game.py, line 29)"
+    )
+    assert failure(pool, "b", "do sys.exit(3)") == "raised SystemExit: 3 (game.py, line 29)"
+    assert say(pool, "c", "1").messages
+    assert pool.pop_metrics() == {"environment/restarts": 0, "environment/timeouts": 0}
+
+
+DEATHS = {
+    "do os.kill(os.getpid(), 9)": "the environment process ended by signal SIGKILL",
+    "do print('bye', flush=True); os._exit(5)": "ended with exit code 5: bye",
+    # Its children end with it.
+    "do subprocess.Popen(['sleep', '4321'], start_new_session=True); os._exit(1)": "exit code 1",
+    "do os.fork() or time.sleep(4321); os._exit(1)": "exit code 1",
+    # The descriptor of the answers, found by trying; and answers that look almost right.
+    "do write_answer(b'garbage\\n')": "wrote what is not an answer of at most 8 MiB",
+    "do write_answer(b'[1]\\n')": "wrote what is not an answer of at most 8 MiB",
+    "do write_answer(b'[' * 100000 + b'\\n')": "wrote what is not an answer of at most 8 MiB",
+    """do [write_answer(b'{"id": %d, "result": {"messages": 7}}\\n' % n) for n in range(9)]""":
+    "wrote what is not an answer of at most 8 MiB",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", DEATHS)
+def test_a_process_that_dies_is_replaced(start: Start, game: Path, code: str) -> None:
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a", "b")
+    say(pool, "b", "1")
+    before = set(descendants(os.getpid()))
+    assert DEATHS[code] in failure(pool, "a", code)
+    assert DEATHS[code] in failure(pool, "b", "2")
+    open_episodes(pool, "c")
+    assert say(pool, "c", "1").messages
+    wait_until(lambda: not before & set(descendants(os.getpid())))
+    assert pool.pop_metrics()["environment/restarts"] == 1
+
+
+def test_a_hanging_call_costs_its_episode_and_the_process_ends_later(
+    start: Start, game: Path
+) -> None:
+    pool = start(path=f"{game}:Game", timeout=1.0)
+    open_episodes(pool, "a", "b")
+    (process,) = worker_pids()
+    hang = "do __import__('threading').Event().wait()"
+    assert failure(pool, "a", hang) == "timeout: took longer than 1 s"
+    # The other episode goes on in the same process; a new one gets another process.
+    assert say(pool, "b", "1").messages
+    open_episodes(pool, "c")
+    assert process in worker_pids() and len(worker_pids()) == 2
+    pool.release(["b"])
+    wait_until(lambda: process not in worker_pids())
+    assert say(pool, "c", "1").messages
+    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
+
+
+def test_an_async_call_that_hangs_is_cancelled(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import asyncio, time\nclass Slow:\n    async def reset(self, row): return 'go'\n"
+        "    async def step(self, message): return await asyncio.sleep(float(message['content']))\n"
+    )
+    pool = start(path=f"{file}:Slow", timeout=0.5)
+    open_episodes(pool, "a")
+    before = worker_pids()
+    assert failure(pool, "a", "4321") == "timeout: took longer than 0.5 s"
+    open_episodes(pool, "b")
+    assert worker_pids() == before
+
+
+def test_a_process_that_does_not_answer_is_killed(
+    start: Start, game: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo_cli.environments.pool.ANSWER_GRACE_S", 0.5)
+    pool = start(path=f"{game}:Game", timeout=1.0)
+    open_episodes(pool, "a", "b")
+    # This search holds the interpreter's lock: no other thread of the process runs.
+    reason = failure(pool, "a", "do re.match('(a+)+$', 'a' * 50 + 'b')")
+    assert reason == "timeout: the environment process did not answer for 1.5 s"
+    assert failure(pool, "b", "1") == reason
+    open_episodes(pool, "c")
+    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
+
+
+def peak_growth_mb(work: Callable[[], object]) -> float:
+    """How far the memory of this process rises above its present use."""
+
+    def read(name: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+)", status)[1])  # type: ignore[index]
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS")
+    work()
+    return (read("VmHWM") - before) / 1024
+
+
+FLOODS = {
+    # A line without an end, where the answers are.
+    "answers": ("do write_answer(b'x' * 1000000, 50)", "is not an answer of at most 8 MiB"),
+    # A reply that is too long; only its episode fails.
+    "reply": ("do reply = 'y' * 50_000_000", ""),
+    "error": ("do raise ValueError('e' * 50_000_000)", "raised ValueError: eee"),
+    "stdout": ("do print('z' * 50_000_000)", ""),
+    "stderr": ("do [sys.stderr.write('line of a flood\\n') for _ in range(3_200_000)]", ""),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_takes_little_memory_and_disk(
+    start: Start, game: Path, tmp_path: Path, kind: str
+) -> None:
+    pool = start(path=f"{game}:Game", timeout=60.0)
+    open_episodes(pool, "a", "b")
+    code, reason = FLOODS[kind]
+    grown = peak_growth_mb(lambda: failure(pool, "a", code) if reason else say(pool, "a", code))
+    assert grown < 30
+    if kind != "answers":
+        assert say(pool, "b", "1").messages
+    sizes = [file.stat().st_size for file in (tmp_path / "logs").iterdir()]
+    assert max(sizes) < 2 * MAX_LOG_BYTES
+
+
+def test_calls_run_side_by_side(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game")
+    episodes = [str(number) for number in range(64)]
+    open_episodes(pool, *episodes)
+    started = time.monotonic()
+    message = {"role": "assistant", "content": "do time.sleep(0.5)"}
+    for reply in [pool.step(episode, message) for episode in episodes]:
+        assert reply.result(60).messages
+    assert time.monotonic() - started < 1.0
+
+
+def test_episodes_are_dealt_evenly(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game", num_workers=2)
+    open_episodes(pool, *"abcd")
+    code = "do raise ValueError(os.getpid())"
+    pids = [failure(pool, episode, code) for episode in "abcd"]
+    assert sorted(map(pids.count, set(pids))) == [2, 2]
+
+
+DRIVER = """
+import json, os, sys, time
+from pathlib import Path
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.environments.pool import EnvironmentPool
+pool = EnvironmentPool(Environment(path=sys.argv[1], num_workers=2), Path(sys.argv[2]))
+pool.start()
+row = json.loads(sys.argv[3])
+for name in "abcd":
+    pool.reset(name, row).result()
+def step(name, code):
+    return pool.step(name, {"role": "assistant", "content": code})
+step("a", "do subprocess.Popen(['sleep', '4321'], start_new_session=True)").result()
+step("b", "do os.fork() or time.sleep(4321)").result()
+step("c", "do time.sleep(4321)")
+step("d", "do re.match('(a+)+$', 'a' * 50 + 'b')")
+print("ready", flush=True)
+time.sleep(4321)
+"""
+
+
+def test_nothing_survives_a_killed_run(game: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, f"{game}:Game", str(tmp_path), json.dumps(ROW)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
+        try:
+            assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+            family = descendants(run.pid)
+        finally:
+            os.kill(run.pid, signal.SIGKILL)
+    # Two reapers, two workers, a process in a session of its own and a fork.
+    assert len(family) == 6
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
+
+
+MISTAKES = {
+    "import nowhere_to_be_found\nclass Game: pass": "No module named 'nowhere_to_be_found' "
+    r"\(game.py, line 1\). Install 'nowhere_to_be_found' into /",
+    "class Gme: pass": "has no 'Game'. Did you mean 'Gme'\\? It has: Gme",
+    "x = 1\nclass Game:\n    def reset(self): pass": r"Game \(line 2\): reset is called as "
+    r"reset\(row\), but: too many positional arguments.\n.*has no method step\(self, message\)",
+    "class Game:\n    def __init__(self, size): pass": r"missing a required argument: 'size'. Its "
+    "arguments come from environment.kwargs",
+    "class Game:\n    def __init__(self):\n        1 / 0": r"ZeroDivisionError: division by zero "
+    r"\(game.py, line 3\)",
+    "def f(:": r"SyntaxError: invalid syntax \(game.py, line 1\)",
+    "import sys; sys.exit(4)": r"SystemExit: 4 \(game.py, line 1\)",
+    "import os; print('bye', flush=True); os._exit(4)": "does not run: the environment process "
+    "ended with exit code 4: bye",
+    "Game = 7": "is of type int; name a class",
+    "class Game:\n    tools = [{1, 2}]\n    def reset(self, row): pass\n    step = reset": "JSON",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", MISTAKES)
+def test_a_mistake_is_refused_at_the_start(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(source)
+    with pytest.raises(UserError, match=MISTAKES[source]):
+        check_environment(Environment(path=f"{file}:Game"))
+
+
+def test_missing_files_are_refused_together(tmp_path: Path, game: Path) -> None:
+    config = Environment(
+        path=f"{tmp_path}/gme.py:Game", tools=f"{tmp_path}/tools.py", python="/nowhere/python"
+    )
+    with pytest.raises(ConfigError) as error:
+        check_environment(config)
+    assert len(error.value.problems) == 3
+    assert "Did you mean 'game.py'?" in str(error.value)
+    with pytest.raises(ConfigError, match="with the name of the class"):
+        check_environment(Environment(path=str(game)))
+
+
+def test_a_slow_import_is_no_mistake(
+    start: Start, game: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game.write_text("import time; time.sleep(2)\n" + game.read_text())
+    monkeypatch.setattr("ppo_cli.environments.pool.CHECK_TIMEOUT_S", 0.2)
+    check_environment(Environment(path=f"{game}:Game"))
+    pool = start(path=f"{game}:Game", timeout=0.5)
+    open_episodes(pool, "a")
+
+
+LAST_PRINT = '{"id": 0, "result": 1}'
+
+
+def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game")
+    reasons = []
+    with pytest.raises(UserError, match="does not run: the environment process ended with exit"):
+        for number in range(10):
+            try:
+                open_episodes(pool, str(number), prompt="die at once")
+            except EnvironmentFailure as error:
+                reasons.append(str(error))
+    assert reasons == [f"the environment process ended with exit code 9: {LAST_PRINT}"] * 3
+
+
+def test_keys_are_inherited_and_not_logged(
+    start: Start, game: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "sk-proj-Zr8Tq2LmNv5XbCw9KdHs"
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a")
+    say(pool, "a", "do print('the key', os.environ['OPENAI_API_KEY'])")
+    reason = failure(pool, "a", "do raise ValueError(os.environ['OPENAI_API_KEY'])")
+    log = tmp_path / "logs" / "environment_0.log"
+    wait_until(lambda: "the key" in log.read_text())
+    assert key not in log.read_text() and key not in reason
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.13"])
+def test_other_pythons(start: Start, game: Path, version: str) -> None:
+    pythons = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    if not pythons:
+        pytest.skip(f"needs a Python {version}")
+    pool = start(path=f"{game}:Game", python=str(pythons[0]))
+    open_episodes(pool, "a")
+    assert say(pool, "a", "1").messages
