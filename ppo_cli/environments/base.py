@@ -58,11 +58,14 @@ class Chat(Protocol):
         """
         ...
 
-    def continue_after(self, turn: Sequence[int], replies: Sequence[Message]) -> tuple[int, ...]:
+    def continue_after(
+        self, turn: Sequence[int], replies: Sequence[Message], opening: Sequence[Message]
+    ) -> tuple[int, ...]:
         """Return the tokens from the end of a turn to where the policy writes again.
 
         `turn` has the tokens that the policy wrote; if it was cut they begin with the mark that
-        ends a turn. Raises ValueError for replies that the template refuses.
+        ends a turn. `opening` has the episode's first messages, whose system message may decide
+        about thoughts. Raises ValueError for replies that the template refuses.
         """
         ...
 

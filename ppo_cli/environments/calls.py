@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from ppo_cli.errors import first_line
 from ppo_cli.records import Message
-from ppo_cli.thoughts import count_shared, find_thoughts, remove_thoughts
+from ppo_cli.thoughts import MARKS, count_shared, find_thoughts, remove_thoughts
 
 Render = Callable[[Sequence[Message], bool], str]  # messages, whether the assistant is next
 Schemas = Sequence[Mapping[str, Any]]
@@ -61,10 +62,15 @@ def make_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """Return the name of a tool from its schema."""
+    return str(tool.get("function", tool)["name"])
+
+
 def split_thoughts(text: str) -> tuple[str, str]:
     """Return a response without its thoughts, and the thoughts without their marks."""
     spans = find_thoughts(text)
-    thoughts = [re.sub(r"^<[^>]*>|<[^>]*>$", "", text[s.start : s.end]).strip() for s in spans]
+    thoughts = [MARKS.sub("", text[span.start : span.end]).strip() for span in spans]
     return remove_thoughts(text, spans), "\n".join(thoughts)
 
 
@@ -164,35 +170,32 @@ class TaggedCalls:
     def read(self, text: str) -> Reading:
         """Return the parts of a response; CallError if a call is malformed."""
         visible, reasoning = split_thoughts(text)
-        visible, *chunks = visible.split(self.opening)
+        visible, *chunks = re.split(_loosen(self.opening), visible)
         calls: list[Call] = []
         for chunk in chunks:
-            body, mark, rest = chunk.partition(self.closing)
-            if not mark:
-                raise CallError(f"The tool call is not closed. Write {self.example}.")
+            body, *rest = re.split(_loosen(self.closing), chunk, maxsplit=1)
+            if not rest:
+                raise CallError(f"The tool call is not closed. Write {self.example}")
             calls.append(self._read_body(body))
-            visible += rest.strip()
+            visible += rest[0].strip()
         return Reading(visible.strip(), reasoning, calls)
 
     def _read_body(self, body: str) -> Call:
-        name, *pieces = body.split(self.key_opening)
+        name, *pieces = re.split(_loosen(self.key_opening), body)
         name = name.strip().removesuffix(self.name_end).strip()
         arguments = {}
         for piece in pieces:
-            key, opened, value = piece.partition(self.key_closing)
-            value, closed, _ = value.partition(self.value_closing)
-            if not opened or not closed:
-                raise CallError(
-                    f"An argument of the tool call is not closed. Write {self.example}."
-                )
-            arguments[key.strip()] = self._convert(name, key.strip(), value.strip("\n"))
+            value, closed, _ = piece.partition(self.value_closing)
+            key, *rest = re.split(_loosen(self.key_closing), value, maxsplit=1)
+            if not closed or not rest:
+                raise CallError(f"An argument of the tool call is not closed. Write {self.example}")
+            arguments[key.strip()] = self._convert(name, key.strip(), rest[0].strip("\n"))
         return check_call(name, arguments, "", example=self.example)
 
     def _convert(self, name: str, key: str, value: str) -> Any:
         """Return a value: text if its schema says so, else JSON if it is."""
-        functions = [tool.get("function", tool) for tool in self.tools]
-        schema: Mapping[str, Any] = next((f for f in functions if f.get("name") == name), {})
-        declared = schema.get("parameters", {}).get("properties", {}).get(key, {})
+        schemas = {tool_name(tool): tool.get("function", tool) for tool in self.tools}
+        declared = schemas.get(name, {}).get("parameters", {}).get("properties", {}).get(key, {})
         if declared.get("type") == "string":
             return value
         try:
@@ -226,6 +229,28 @@ class ChannelCalls:
                 parts["analysis" if "analysis" in header else ""].append(body)
         content, reasoning = ("\n".join(parts[key]).strip() for key in ("", "analysis"))
         return Reading(content, reasoning, calls)
+
+
+@dataclass(frozen=True)
+class ResponseTemplate:
+    """The format in a tokenizer's `response_template`, which transformers reads."""
+
+    tokenizer: Any
+    tools: Schemas
+
+    def read(self, text: str) -> Reading:
+        """Return the parts of a response; CallError if a call is malformed."""
+        try:
+            parts = self.tokenizer.parse_response(text, prefix="", tools=list(self.tools))
+        except (ValueError, KeyError) as error:
+            raise CallError(f"The tool call cannot be read: {first_line(error)}.") from error
+        functions = [call.get("function", {}) for call in parts.get("tool_calls") or ()]
+        example = "a name and arguments by name"
+        calls = [
+            check_call(f.get("name"), f.get("arguments"), "", example=example) for f in functions
+        ]
+        reasoning = parts.get("reasoning_content") or parts.get("thinking") or ""
+        return Reading(parts.get("content") or "", reasoning, calls)
 
 
 def derive_format(
@@ -270,21 +295,22 @@ def _read_probe(single: str, double: str, tools: Schemas) -> CallFormat | None:
     if second and (first := _find_call(double, 0)):
         between = double[first[1] : second[0]]
         opening = _shared_end(before, between)
-        closing = after[: count_shared(after, between)]
+        closing = _shared_start(after, between)
     wrappers = before.removesuffix(opening).strip(), after.removeprefix(closing).strip()
     # Without marks of each call, the calls are a JSON list.
     if not opening.strip() and before.strip():
         opening, closing, wrappers = before.strip().rstrip("["), "", ("", "")
     opening, closing = opening.strip(), closing.strip()
+    if "tags" in details:
+        if not opening or not closing:
+            return None
+        name_end, *marks = details["tags"]
+        example = "…".join((f"{opening}", f"{name_end}\n{marks[0]}", *marks[1:])) + f"\n{closing}"
+        return TaggedCalls(opening, closing, example, tools, name_end, *marks)
     example = single[start:end].replace(NAMES[0], "…").replace(IDS[0], "…")
     example = re.sub(rf"\{{[^{{}}]*{KEYS[0]}.*{VALUES[1]}[^{{}}]*\}}", "{…}", example, flags=re.S)
     example = f"{opening}{example}{closing}".replace("\n", " ")
-    if "tags" not in details:
-        return JsonCalls(opening, closing, wrappers, example, **details)
-    if not opening or not closing:
-        return None
-    example = example.replace(KEYS[0], "…").replace(VALUES[0], "…")
-    return TaggedCalls(opening, closing, example, tools, **details["tags"])
+    return JsonCalls(opening, closing, wrappers, example, **details)
 
 
 def _find_call(text: str, index: int) -> tuple[int, int, dict[str, Any]] | None:
@@ -316,21 +342,29 @@ def _find_call(text: str, index: int) -> tuple[int, int, dict[str, Any]] | None:
         end = text.find("}", last) + 1
         if json.loads(_quote(text[key - 1 : end], key_closing[1:])) == ARGUMENTS:
             return name_at, end, {"middle": r"(?=\{)", "quote": key_closing[1:]}
-    value_closing = tail[: count_shared(tail, between)]
+    value_closing = _shared_start(tail, between)
     key_opening = _shared_end(opened, between).strip()
-    if not value_closing.strip() or not key_opening:
+    if not value_closing.strip() or not key_opening or NAMES[index] in opened:
         return None
     name_mark = opened.strip().removesuffix(key_opening).strip()
     end = last + len(VALUES[1]) + len(value_closing.rstrip())
-    tags = {
-        "name_end": name_mark, "key_opening": key_opening,
-        "key_closing": key_closing.strip(), "value_closing": value_closing.strip(),
-    }  # fmt: skip
+    tags = (name_mark, key_opening, key_closing.strip(), value_closing.strip())
     return name_at, end, {"tags": tags}
 
 
+def _shared_start(text: str, other: str) -> str:
+    """Return what two texts start with, without half a mark."""
+    return re.sub(r"<[^>]*$", "", text[: count_shared(text, other)])
+
+
 def _shared_end(text: str, other: str) -> str:
-    return text[len(text) - count_shared(text[::-1], other[::-1]) :]
+    """Return what two texts end with, without half a mark."""
+    return re.sub(r"^[^<]*>", "", text[len(text) - count_shared(text[::-1], other[::-1]) :])
+
+
+def _loosen(mark: str) -> str:
+    """Return a regular expression for a mark with any white space where it has some."""
+    return r"\s*".join(map(re.escape, mark.split()))
 
 
 def _quote(text: str, quote: str) -> str:

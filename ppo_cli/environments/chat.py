@@ -15,32 +15,39 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ppo_cli.data_sets.files import RowError
 from ppo_cli.data_sets.prompts import Renderer, Tokenizer, control_words
-from ppo_cli.environments.base import EnvironmentFailure, Schema
+from ppo_cli.environments.base import Schema
 from ppo_cli.environments.calls import (
     CallError,
+    CallFormat,
     JsonCalls,
+    Reading,
+    ResponseTemplate,
     derive_format,
     make_call,
     split_thoughts,
+    tool_name,
 )
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Message
-from ppo_cli.thoughts import find_open_mark
+from ppo_cli.thoughts import count_shared, find_open_mark, find_thoughts
 
-PROBE, THOUGHT, ANSWER = "probemessage", "probethought", "probeanswer"
 USER: Message = {"role": "user", "content": "probeuser"}
+# What probes contain: texts that no template writes by itself.
+ANSWER, REPLY = "probeanswer", "probereply"
+MARK = re.compile(r"<[^\s<>]{1,40}>|\[/?[A-Z_]+\]")
 
 
 class Chat:
     """Renders and reads the conversations of a model; ModelError if its template cannot.
 
-    `tools` are schemas; a template that does not show them to the model is refused. Tool results
-    are messages of role tool: a template without that role takes replies of role user only.
+    `tools` are schemas, and a template that does not show them to the model is refused. Results of
+    tools are messages of role tool; a template without that role only takes replies of role user.
     `end_ids` are the tokens that end a response.
     """
 
@@ -58,138 +65,223 @@ class Chat:
                 "Episodes need a chat template, and the model's tokenizer has none: use an "
                 "instruct model, or add chat_template.jinja to its folder."
             )
-        if tools and "tools" not in self._template:
-            raise self._refuse_tools()
-        arguments = {**template_arguments, "tools": list(tools)} if tools else template_arguments
-        self._renderer = Renderer(tokenizer, template_arguments=arguments)
-        # Control tokens, and other tokens that the template writes, as Qwen's <tool_response>.
+        shows_tools = "tools" in self._template
+        arguments = {"tools": list(tools)} if tools and shows_tools else {}
+        self._renderer = Renderer(tokenizer, template_arguments={**template_arguments, **arguments})
+        # Control tokens, and others that the template writes, as <tool_response>.
         added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         written = {str(t) for t in added.values() if str(t).strip() and str(t) in self._template}
-        self._control = tuple(sorted({*control_words(tokenizer), *written}, key=len, reverse=True))
-        self._control_pattern = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
+        self._control = {*control_words(tokenizer), *written}
+        self._forbidden = self._compile_forbidden(())
         # How a turn begins and ends.
-        self._opened = find_open_mark(self._render([USER], True))
-        self._ends = {self._decode([token]) for token in end_ids}
-        turn = {"role": "assistant", "content": ANSWER}
-        self._final_end = self._find_end(self._render([USER, turn], False), ANSWER)
-        self._ends.add(self._find_end(self._render([USER, turn, USER], True), ANSWER))
-        if "" in self._ends:
+        try:
+            self._prompt = self._render([USER], True)
+            self._final_end = self._find_end([USER, _answer()], False)
+            end = self._find_end([USER, _answer(), USER], True)
+        except ValueError as error:
             raise ModelError(
-                "The chat template ends the assistant's message without a control token, so "
-                "the tokens of a reply depend on those before it: use a model whose template "
-                "ends it with one, such as <|im_end|>."
+                f"A conversation of several turns is not possible: {error}."
+            ) from error
+        if not end:
+            raise ModelError(
+                "The chat template ends the assistant's message without a control token, or does "
+                "not write messages that are plain texts: use a model whose template ends it with "
+                "one, such as <|im_end|>."
             )
+        self._opened = find_open_mark(self._prompt)
+        self._ends = {end, *(self._decode([token]) for token in end_ids)}
         # How the model calls tools.
-        self._calls: Any = JsonCalls("\0", "", ("", ""), "")  # reads no calls
+        self._format: CallFormat = JsonCalls("\0", "", ("", ""), "")  # reads no calls
         self._arguments_as_text = False
+        if tools and (not shows_tools or tool_name(tools[0]) not in self._prompt):
+            raise ModelError(
+                "The chat template does not show tools to the model: use a model that was trained "
+                "for tool calls, or an --environment that describes its actions in its messages."
+            )
         if tools:
-            if str(tools[0].get("function", tools[0])["name"]) not in self._render([USER], True):
-                raise self._refuse_tools()
-            form = derive_format(self._render, tools, self._template, tuple(self._ends))
-            if form is None:
-                raise ModelError(
-                    "The chat template does not show how the model writes tool calls: use a "
-                    "model that was trained for tool calls."
-                )
-            self._calls, self._arguments_as_text = form
-
-    def _refuse_tools(self) -> ModelError:
-        return ModelError(
-            "The chat template does not show tools to the model: use a model that was trained "
-            "for tool calls, or an --environment that describes its actions in its messages."
-        )
+            self._format, self._arguments_as_text = self._choose_format()
+        # Which roles can reply, and which text surrounds replies: it may not be in one.
+        surroundings = {role: self._probe_role(role) for role in ("tool", "user")}
+        self._roles = tuple(role for role, text in surroundings.items() if text)
+        self._forbidden = self._compile_forbidden(surroundings.values())
+        if tools and "tool" not in self._roles:
+            raise ModelError(
+                "The chat template writes no result of a tool after a call that ends with "
+                f"{', '.join(sorted(self._ends))}: use a model that was trained for tool calls."
+            )
 
     def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
-        """Return the text that the model reads first, and its token ids."""
+        """Return the text that the model reads first, and its token ids.
+
+        ValueError, in one line, if the template refuses the messages.
+        """
         text = self._render(messages, True)
         return text, self._renderer.tokenise([text])[0]
 
-    def parse(self, turn_ids: Sequence[int]) -> tuple[Message, str]:
-        """Return the policy's message, and what is wrong with its tool calls ("" if nothing).
+    def parse(self, turn: Sequence[int]) -> Message:
+        """Return the policy's message: content, and where there are any, reasoning and calls.
 
-        The message has role, content, and where there are any, reasoning_content and tool_calls.
-        With an error, content is the whole answer.
+        `error` says what is wrong with its tool calls; `content` is all of its answer then.
         """
-        ids = list(turn_ids)
-        text = self._opened + self._decode(ids[:-1] if ids and ids[-1] in self._end_ids else ids)
+        ids = list(turn[:-1] if turn and turn[-1] in self._end_ids else turn)
+        text = self._opened + self._decode(ids)
+        message: dict[str, Any] = {"role": "assistant"}
         try:
-            content, reasoning, calls = self._calls.read(text)
+            reading = self._format.read(text)
         except CallError as error:
-            content, reasoning = split_thoughts(text)
-            calls, problem = [], str(error)
-        else:
-            problem = ""
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
+            reading = Reading(*split_thoughts(text), [])
+            message["error"] = str(error)
+        message["content"] = reading.content
+        if reading.reasoning:
+            message["reasoning_content"] = reading.reasoning
+        if reading.calls:
             message["tool_calls"] = [
-                make_call(c.name, c.arguments, c.call_id or _make_id(turn_ids, index))
-                for index, c in enumerate(calls)
+                make_call(c.name, c.arguments, c.call_id or _make_id(turn, index))
+                for index, c in enumerate(reading.calls)
             ]
-        return message, problem
+        return message
 
     def continue_after(
-        self,
-        messages_before: Sequence[Message],
-        turn_ids: Sequence[int],
-        replies: Sequence[Message],
-        cut: bool,
+        self, turn: Sequence[int], replies: Sequence[Message], opening: Sequence[Message]
     ) -> tuple[int, ...]:
         """Return the tokens between a turn and the next: its end, the replies, the next opening.
 
-        `messages_before` end before this turn. A turn that was `cut` gets the mark that ends it.
-        EnvironmentFailure if the template cannot render the replies.
+        `turn` has the tokens of the policy; if they do not end with a mark that ends a turn, the
+        result begins with it. `opening` has the first messages, which may decide about thoughts.
+        ValueError, in one line, if the template cannot render the replies.
         """
-        message, _ = self.parse(turn_ids)
-        # The system message decides about the next opening; earlier turns do not.
-        first = next(
-            (i for i, m in enumerate(messages_before) if m["role"] == "assistant"),
-            len(messages_before),
-        )
-        mark, text = self._render_after(messages_before[:first], message, replies)
+        mark, text = self._render_after(opening, self.parse(turn), replies)
         ids = self._renderer.tokenise([mark + text])[0]
-        last = self._decode(turn_ids[-1:])
-        ended = not cut and last in (mark, self._final_end)
+        ended = self._decode(turn[-1:]) in (mark, self._final_end)
         return ids[1:] if ended else ids
+
+    def rewrites_history(self, roles: Sequence[str] = ("tool", "user")) -> str:
+        """Return what the template changes in earlier turns after replies of these roles, or "".
+
+        Compares the tokens of an episode, as texts, with the template's rendering of all of it.
+        """
+        changes = {role: self._find_change(role) for role in roles if role in self._roles}
+        texts = [f"{change} after a {role} message" for role, change in changes.items() if change]
+        return " and ".join(texts)
+
+    def _find_change(self, role: str) -> str:
+        """Return what replies of a role change in three earlier turns, or ""."""
+        messages = [{"role": "system", "content": "probesystem"}, USER]
+        try:
+            written = self._render(messages, True)
+        except ValueError:  # no system messages
+            messages, written = [USER], self._prompt
+        spans = find_thoughts(written)
+        closed = bool(spans) and spans[-1].closed and not written[spans[-1].end :].strip()
+        thinks = bool(re.search("think|thought|reasoning_content", self._template)) and not closed
+        thoughts: list[str] = []
+        for index in range(3):
+            message = self._make_turn(role == "tool", f"probethought{index}" if thinks else "")
+            opened = self._render(messages, True)
+            text = self._render([*messages, message], False)
+            if thinks:
+                thoughts.append(f"probethought{index}")
+            if thoughts and thoughts[-1] not in text:
+                return "the thoughts of each turn"
+            if not text.startswith(opened):
+                at = count_shared(text, opened)
+                return f"the start of a turn ({opened[at : at + 30]!r})"
+            # The turn as the policy ends it.
+            last = text.rindex(ANSWER)
+            at, end = min(
+                ((text.find(end, last), end) for end in self._ends if end in text[last:]),
+                default=(len(text), ""),  # GLM's turns end where the next one begins
+            )
+            reply = {"role": role, "content": f"{REPLY}{index}"}
+            mark, rest = self._render_after(messages, message, [reply])
+            mark = end if end and end == self._final_end else mark
+            written += text[len(opened) : at] + mark + rest
+            messages += [message, *self._complete(message, [reply])]
+            later = self._render(messages, True)
+            if any(thought not in later for thought in thoughts):
+                return "earlier thoughts"
+            name = tool_name(self._tools[0]) if self._tools else ""
+            if later.find(name) != written.find(name):
+                return "the list of tools"
+            at = count_shared(later, written)
+            if any(span.start <= at < span.end for span in find_thoughts(written)):
+                return "earlier empty thoughts"
+            if later != written:
+                return f"{written[at : at + 30]!r} to {later[at : at + 30]!r}"
+        return ""
+
+    def _make_turn(self, calls: bool, thought: str) -> dict[str, Any]:
+        """Return a message of the assistant as the template takes it, with a thought if not ""."""
+        message: dict[str, Any] = {"role": "assistant", "content": "" if calls else ANSWER}
+        keys = [k for k in ("reasoning_content", "thinking", "reasoning") if k in self._template]
+        if thought and keys:
+            message.update(dict.fromkeys(keys, thought))
+        elif thought:
+            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+        if calls:
+            name = tool_name(self._tools[0]) if self._tools else "probetool"
+            message["tool_calls"] = [self._make_probe_call(name, "call00000")]
+        return message
+
+    def _make_probe_call(self, name: str, call_id: str) -> dict[str, Any]:
+        arguments: Any = {"key": ANSWER}
+        if self._arguments_as_text:
+            arguments = f'{{"key": "{ANSWER}"}}'
+        return make_call(self._escape(name), arguments, call_id)
+
+    def _complete(self, message: Message, replies: Sequence[Message]) -> list[Message]:
+        """Return replies without control words; results get the name and the id of their call."""
+        calls = message.get("tool_calls", ())
+        names = [{"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
+        results = chain(names, iter(lambda: {"name": "tool", "tool_call_id": "call00000"}, None))
+        return [self._escape({**next(results), **r} if r["role"] == "tool" else r) for r in replies]
 
     def _render_after(
         self, opening: Sequence[Message], message: Message, replies: Sequence[Message]
     ) -> tuple[str, str]:
         """Return the mark that ends the policy's message, and the text after it."""
-        calls = message.get("tool_calls", ())
-        results = [reply for reply in replies if reply["role"] == "tool"]
-        turn: dict[str, Any] = {"role": "assistant", "content": PROBE}
-        # Templates want the call before its result; after a malformed one there is none.
-        if results:
-            arguments: Any = {"key": PROBE}
-            if self._arguments_as_text:
-                arguments = f'{{"key": "{PROBE}"}}'
-            names = [(c["function"]["name"], c["id"]) for c in calls] or [("tool", "call00000")]
-            turn["content"] = ""
-            turn["tool_calls"] = [
-                make_call(self._escape(name), arguments, call_id) for name, call_id in names
-            ]
-            defaults = [{"name": name, "tool_call_id": call_id} for name, call_id in names]
-        escaped, position = [], 0
         for reply in replies:
-            if reply["role"] not in ("tool", "user"):
-                raise EnvironmentFailure(
-                    f"replied with a message of role {reply['role']}; roles are tool and user"
+            if reply["role"] not in self._roles:
+                raise ValueError(
+                    f"the chat template takes replies of role {' and '.join(self._roles)}, not of "
+                    f"role {reply['role']}"
                 )
-            if reply["role"] == "tool":
-                reply = {**defaults[min(position, len(defaults) - 1)], **reply}
-                position += 1
-            escaped.append(self._escape(reply))
-        try:
-            text = self._render([*opening, turn, *escaped], True)
-        except ValueError as error:
-            raise EnvironmentFailure(
-                f"the replies do not fit the chat template: {error}"
-            ) from error
-        after = text[text.rindex(PROBE) + len(PROBE) :]
+        turn = _answer()
+        # Templates want the call before its result; a malformed call is not one.
+        if any(reply["role"] == "tool" for reply in replies):
+            calls = message.get("tool_calls") or [make_call("tool", {}, "call00000")]
+            probes = [self._make_probe_call(c["function"]["name"], c["id"]) for c in calls]
+            turn = {"role": "assistant", "content": "", "tool_calls": probes}
+        text = self._render([*opening, turn, *self._complete(message, replies)], True)
+        after = text[text.rindex(ANSWER) + len(ANSWER) :]
         at, mark = min((after.find(end), end) for end in self._ends if end in after)
         return mark, after[at + len(mark) :]
+
+    def _probe_role(self, role: str) -> str:
+        """Return the text around a reply of a role, "" if the template does not write it."""
+        self._roles = (role,)
+        message = self._make_turn(role == "tool", "")
+        try:
+            mark, text = self._render_after([USER], message, [{"role": role, "content": REPLY}])
+        except ValueError:
+            return ""
+        return mark + text if REPLY in text else ""
+
+    def _choose_format(self) -> tuple[CallFormat, bool]:
+        form = derive_format(self._render, self._tools, self._template, tuple(self._ends))
+        if form is not None:
+            return form
+        if getattr(self._tokenizer, "response_template", None):
+            return ResponseTemplate(self._tokenizer, self._tools), False
+        raise ModelError(
+            "The chat template does not show how the model writes tool calls: use a model that "
+            "was trained for tool calls, or one whose tokenizer has a response_template."
+        )
+
+    def _compile_forbidden(self, surroundings: Iterable[str]) -> re.Pattern[str]:
+        """Compile the words that a reply must not contain: control words, and other marks."""
+        words = {*self._control, ANSWER, *chain(*map(MARK.findall, surroundings))}
+        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
     def _escape(self, value: Any) -> Any:
         """Return a message or a part of it without control words."""
@@ -201,20 +293,17 @@ class Chat:
             return value
         # Tokenizers may normalise before they look for control words.
         normal = unicodedata.normalize("NFKC", value)
-        if self._control_pattern.search(normal) and not self._control_pattern.search(value):
+        if self._forbidden.search(normal) and not self._forbidden.search(value):
             value = normal
-        while self._control_pattern.search(value):
-            value = self._control_pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", value)
+        while self._forbidden.search(value):
+            value = self._forbidden.sub(lambda m: f"{m[0][0]} {m[0][1:]}", value)
         return value
 
-    def rewrites_history(self, roles: Sequence[str] = ("tool", "user")) -> str:
-        """Return what the template changes in earlier turns after replies of these roles, or ""."""
-        return ""
-
-    def _find_end(self, text: str, payload: str) -> str:
-        """Return the control word right after a payload, "" if there is none."""
-        after = text[text.rindex(payload) + len(payload) :].lstrip() if payload in text else ""
-        return next((word for word in self._control if after.startswith(word)), "")
+    def _find_end(self, messages: Sequence[Message], continued: bool) -> str:
+        """Return the control word after the assistant's message, "" if there is none."""
+        _, found, after = self._render(messages, continued).rpartition(ANSWER)
+        words = sorted(self._control, key=len, reverse=True) if found else ()
+        return next((word for word in words if after.lstrip().startswith(word)), "")
 
     def _render(self, messages: Sequence[Message], continued: bool) -> str:
         try:
@@ -226,6 +315,10 @@ class Chat:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _make_id(turn_ids: Sequence[int], index: int) -> str:
+def _answer() -> dict[str, Any]:
+    return {"role": "assistant", "content": ANSWER}
+
+
+def _make_id(turn: Sequence[int], index: int) -> str:
     """Return an id of nine letters and digits, the same in a resumed run."""
-    return hashlib.blake2b(repr((index, *turn_ids)).encode()).hexdigest()[:9]
+    return hashlib.blake2b(repr((index, *turn)).encode()).hexdigest()[:9]

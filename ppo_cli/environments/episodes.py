@@ -249,7 +249,8 @@ class EpisodeEngine:
         """Prepare the next turn; returns the rollout if there is no room for it."""
         played = episode.played
         episode.messages += turn.replies
-        ids = self._chat.continue_after(played.token_ids[turn.start :], turn.replies)
+        sampled = played.token_ids[turn.start :]
+        ids = self._chat.continue_after(sampled, turn.replies, played.prompt.messages)
         if len(played.token_ids) + len(ids) >= sampling.max_tokens:
             return episode.finish(ended="tokens")
         # Nobody drew the environment's tokens.

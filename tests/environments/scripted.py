@@ -103,7 +103,9 @@ class SmallChat:
         )
         return text, tuple(tokenizer()(text)["input_ids"])
 
-    def continue_after(self, turn: Sequence[int], replies: Sequence[Message]) -> tuple[int, ...]:
+    def continue_after(
+        self, turn: Sequence[int], replies: Sequence[Message], opening: Sequence[Message]
+    ) -> tuple[int, ...]:
         text, _ = self.open(replies)
         end = tokenizer().convert_tokens_to_ids(END)
         return tuple(tokenizer()(("" if turn[-1] == end else END) + "\n" + text)["input_ids"])
