@@ -5,6 +5,7 @@ python scripts/write_docs.py [FOLDER]
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ppo_cli.cli.explain import build_schema
 from ppo_cli.cli.foreign_flags import load_foreign_flags
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.keys import find_key
@@ -173,7 +175,12 @@ def moving() -> str:
     return f"{above}{TABLES}\n" + "\n".join(lines) + "\n"
 
 
-PAGES = {"settings.md": settings, "moving.md": moving}
+def schema() -> str:
+    """The JSON schema that editors check files of settings with."""
+    return json.dumps(build_schema(), indent=1) + "\n"
+
+
+PAGES = {"settings.md": settings, "moving.md": moving, "../presets/schema.json": schema}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS

@@ -228,6 +228,7 @@ class LazyGroup(HelpGroup):
 
 app = App(
     cls=LazyGroup,
+    add_completion=True,
     context_settings={
         "token_normalize_func": normalize_flag,
         "help_option_names": ["-h", "--help"],

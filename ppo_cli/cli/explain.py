@@ -15,7 +15,7 @@ from ppo_cli.cli.foreign_flags import load_foreign_flags
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused
-from ppo_cli.config.models.bundled import ALIASES, preset_names, preset_path
+from ppo_cli.config.models.bundled import ALIASES, bundled_path, preset_names, preset_path
 from ppo_cli.config.schema.keys import (
     Key,
     describe_range,
@@ -197,6 +197,8 @@ def copy(
 ) -> None:
     """Copy a preset with its comments to a file, to edit and use with --config."""
     text = preset_path(name).read_text(encoding="utf-8")
+    # The schema is next to the presets, not next to the copy.
+    text = text.replace(SCHEMA_LINE, f"{SCHEMA_MARK}{bundled_path('presets', 'schema.json')}", 1)
     try:
         # "x" fails if the file exists.
         with file.open("x", encoding="utf-8") as fresh:
@@ -209,7 +211,38 @@ def copy(
     print(json.dumps({"preset": name, "file": str(file)}) if as_json else f"Use it: {line}")
 
 
+@presets_app.command(epilog="ppo presets schema > schema.json")
+def schema() -> None:
+    """Print the JSON schema of a file of settings, for editors that complete and check YAML.
+
+    A file names it in its first line: # yaml-language-server: $schema=schema.json
+    """
+    print(json.dumps(build_schema(), indent=1))
+
+
+# The comment by which editors find the schema of a YAML file.
+SCHEMA_MARK = "# yaml-language-server: $schema="
+SCHEMA_LINE = f"{SCHEMA_MARK}schema.json"
+# Names at the top of a file that are not ours, but are read: verl's, and a reward file's.
+FOREIGN_NAMES = {
+    "verl": "Version of verl whose defaults apply.",
+    "actor_rollout_ref": "verl's name for actor, rollout, ref and model.",
+    "composite_reward": "The parts of a mixture.",
+    "custom_reward_function": "verl's name for the reward function.",
+    "reward_model": "verl's name for the reward model.",
+}
+
+
+def build_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a file of settings."""
+    from ppo_cli.config.schema.run import Config
+
+    built: dict[str, Any] = Config.model_json_schema()
+    built["properties"] |= {name: {"description": text} for name, text in FOREIGN_NAMES.items()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | built
+
+
 def _read_first_comment(name: str) -> str:
-    """Return the first line of a preset's file, which says what the preset is for."""
-    first = preset_path(name).read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
+    """Return the first comment of a preset's file, which says what the preset is for."""
+    text = preset_path(name).read_text(encoding="utf-8").removeprefix(f"{SCHEMA_LINE}\n")
+    return text.partition("\n")[0].removeprefix("#").strip()

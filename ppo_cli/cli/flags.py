@@ -19,8 +19,9 @@ import typer
 from ppo_cli.cli.foreign_flags import describe_unknown_flags, is_override, translate
 from ppo_cli.cli.help import ALL_FLAGS, HelpCommand
 from ppo_cli.config.layers import Resolved
+from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema.keys import Key, describe_range, table
+from ppo_cli.config.schema.keys import Key, describe_range, offered_choices, table
 from ppo_cli.errors import ConfigError, ppo
 
 # Group of settings -> its heading in the help; other groups have their own name.
@@ -310,11 +311,27 @@ def _make_shared_parameters() -> list[inspect.Parameter]:
     return [
         make_argument("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        make_flag("preset", str, None, "Bundled settings; `ppo presets list` has them.", "NAME"),
+        make_flag(
+            "preset",
+            str,
+            None,
+            "Bundled settings; `ppo presets list` has them.",
+            "NAME",
+            autocompletion=complete_from(lambda: [*preset_names(), *ALIASES]),
+        ),
         make_flag(
             "config", list[str], None, "YAML file of settings; repeatable, the last wins.", "FILE"
         ),
     ]
+
+
+def complete_from(words: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
+    """Return a function that completes a word in the shell from these words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return complete
 
 
 def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
@@ -326,6 +343,7 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
         metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
+        autocompletion=complete_from(lambda: offered_choices(key.choices)) if key.choices else None,
     )
     return _keyword_parameter(name, kind | None, option)
 

@@ -168,11 +168,9 @@ class App(typer.Typer):
     """A typer app whose commands have this module's help; without arguments a group shows it."""
 
     def __init__(self, *, cls: type[HelpGroup] = HelpGroup, **options: Any) -> None:
-        """Switch rich and completion off."""
-        super().__init__(
-            cls=cls, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
-            pretty_exceptions_enable=False, **options,
-        )  # fmt: skip
+        """Switch rich off, and completion unless it is asked for."""
+        shared = {"add_completion": False, "rich_markup_mode": None} | options
+        super().__init__(cls=cls, no_args_is_help=True, pretty_exceptions_enable=False, **shared)
 
     def command(
         self, name: str | None = None, **options: Any

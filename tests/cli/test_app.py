@@ -265,3 +265,26 @@ def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
         output = capsys.readouterr().err
         assert output.startswith("error: out of memory") and "a smaller model" in output
     assert print_error(RuntimeError("could not create a primitive")) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ppo tr", "train"),
+        ("ppo presets sh", "show"),
+        ("ppo train --adv_est", "--adv_estimator"),
+        ("ppo train --adv_estimator grp", "grpo"),
+        ("ppo plan --preset embedd", "embedded"),
+    ],
+)
+def test_bash_completes_commands_flags_and_values(line: str, words: str) -> None:
+    script = (
+        "source <(ppo --show-completion bash); COMP_WORDS=($0); "
+        'COMP_CWORD=$((${#COMP_WORDS[@]}-1)); _ppo_completion ppo; echo "${COMPREPLY[@]}"'
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script, line], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert done.stdout.split() == words.split()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
+from ppo_cli.cli.app import main
 from ppo_cli.config.models import bundled
 from ppo_cli.config.plan import make_plan
 from tests.config.settling import settle
@@ -18,6 +22,26 @@ def test_a_preset_resolves_and_is_commented(name: str) -> None:
     text = bundled.preset_path(name).read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert sum("#" in line for line in text.splitlines()) >= 3
+
+
+def test_an_editor_finds_the_schema_of_a_preset_and_of_its_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["presets", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    check = jsonschema.Draft202012Validator(schema)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name in bundled.preset_names():
+        path = bundled.preset_path(name)
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        named = path.parent / first.removeprefix("# yaml-language-server: $schema=")
+        assert json.loads(named.read_text(encoding="utf-8")) == schema
+        check.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert main(["presets", "copy", "embedded", str(tmp_path / "mine.yaml")]) == 0
+    first = (tmp_path / "mine.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    assert json.loads(Path(first.partition("=")[2]).read_text(encoding="utf-8")) == schema
+    for wrong in ({"actor": {"clip_ratios": 1}}, {"rollout": {"n": 0}}, {"modl": {}}):
+        assert not check.is_valid(wrong)
 
 
 @pytest.mark.parametrize(
