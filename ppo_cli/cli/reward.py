@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -280,18 +280,14 @@ def models(arguments: Arguments) -> None:
 
 def _format_listing(listing: Facts) -> list[str]:
     """Return the models of one provider as a table, with notes below."""
-    rows = listing["models"]
-    count = "no list" if rows is None else plural(len(rows), "model")
-    cells = [MODEL_COLUMNS, *map(_format_model, rows)] if rows else []
+    cells: list[Sequence[str]] = [MODEL_COLUMNS] if listing["models"] else []
+    for row in listing["models"] or ():
+        prices = ["-" if usd is None else f"{usd:g}" for usd in (row["input"], row["output"])]
+        reads = f"{row['context']:,}" if row["context"] else "-"
+        cells.append([row["model"], *prices, reads, row["until"] or "-", row["source"] or "-"])
+    count = "no list" if listing["models"] is None else plural(len(listing["models"]), "model")
     lines = titled_table(f"{listing['provider']}: {count}", cells, left_aligned=1)
     return lines + [f"  {note}" for note in listing["notes"]]
-
-
-def _format_model(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a model: name, prices, context, end date, source of the price."""
-    amounts = [f"{row[side]:g}" if row[side] is not None else "-" for side in ("input", "output")]
-    reads = f"{row['context']:,}" if row["context"] else "-"
-    return [row["model"], *amounts, reads, row["until"] or "-", row["source"] or "-"]
 
 
 def _resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
@@ -533,27 +529,20 @@ def format_fit(record: dict[str, Any]) -> str:
         f"In a mixture, set for its part: {scaling}",
     ]
     if labelled:
+        score, policy = record["seconds"]["score"], record["seconds"]["policy"]
         lines[5:5] = [
             *format_section(
                 "How often the better of two held-out rows scores higher (chance: 0.5)",
                 list_estimate_rows(record["agreement"]),
             ),
-            _cost_line(record),
+            f"A score takes {1000 * score:.3g} ms a response, {score / policy:.0%} of the "
+            f"{1000 * policy:.3g} ms in which {record['model']} writes one.",
         ]
         if (record["agreement"]["score"]["low"] or 0.0) <= 0.5:
             lines.insert(1, "  Doubtful: guessing can give that. More rows or steps may help.")
     elif warning := warn_if_like_guessing(after["accuracy"], held_out):
         lines.insert(1, warning)
     return "\n".join(lines)
-
-
-def _cost_line(record: Mapping[str, Any]) -> str:
-    """Return what a score costs, next to what a response costs."""
-    score, policy = record["seconds"]["score"], record["seconds"]["policy"]
-    return (
-        f"A score takes {1000 * score:.3g} ms a response, {score / policy:.0%} of the "
-        f"{1000 * policy:.3g} ms in which {record['model']} writes one."
-    )
 
 
 def warn_if_like_guessing(accuracy: float, held_out: int) -> str | None:

@@ -51,7 +51,10 @@ def format_scores(summary: Facts) -> list[str]:
     for title in ("best", "worst"):
         if summary[title]:
             lines += ["", title.capitalize()]
-            lines += [line for example in summary[title] for line in _format_example(example)]
+        for example in summary[title]:
+            score = format_number(example["score"])
+            lines.append(f"  {score}  {example['row']}: {example['response']}")
+            lines += [f"         because: {example['reason']}"] if example["reason"] else []
     return [*lines, "", f"Written: {summary['out']}"]
 
 
@@ -143,7 +146,10 @@ def format_histogram(histogram: Sequence[Facts]) -> list[str]:
     """Return a bar of `#` for each level of a histogram, highest first; empty without levels."""
     if not histogram:
         return []
-    names = [_format_level(level) for level in histogram]
+    names = []
+    for level in histogram:
+        low, high = format_number(level["from"]), format_number(level["to"])
+        names.append(low if level["from"] == level["to"] else f"{low} to {high}")
     width = max(map(len, names))
     largest = max(level["count"] for level in histogram)
     lines = ["", "Scores by level"]
@@ -153,18 +159,6 @@ def format_histogram(histogram: Sequence[Facts]) -> list[str]:
         bar = "#" * (size or bool(level["count"]))
         lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
     return lines
-
-
-def _format_level(level: Facts) -> str:
-    """Return a level of a histogram as `LOW to HIGH`, or as one number."""
-    low, high = format_number(level["from"]), format_number(level["to"])
-    return low if level["from"] == level["to"] else f"{low} to {high}"
-
-
-def _format_example(example: Facts) -> list[str]:
-    """Return the lines of an example: score, row and response, and the judge's reason."""
-    lines = [f"  {format_number(example['score'])}  {example['row']}: {example['response']}"]
-    return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
 
 
 def format_calibration(result: Facts) -> list[str]:
@@ -260,18 +254,16 @@ def format_audit(result: Facts) -> list[str]:
     lines = [f"Audit of {result['reward']}", ""]
     for check in result["checks"]:
         lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
-        lines += _format_worst_case(check["worst"], failed=check["passed"] is False)
+        # The worst case: all facts of it if the check failed, else what was the closest.
+        worst = check["worst"] or {}
+        if check["passed"] is False:
+            facts = {name: value for name, value in worst.items() if value != ""}
+            lines += [f"      {name}: {_format_value(value)}" for name, value in facts.items()]
+        elif worst:
+            got, sent = _format_value(worst["got"]), _format_value(worst["sent"])
+            lines.append(f"      closest: {got} for {sent}")
     spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
     return [*lines, "", f"{plural(result['asked'], 'verdict')}; {spent}."]
-
-
-def _format_worst_case(case: Facts | None, *, failed: bool) -> list[str]:
-    """Return the lines of a check's worst case: all facts if the check failed, else one."""
-    if case is None:
-        return []
-    if failed:
-        return [f"      {word}: {_format_value(case[word])}" for word in case if case[word] != ""]
-    return [f"      closest: {_format_value(case['got'])} for {_format_value(case['sent'])}"]
 
 
 def _format_value(value: Any) -> str:

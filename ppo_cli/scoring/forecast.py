@@ -10,9 +10,12 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ppo_cli.config.derived import split_files, train_rows, val_rows
 from ppo_cli.config.mixture import judges_of, other_judges
@@ -38,7 +41,6 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.visible import Passage, Response
 from ppo_cli.scoring.rows import read_held_out
 
@@ -52,25 +54,7 @@ DIFFERING = 0.136  # share of repeated verdicts that differ (arXiv 2606.13685)
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
-@dataclass(frozen=True)
-class TokenCount:
-    """Input and output tokens of calls."""
-
-    input: float
-    output: float
-
-    def __add__(self, other: TokenCount) -> TokenCount:
-        """Return the sum."""
-        return TokenCount(self.input + other.input, self.output + other.output)
-
-    @property
-    def total(self) -> float:
-        """Input and output together."""
-        return self.input + self.output
-
-    def cost(self, price: Price) -> float:
-        """Return the cost in US dollars."""
-        return price.cost(Usage(input=round(self.input), output=round(self.output)))
+Tokens = NDArray[np.float64]  # of input and of output
 
 
 @dataclass(frozen=True)
@@ -78,30 +62,32 @@ class UsageRange:
     """A number of calls, with low and high estimates of their tokens."""
 
     calls: int
-    low: TokenCount
-    high: TokenCount
+    low: Tokens
+    high: Tokens
 
     def times(self, calls: float, most: float | None = None) -> UsageRange:
         """Return the estimate for `calls` times as many calls, at most `most` times as many."""
         most = calls if most is None else most
-        low = TokenCount(self.low.input * calls, self.low.output * calls)
-        high = TokenCount(self.high.input * most, self.high.output * most)
-        return UsageRange(round(self.calls * most), low, high)
+        return UsageRange(round(self.calls * most), self.low * calls, self.high * most)
 
     def __add__(self, other: UsageRange) -> UsageRange:
         """Return the sum of two estimates."""
         return UsageRange(self.calls + other.calls, self.low + other.low, self.high + other.high)
 
     def costs(self, price: Price | None) -> tuple[float, float] | None:
-        """Return the lowest and the highest cost; None without a price."""
-        return None if price is None else (self.low.cost(price), self.high.cost(price))
+        """Return the lowest and the highest cost in US dollars; None without a price."""
+        if price is None:
+            return None
+        low, high = (price.cost(Usage(*map(round, ends))) for ends in (self.low, self.high))
+        return low, high
 
     def as_dict(self, price: Price | None) -> dict[str, Any]:
         """Return a JSON object; pairs are (low, high)."""
+        read, written = zip(map(round, self.low), map(round, self.high), strict=True)
         return {
             "calls": self.calls,
-            "input_tokens": [round(self.low.input), round(self.high.input)],
-            "output_tokens": [round(self.low.output), round(self.high.output)],
+            "input_tokens": list(read),
+            "output_tokens": list(written),
             "cost_usd": self.costs(price),
         }
 
@@ -151,15 +137,18 @@ class Forecast:
             assert other.run is not None
             more = other.run.costs(other.price)
             costs = costs and more and (costs[0] + more[0], costs[1] + more[1])
-            run = replace(run, low=run.low + other.run.low, high=run.high + other.run.high)
+            run += other.run
         if api.budget_usd is not None and costs is not None:
             yield api.budget_usd, *costs
         if api.budget_tokens is not None:
-            yield api.budget_tokens, run.low.total, run.high.total
+            yield api.budget_tokens, float(run.low.sum()), float(run.high.sum())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as a JSON object; pairs are (low, high)."""
         api = self.config.reward.api
+        panel = [other.as_dict() for other in self.others]
+        cascaded = api.cascade.model is not None
+        others = {"cheaper": panel[0]} if cascaded else {"panel": panel} if panel else {}
         return {
             "provider": api.type,
             "model": api.model,
@@ -171,14 +160,8 @@ class Forecast:
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
             "assumed": self.assumptions(),
-            **self._others_as_dict(),
+            **others,
         }
-
-    def _others_as_dict(self) -> dict[str, Any]:
-        others = [other.as_dict() for other in self.others]
-        if self.config.reward.api.cascade.model is not None:
-            return {"cheaper": others[0]}
-        return {"panel": others} if others else {}
 
     def lines(self) -> list[str]:
         """Return the forecast as lines for the terminal."""
@@ -250,7 +233,7 @@ class Forecast:
             yield f"{api.model} is in no list of {api.type}'s models.{near}"
         # Prompts that the model cannot read fail at its provider, so say it before the run.
         listed = look_up_model(api)
-        tokens = round(longest.total / max(1, self.a_step.calls))
+        tokens = round(longest.sum() / max(1, self.a_step.calls))
         if listed is not None and listed.context is not None and tokens > listed.context:
             yield (
                 f"a call may take {tokens:,} tokens, and {api.model} reads {listed.context:,} at "
@@ -288,7 +271,7 @@ class Forecast:
         # The figures of a single call show which lengths were assumed.
         short, full = _response_tokens(self.config)
         low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
-        brief, long = round(low.output / calls), round(high.output / calls)
+        brief, long = round(low[1] / calls), round(high[1] / calls)
         rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
         return (
             f"requests rendered from {rows}; low: {TOKEN_BYTES[0]} characters a token, responses "
@@ -402,29 +385,21 @@ def _usage_per_call(
     coarse, fine = TOKEN_BYTES
 
     def input_bytes(length: int) -> float:
-        return fmean(
-            sum(
-                _input_bytes(template, prompt, _filler(config, length), api, rubric, responses)
-                for rubric in each
+        """Return the mean UTF-8 bytes of the requests for responses of `length` characters."""
+        text, sizes = _filler(config, length), []
+        for prompt, each in zip(prompts, rubrics_of_calls, strict=True):
+            material = build_material(prompt, *[text] * responses)
+            questions = (
+                template.question(material, api, nonce="0" * 16, rubric=rubric) for rubric in each
             )
-            for prompt, each in zip(prompts, rubrics_of_calls, strict=True)
-        )
+            texts = "".join(q.system + q.user for q in questions)
+            sizes.append(len(texts.encode("utf-8", "replace")))
+        return fmean(sizes)
 
     # Low: short responses and many bytes per token; high: full length, few bytes, and overhead.
     low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
-    return UsageRange(
-        calls, TokenCount(low, brief), TokenCount(high + calls * REQUEST_OVERHEAD, long)
-    )
-
-
-def _input_bytes(
-    template: Template, prompt: Prompt, text: Response, api: ApiReward, rubric: Rubric | None,
-    responses: int,
-) -> int:  # fmt: skip
-    """Return the UTF-8 bytes of a request with `responses` responses like `text`."""
-    material = build_material(prompt, *[text] * responses)
-    question = template.question(material, api, nonce="0" * 16, rubric=rubric)
-    return len((question.system + question.user).encode("utf-8", "replace"))
+    high += calls * REQUEST_OVERHEAD
+    return UsageRange(calls, np.array([low, brief]), np.array([high, long]))
 
 
 def _filler(config: Config, length: int) -> Response:
@@ -466,22 +441,15 @@ def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
 
 def _usage_line(bill: UsageRange, price: Price | None) -> str:
     """Format an estimate: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
-    line = f"{plural(bill.calls, 'call')}, {_token_range(bill.low.total, bill.high.total)} tokens"
-    costs = bill.costs(price)
-    return line if costs is None else f"{line}, {_dollar_range(*costs)}"
-
-
-def _token_range(low: float, high: float) -> str:
-    size, unit = (1e6, " M") if high >= 1e6 else (1e3, " k") if high >= 1e4 else (1, "")
-    digits = 0 if size == 1 else 1
-    ends = [f"{n / size:,.{digits}f}" for n in (low, high)]
-    return f"about {ends[0]}{unit}" if ends[0] == ends[1] else f"{' to '.join(ends)}{unit}"
-
-
-def _dollar_range(low: float, high: float) -> str:
-    digits = 2 if high >= 0.1 else 4
-    ends = [f"${n:,.{digits}f}" for n in (low, high)]
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+    totals = bill.low.sum(), bill.high.sum()
+    size, unit = (1e6, " M") if totals[1] >= 1e6 else (1e3, " k") if totals[1] >= 1e4 else (1, "")
+    low, high = (f"{total / size:,.{0 if size == 1 else 1}f}" for total in totals)
+    tokens = f"about {low}{unit}" if low == high else f"{low} to {high}{unit}"
+    line = f"{plural(bill.calls, 'call')}, {tokens} tokens"
+    if (costs := bill.costs(price)) is None:
+        return line
+    low, high = (f"${usd:,.{2 if costs[1] >= 0.1 else 4}f}" for usd in costs)
+    return f"{line}, {low if low == high else f'{low} to {high}'}"
 
 
 LIST_TIMEOUT_S = 30.0  # for a provider's list of models
@@ -535,9 +503,16 @@ def describe_availability(model: str, names: list[str] | None) -> str:
 def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the models of one provider as facts; `problem` if it could not be asked."""
     listing: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
-    try:
+
+    async def fetch() -> list[str] | None:
         provider = build_provider(api, environ=environ)
-        names = asyncio.run(_fetch_and_close(provider))
+        try:
+            return await fetch_models(provider)
+        finally:
+            await provider.close()
+
+    try:
+        names = asyncio.run(fetch())
     except (UserError, JudgeError) as error:
         return listing | {"problem": redact(str(error))}
     # What to say about the configured model; a provider may have no list.
@@ -550,13 +525,6 @@ def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]
     each = [api.model_copy(update={"model": name}) for name in names]
     listing["models"] = [_model_facts(model) for model in each]
     return listing
-
-
-async def _fetch_and_close(provider: SdkProvider) -> list[str] | None:
-    try:
-        return await fetch_models(provider)
-    finally:
-        await provider.close()
 
 
 def _model_facts(api: ApiReward) -> dict[str, Any]:

@@ -332,13 +332,30 @@ def part_facts(
     parts = mixture_of(settings)
     # Figures of each part alone, then how they add up in the mixture.
     columns = part_columns(settings, scores)
-    facts_by_part = {name: _column_facts(column, lengths) for name, column in columns.items()}
+    facts_by_part: dict[str, dict[str, Any]] = {
+        name: {
+            "scored": Moments.from_values(column.raw).count,
+            "failed": column.failed,
+            **({"gated": column.gated} if column.gated else {}),
+            **_moments(column.raw),
+            "length": correlation(column.raw, lengths),
+            "affine": affine_line(column.raw),
+        }
+        for name, column in columns.items()
+    }
     for name, facts in _weights_and_shares(parts, columns).items():
         facts_by_part[name] |= facts
     total = [judged_value(score) for score in scores]
+    # Values without a scaling, such as the objectives of a reward model, are only reported.
+    reported: dict[str, list[float | None]] = {
+        name: [s.parts[name].raw if name in s.parts else None for s in scores]
+        for score in scores
+        for name, part in score.parts.items()
+        if part.scaled is None and name not in columns
+    }
     return {
         "parts": facts_by_part,
-        "reported": _reported_moments(scores, columns),
+        "reported": {name: _moments(values) for name, values in reported.items()},
         "length": correlation(total, lengths),
         "correlations": [
             {"parts": [first, other], "value": value}
@@ -355,18 +372,6 @@ def part_columns(settings: RewardSettings, scores: Sequence[Score]) -> dict[str,
     if not parts:
         return {reward_kind(settings): part_column(scores, None)}
     return {part.name: part_column(scores, part.name) for part in parts}
-
-
-def _column_facts(column: PartColumn, lengths: Sequence[float]) -> dict[str, Any]:
-    """Return counts, moments and the correlation with length of one part."""
-    return {
-        "scored": Moments.from_values(column.raw).count,
-        "failed": column.failed,
-        **({"gated": column.gated} if column.gated else {}),
-        **_moments(column.raw),
-        "length": correlation(column.raw, lengths),
-        "affine": affine_line(column.raw),
-    }
 
 
 def _moments(values: Values) -> dict[str, float | None]:
@@ -417,22 +422,6 @@ def _weights_and_shares(
         }
         for p in parts
     }
-
-
-def _reported_moments(
-    scores: Sequence[Score],
-    columns: Mapping[str, PartColumn],
-) -> dict[str, dict[str, float | None]]:
-    """Moments of values that sources only report, such as the objectives of a reward model."""
-    # Values without a scaling are not part of the score; they are only reported.
-    names = dict.fromkeys(
-        name
-        for score in scores
-        for name, part in score.parts.items()
-        if part.scaled is None and name not in columns
-    )
-    raw = {n: [s.parts[n].raw if n in s.parts else None for s in scores] for n in names}
-    return {name: _moments(values) for name, values in raw.items()}
 
 
 def _mixture_warnings(

@@ -68,7 +68,8 @@ def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
     write_rows(Path("l.jsonl"), *rows)
     settings = ["reward.api.monitor.labels=l.jsonl", "reward.api.monitor.labels_every=4"]
     forecast, without = foretell(*settings), foretell()
-    assert forecast.steps == 10 and forecast.a_step == without.a_step
+    assert forecast.steps == 10
+    assert forecast.a_step.as_dict(None) == without.a_step.as_dict(None)
     added = whole_run(forecast).calls - whole_run(without).calls
     assert added == 9 * 3, "before the first step, and at 4 and 8"
 
@@ -76,24 +77,24 @@ def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
 def test_tokens_grow_with_prompts_and_responses() -> None:
     write("t.jsonl", 12)
     short, twice = foretell(), foretell("data.max_response_length=200")
-    assert short.a_step.low.output == 8 * VERDICT_TOKENS[0]
-    assert short.a_step.high.output == 8 * VERDICT_TOKENS[1]
-    assert twice.a_step.low.input - short.a_step.low.input == pytest.approx(8 * 50, abs=8)
-    assert twice.a_step.high.input - short.a_step.high.input == pytest.approx(8 * 100, abs=8)
+    assert short.a_step.low[1] == 8 * VERDICT_TOKENS[0]
+    assert short.a_step.high[1] == 8 * VERDICT_TOKENS[1]
+    assert twice.a_step.low[0] - short.a_step.low[0] == pytest.approx(8 * 50, abs=8)
+    assert twice.a_step.high[0] - short.a_step.high[0] == pytest.approx(8 * 100, abs=8)
     write("t.jsonl", 12, prompt="word " * 400)
     long = foretell()
-    assert long.a_step.low.input - short.a_step.low.input == pytest.approx(8 * 500, rel=0.02)
+    assert long.a_step.low[0] - short.a_step.low[0] == pytest.approx(8 * 500, rel=0.02)
     write("t.jsonl", 12, prompt="值" * 400)
-    assert foretell().a_step.high.input > 8 * 400
+    assert foretell().a_step.high[0] > 8 * 400
 
 
 def test_a_call_is_what_training_would_send() -> None:
     """The longest response is cut like any other, and no verdict is longer than it may be."""
     cut = foretell("data.max_response_length=4000", "reward.api.max_response_chars=400")
-    assert cut.a_step.high.input / cut.a_step.calls < 1000
+    assert cut.a_step.high[0] / cut.a_step.calls < 1000
     brief = foretell("reward.api.max_tokens=10")
-    assert brief.a_step.low.output == brief.a_step.high.output == 8 * 10
-    assert foretell("reward.api.mode=decision").a_step.high.output == 0
+    assert brief.a_step.low[1] == brief.a_step.high[1] == 8 * 10
+    assert foretell("reward.api.mode=decision").a_step.high[1] == 0
 
 
 def test_an_episode_has_the_fences_of_all_its_passages() -> None:
@@ -102,10 +103,10 @@ def test_an_episode_has_the_fences_of_all_its_passages() -> None:
     Path("t.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
     single, episode = foretell(), foretell(*tools)
     fences = 12 * len("<assistant-1-0123456789abcdef>\n\n</assistant-1-0123456789abcdef>\n")
-    added = episode.a_step.high.input - single.a_step.high.input
+    added = episode.a_step.high[0] - single.a_step.high[0]
     assert added == pytest.approx(8 * (fences + len(EPISODE)) / 3, rel=0.2)
     last = foretell(*tools, "reward.api.scope=turn")
-    assert last.a_step.high.input == pytest.approx(single.a_step.high.input - 8 * 80, abs=8)
+    assert last.a_step.high[0] == pytest.approx(single.a_step.high[0] - 8 * 80, abs=8)
 
 
 def test_all_criteria_are_decided_in_one_request() -> None:
@@ -113,7 +114,7 @@ def test_all_criteria_are_decided_in_one_request() -> None:
     criteria = ("reward.api.mode=decision", "reward.api.rubric=r.yaml")
     few, one = foretell(*criteria), foretell("reward.api.mode=decision")
     assert few.a_step.calls == one.a_step.calls == 4 * 2
-    assert few.a_step.high.output == 0 and few.a_step.low.input > one.a_step.low.input
+    assert few.a_step.high[1] == 0 and few.a_step.low[0] > one.a_step.low[0]
     each = foretell(*criteria, "reward.api.rubric_calls=each")
     assert each.a_step.calls == 9 * few.a_step.calls
 
@@ -122,14 +123,17 @@ def test_validation_rows_have_their_own_length() -> None:
     write("v.jsonl", 4, prompt="word " * 400)
     plain = whole_run(foretell())
     both = whole_run(foretell("data.val_files=v.jsonl", "trainer.val_before_train=false"))
-    assert (both.low.input - plain.low.input) / (both.calls - plain.calls) > 500
+    assert (both.low[0] - plain.low[0]) / (both.calls - plain.calls) > 500
 
 
 def test_many_rows_are_sampled_the_same_each_time() -> None:
     write_rows(Path("t.jsonl"), *({"prompt": "why " * (1 + n % 50)} for n in range(1000)))
     forecast = foretell()
     assert (forecast.rows, forecast.sampled) == (1000, SAMPLE)
-    assert forecast.a_step == foretell().a_step != foretell("trainer.seed=7").a_step
+    a_step, again, other = (
+        each.a_step.as_dict(None) for each in (forecast, foretell(), foretell("trainer.seed=7"))
+    )
+    assert a_step == again != other
     assert f"{SAMPLE} of 1,000 rows" in forecast.assumptions()
     assert foretell("data.train_max_samples=10").rows == 10
 
@@ -137,7 +141,7 @@ def test_many_rows_are_sampled_the_same_each_time() -> None:
 def test_cost_is_tokens_times_price() -> None:
     forecast = foretell("reward.api.price_input=2", "reward.api.price_output=10")
     bill = forecast.a_step
-    by_hand = [(count.input * 2 + count.output * 10) / 1e6 for count in (bill.low, bill.high)]
+    by_hand = [(count[0] * 2 + count[1] * 10) / 1e6 for count in (bill.low, bill.high)]
     assert bill.costs(forecast.price) == pytest.approx(by_hand, rel=1e-3)
     unknown = foretell("reward.api.model=of-nobody").as_dict()["run"]
     assert unknown["cost_usd"] is None
@@ -160,11 +164,11 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     long = ("trainer.total_training_steps=1000", "reward.api.price_input=1",
             "reward.api.price_output=1")  # fmt: skip
     bill = whole_run(foretell(*long))
-    low, high = bill.low.total / 1e6, bill.high.total / 1e6
+    low, high = bill.low.sum() / 1e6, bill.high.sum() / 1e6
     assert foretell(*long, f"reward.api.budget_usd={high * 1.01}").stops_at() is None
     half = foretell(*long, f"reward.api.budget_usd={high / 2}").stops_at()
     assert half == (pytest.approx(500, abs=1), pytest.approx(min(1000, 500 * high / low), abs=1))
-    tight = foretell(*long, f"reward.api.budget_tokens={int(bill.low.total / 10)}")
+    tight = foretell(*long, f"reward.api.budget_tokens={int(bill.low.sum() / 10)}")
     assert (tight.stops_at() or (0, 0))[1] == pytest.approx(100, abs=1)
     both = foretell(*long, "reward.api.budget_usd=1000", "reward.api.budget_tokens=9000")
     assert both.stops_at() is not None, "the tightest budget counts"
@@ -180,8 +184,8 @@ def test_repeated_verdicts_and_further_votes_are_counted() -> None:
     further = foretell("reward.api.votes=2", "reward.api.max_votes=5")
     responses = two.calls - once.calls
     assert whole_run(further).calls == two.calls + 3 * responses
-    expected = (0.136 + 0.136**2 + 0.136**3) * (two.low.output - once.low.output)
-    assert whole_run(further).low.output - two.low.output == pytest.approx(expected)
+    expected = (0.136 + 0.136**2 + 0.136**3) * (two.low[1] - once.low[1])
+    assert whole_run(further).low[1] - two.low[1] == pytest.approx(expected)
     assert "up to 5 a response" in "\n".join(further.lines())
 
 
@@ -192,8 +196,8 @@ def test_critic_pretraining_is_paid_for_before_the_first_step() -> None:
     )  # fmt: skip
     bill = whole_run(foretell(*run))
     assert bill.calls == (30 + 10) * 8
-    high = bill.high.total / 1e6
-    early = foretell(*run, f"reward.api.budget_usd={bill.low.total / 2e6}")
+    high = bill.high.sum() / 1e6
+    early = foretell(*run, f"reward.api.budget_usd={bill.low.sum() / 2e6}")
     assert early.stops_at() == (0, 0)
     assert any("stop in critic pretraining, before its first" in line for line in early.lines())
     late = foretell(*run, f"reward.api.budget_usd={high * 0.876}").stops_at()
@@ -223,7 +227,7 @@ def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
     compare += ["algorithm.use_kl_in_reward=false"]
     pairs, lists = foretell(*compare), foretell(*compare, "reward.api.compare=list")
     assert (pairs.a_step.calls, lists.a_step.calls) == (4 * 12, 4 * 2)
-    assert lists.a_step.high.input / 8 > 1.3 * pairs.a_step.high.input / 48
+    assert lists.a_step.high[0] / 8 > 1.3 * pairs.a_step.high[0] / 48
     few = ["reward.api.compare_calls=18", "reward.api.votes=3"]
     assert foretell(*compare, *few).a_step.calls == 4 * 18
     truth = foretell(*compare, "reward.api.compare=ground_truth", "reward.api.votes=2")

@@ -165,7 +165,25 @@ def load_to_fit(
     tokenizer = load_tokenizer(path)
     set_template(tokenizer, path, template)
     objective = objective or PairObjective()
-    model, fresh = load_classifier(path, objective.outputs)
+    config = load_config(path, "--model", False)
+    # The head's size and labels, which transformers writes into the saved config.
+    config.num_labels = len(objective.outputs)
+    config.id2label = dict(enumerate(objective.outputs))
+    config.label2id = {name: i for i, name in enumerate(objective.outputs)}
+    # `fresh` lists missing tensors: a value model's head is not a score head and is replaced.
+    model, fresh = load_weights(
+        AutoModelForSequenceClassification,
+        path,
+        "model with one score",
+        heads=VALUE_HEADS,
+        config=config,
+        trust_remote_code=False,
+    )
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{path} ({type(model).__name__}) has no plain `score` head; give --model a causal "
+            "language model."
+        )
     generator = torch.Generator().manual_seed(seed)
     pad = choose_pad(tokenizer, model)
     # A head that was loaded continues; a new one needs a start.
@@ -182,30 +200,6 @@ def load_to_fit(
     longest = max_length or min(DEFAULT_MAX_LENGTH, limit)
     notes = () if fresh else (f"{path} already has a score head: the fit continues from it.",)
     return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes, objective)
-
-
-def load_classifier(path: str, outputs: Sequence[str] = ("score",)) -> tuple[Any, bool]:
-    """Load a sequence classifier with these outputs; also return whether its head is new."""
-    config = load_config(path, "--model", False)
-    # The head's size and labels, which transformers writes into the saved config.
-    config.num_labels = len(outputs)
-    config.id2label = dict(enumerate(outputs))
-    config.label2id = {name: i for i, name in enumerate(outputs)}
-    model, fresh = load_weights(
-        AutoModelForSequenceClassification,
-        path,
-        "model with one score",
-        heads=VALUE_HEADS,
-        config=config,
-        trust_remote_code=False,
-    )
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ModelError(
-            f"{path} ({type(model).__name__}) has no plain `score` head; give --model a causal "
-            "language model."
-        )
-    # `fresh` lists missing tensors: a value model's head is not a score head and is replaced.
-    return model, bool(fresh)
 
 
 def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ppo_cli.config.checks.rewards import scale_labels
 from ppo_cli.config.mixture import Judge, cheaper_judge, judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.records import Rollout, Score
+from ppo_cli.records import Rollout
 from ppo_cli.rewards.judge.cascade import Doubt
 from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.scoring.rows import LabelledRows
@@ -63,11 +63,17 @@ def _measure(
         if judged_value(score) is not None and score.info.get("cheap_score") is not None
     ]  # fmt: skip
     facts: dict[str, Any] = {"cheap": cheap.model, "strong": api.model, "rows": len(rows)}
-    held_out = _second_half([rollouts[i].prompt.text for i in rows])
+    # The second half, held out; rows of one prompt stay together.
+    prompts, prompt_of_row = np.unique([rollouts[i].prompt.text for i in rows], return_inverse=True)
+    place = np.random.default_rng(0).permutation(len(prompts))
+    held_out = 2 * place[prompt_of_row] >= len(prompts)
     if min(held_out.sum(), (~held_out).sum()) < MIN_ROWS:
         why = f"{len(rows)} rows that both judges have scored; {2 * MIN_ROWS} are needed"
         return facts | {"why": why}
-    first, strong = _columns([scores[i] for i in rows])
+    # The cheaper judge's scores and spreads (2, rows), and the judge's scores.
+    pairs = [(scores[i].info["cheap_score"], scores[i].info["cheap_spread"]) for i in rows]
+    first = as_floats([[score, math.inf if s is None else s] for score, s in pairs]).T
+    strong = as_floats([scores[i].value or 0.0 for i in rows])
     if labelled is not None and labelled.positive is not None:
         good = labelled.positive[rows]
         agreements = [as_floats((x >= 0.5) == good) for x in (first[0], strong)]
@@ -91,8 +97,11 @@ def _measure(
     agreement_kept = estimate_or_reason(
         len(escalated), lambda rows: float(mixed[rows].sum() / max(judged[rows].sum(), 1e-9)), ""
     )
+    rule = f"--rm_cascade_band {chosen.band[0]:g}-{chosen.band[1]:g}"
+    if chosen.spread is not None:
+        rule = f"--rm_cascade_spread {chosen.spread:g}"
     return facts | {
-        "flags": f"{_flag(chosen)} --rm_cascade_share {max(share, 0.01):.2g}",
+        "flags": f"{rule} --rm_cascade_share {max(share, 0.01):.2g}",
         "measured_on": len(escalated),
         "figures": {
             f"{cheap.model} alone": mean(alone), f"{api.model} alone": mean(judged),
@@ -101,21 +110,6 @@ def _measure(
         },
         "cost": _costs(judge, scoring.metrics, len(rows), share),
     }  # fmt: skip
-
-
-def _second_half(prompts: Sequence[str]) -> NDArray[np.bool_]:
-    """Return whether each row is in the second half; rows of one prompt stay together."""
-    names = sorted(set(prompts))
-    order = np.random.default_rng(0).permutation(len(names))
-    place = {name: int(number) for name, number in zip(names, order, strict=True)}
-    return np.asarray([2 * place[prompt] >= len(names) for prompt in prompts], dtype=bool)
-
-
-def _columns(scores: Sequence[Score]) -> tuple[Floats, Floats]:
-    """Return the cheaper judge's scores and spreads (2, rows), and the judge's scores."""
-    pairs = [(s.info["cheap_score"], s.info["cheap_spread"]) for s in scores]
-    first = as_floats([[score, math.inf if s is None else s] for score, s in pairs]).T
-    return first, as_floats([score.value or 0.0 for score in scores])
 
 
 def _choose(first: Floats, alone: Floats, judged: Floats, *, by_spread: bool) -> Doubt:
@@ -147,12 +141,6 @@ def _rules(first: Floats, by_spread: bool) -> Iterator[Doubt]:
 
 def _unsure(doubt: Doubt, first: Floats) -> NDArray[np.bool_]:
     return np.asarray([doubt.applies(score, spread) for score, spread in first.T], dtype=bool)
-
-
-def _flag(doubt: Doubt) -> str:
-    if doubt.spread is not None:
-        return f"--rm_cascade_spread {doubt.spread:g}"
-    return f"--rm_cascade_band {doubt.band[0]:g}-{doubt.band[1]:g}"
 
 
 def _costs(

@@ -85,12 +85,7 @@ class RecordingClient:
 
 
 class RecordedCall(Exception):
-    """The call that a provider would have sent."""
-
-    def __init__(self, method: str, arguments: Mapping[str, Any]) -> None:
-        super().__init__(method)
-        self.method = method
-        self.arguments = arguments
+    """The call that a provider would have sent: the path of the method, and its arguments."""
 
 
 def provider_call(
@@ -102,10 +97,8 @@ def provider_call(
     the call without it; that later call is not shown.
     """
     # Without a model the rest of the call can still be shown.
-    kind, named = (
-        provider_class(api.type),
-        api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL}),
-    )
+    kind = provider_class(api.type)
+    named = api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL})
     provider = kind(named, resolve_base_url(kind, api, environ), Key(NO_KEY, ""))
     request = (
         provider.request_decision(RecordingClient(), question, api.timeout)
@@ -117,9 +110,10 @@ def provider_call(
         # it.
         asyncio.run(request)
     except RecordedCall as call:
-        method = call.method.replace(".with_raw_response", "")
+        path, arguments = call.args
+        method = path.replace(".with_raw_response", "")
         where = {"endpoint": provider.base_url, "mode": api.mode, "method": method}
-        return where | {"arguments": dict(call.arguments) | {"model": api.model}}
+        return where | {"arguments": arguments | {"model": api.model}}
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error
     raise AssertionError(f"{provider!r} request nothing")
@@ -211,12 +205,19 @@ def draft_rows(
     """Draft criteria for each row and write the rows that have some, in their order."""
     # Skip rows that have criteria.
     earlier = _read_earlier_drafts(out)
-    done = {n: _row_with_criteria(row, earlier) for n, row in enumerate(rows)}
+    done: dict[int, dict[str, Any] | None] = {}
+    for n, row in enumerate(rows):
+        extra = row.rollout.prompt.extra_info
+        # A person may have edited criteria of an earlier call: they win over those of the input.
+        complete = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
+        done[n] = earlier.get(_row_identity(row.record, extra), complete)
     missing = [n for n, record in done.items() if record is None]
-    questions = [
-        _draft_question(api, build_material(rows[n].rollout.prompt, ""), max_criteria)
-        for n in missing
-    ]
+    questions = []
+    for n in missing:
+        material = build_material(rows[n].rollout.prompt, "")
+        request = REQUEST + REFERENCE * bool(_reference(material))
+        template = Template("draft", "1", DRAFT_SYSTEM, request, RUBRIC_SCALE)
+        questions.append(template.question(material, api, draft=RubricDraft(max_criteria)))
     screen.note(_forecast_drafts(api, questions, len(rows) - len(missing)))
     drafts = ask_all(api, questions, screen)
     failed = []
@@ -244,10 +245,11 @@ def draft_for_run(
     step = max(1, len(rows) // DRAFT_ROWS)
     chosen = [build_material(row.rollout.prompt, "") for row in rows[::step][:DRAFT_ROWS]]
     # Number the requests and cut long ones, so that they fit into one question.
-    texts = [
-        f"{n}. {_cut_middle(material.prompt)}{_reference_line(material)}"
-        for n, material in enumerate(chosen, start=1)
-    ]
+    texts = []
+    for n, material in enumerate(chosen, start=1):
+        truth = _reference(material)
+        reference = f"\nReference answer: {_cut_middle(truth)}" if truth else ""
+        texts.append(f"{n}. {_cut_middle(material.prompt)}{reference}")
     template = Template("draft", "1", DRAFT_SYSTEM, REQUESTS, RUBRIC_SCALE)
     together = Material("\n\n".join(texts), "")
     question = template.question(together, api, draft=RubricDraft(max_criteria))
@@ -265,25 +267,13 @@ def draft_for_run(
             "failed": failed, **_spending_facts(api, drafts)}  # fmt: skip
 
 
-def _reference_line(material: Material) -> str:
-    truth = as_text(material.ground_truth).strip() if material.ground_truth is not None else ""
-    return f"\nReference answer: {_cut_middle(truth)}" if truth else ""
+def _reference(material: Material) -> str:
+    return "" if material.ground_truth is None else as_text(material.ground_truth).strip()
 
 
 def _cut_middle(text: str) -> str:
     head, left_out, tail = cut_middle(text, MAX_TEXT_CHARS)
     return f"{head} … {tail}" if left_out else head
-
-
-def _draft_question(api: ApiReward, material: Material, max_criteria: int) -> Question:
-    """Return the question that asks for criteria for one row."""
-    truth = material.ground_truth
-    # The text about a reference answer is only added when there is one.
-    refers = truth is not None and bool(as_text(truth).strip())
-    template = Template(
-        "draft", "1", DRAFT_SYSTEM, REQUEST + REFERENCE * refers, RUBRIC_SCALE
-    )  # fmt: skip
-    return template.question(material, api, draft=RubricDraft(max_criteria))
 
 
 def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
@@ -300,17 +290,6 @@ def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
                 "Fix it, or choose another name."
             ) from None
     return rows
-
-
-def _row_with_criteria(
-    row: ResponseRow, earlier: Mapping[str, dict[str, Any]]
-) -> dict[str, Any] | None:
-    """The row with criteria, from an earlier call or from the input; None without."""
-    extra = row.rollout.prompt.extra_info
-    # Criteria from an earlier call win over those of the input, because a person may have edited
-    # them.
-    complete = {**row.record, "extra_info": dict(extra)} if extra.get(RUBRIC) else None
-    return earlier.get(_row_identity(row.record, extra), complete)
 
 
 def _row_identity(record: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
