@@ -48,7 +48,7 @@ class TimedOut(Exception):
 
 
 async def run_call(
-    function: Callable[..., Any], *arguments: Any, timeout: float | None = None, **named: Any
+    function: Callable[..., Any], *arguments: Any, timeout: float | None = None
 ) -> Any:
     """Return what a function returns: an async one on the event loop, another one in a thread.
 
@@ -58,7 +58,7 @@ async def run_call(
     # An error goes through the return value: SystemExit in a task would end the event loop.
     def in_thread() -> tuple[Any, BaseException | None]:
         try:
-            return function(*arguments, **named), None
+            return function(*arguments), None
         except BaseException as error:
             return None, error
 
@@ -71,7 +71,7 @@ async def run_call(
     work: asyncio.Future[tuple[Any, BaseException | None]]
     is_async = inspect.iscoroutinefunction(function)
     if is_async:
-        work = asyncio.ensure_future(on_loop(function(*arguments, **named)))
+        work = asyncio.ensure_future(on_loop(function(*arguments)))
     else:
         work = asyncio.get_running_loop().run_in_executor(None, in_thread)
     await asyncio.wait([work], timeout=timeout)
@@ -400,10 +400,10 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
+    # `asyncio.run` would wait for threads of the user's code that do not end.
     try:
-        asyncio.run(Worker(requests, answers).serve())
+        asyncio.new_event_loop().run_until_complete(Worker(requests, answers).serve())
     finally:
-        # Without waiting for threads of the user's code.
         os._exit(0)
 
 

@@ -1,0 +1,111 @@
+"""Tools of MCP servers: a server per command and environment process, shared by its episodes.
+
+Inside the environment process, whose Python needs the package `mcp`. When a server ends, so does
+the process: the pool replaces both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+async def load(
+    commands: list[str], make_tool: Callable[..., Any], tool_error: type[Exception], worker: Any
+) -> list[Any]:
+    """Start the servers and return their tools; raises the worker's Problems.
+
+    `make_tool` takes a schema, what to run, and no hints: a server checks arguments itself.
+    `tool_error` is what the policy reads.
+    """
+    try:
+        import mcp
+    except ImportError:
+        raise worker.Problems(
+            f"--mcp: the Python of the environment lacks the package mcp. Install it with: "
+            f"{sys.executable} -m pip install 'mcp>=2,<3'"
+        ) from None
+    tools = []
+    for command in commands:
+        client = await _start(mcp, command, worker)
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                function = {
+                    "name": tool.name, "description": tool.description or tool.title or tool.name,
+                    "parameters": tool.input_schema,
+                }  # fmt: skip
+                run = _make_call(mcp, client, tool.name, command, tool_error)
+                tools.append(make_tool({"type": "function", "function": function}, run, None))
+            cursor = page.next_cursor
+            if not cursor:
+                break
+    return tools
+
+
+async def _start(mcp: Any, command: str, worker: Any) -> Any:
+    """Return a connected client of a server; its task keeps it until the process ends."""
+    program, *arguments = shlex.split(command)
+    # Servers need keys; the package passes on only HOME, PATH and the like.
+    server = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+    connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def run_client() -> None:
+        try:
+            async with mcp.Client(server) as client:
+                connected.set_result(client)
+                await asyncio.Event().wait()
+        except BaseException as error:
+            if connected.done():
+                raise
+            connected.set_exception(
+                worker.Problems(f"--mcp {command!r} does not start: {_describe(error, worker)}.")
+            )
+
+    _TASKS.append(asyncio.ensure_future(run_client()))
+    return await connected
+
+
+_TASKS: list[asyncio.Future[None]] = []  # the event loop itself does not keep them
+
+
+def _describe(error: BaseException, worker: Any) -> str:
+    while getattr(error, "exceptions", None):  # the package wraps errors in groups
+        error = error.exceptions[0]  # type: ignore[attr-defined]
+    return str(worker.describe_error(error))
+
+
+def _make_call(
+    mcp: Any, client: Any, name: str, command: str, tool_error: type[Exception]
+) -> Callable[..., Any]:
+    async def call(**arguments: Any) -> str:
+        try:
+            result = await client.call_tool(name, arguments)
+        except mcp.MCPError as error:
+            if error.message == "Connection closed":
+                print(f"the MCP server {command} has ended", file=sys.stderr, flush=True)
+                os._exit(1)
+            raise tool_error(error.message) from None
+        text = "\n".join(_read_block(block) for block in result.content)
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
+        if result.is_error:
+            raise tool_error(text)
+        return text
+
+    return call
+
+
+def _read_block(block: Any) -> str:
+    with contextlib.suppress(AttributeError):
+        return str(block.text)
+    with contextlib.suppress(AttributeError):
+        return str(block.resource.text)
+    return f"[{block.type}: not a text]"

@@ -1,0 +1,283 @@
+"""Tools: schemas from functions, calls checked against them, and MCP servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.environments.base import EnvironmentFailure, Reply
+from ppo_cli.environments.pool import EnvironmentPool, check_environment
+from ppo_cli.errors import UserError
+from tests.environments.conftest import ROW
+from tests.environments.test_pool import Start, open_episodes
+
+TOOLS = '''
+import asyncio, enum, os, time
+from typing import Any, Literal, Optional
+
+class Unit(enum.Enum):
+    KM = "km"
+    MILES = "miles"
+
+def route(
+    start: str, stops: list[int], *, speed: float = 1.5, unit: Unit = Unit.KM,
+    mode: Literal["car", "foot"] = "car", via: Optional[str] = None, tags: dict[str, bool] = {},
+) -> dict:
+    """Find a route
+    between places.
+
+    Args:
+        start: Where it begins,
+            a town.
+        stops (list): The numbers of the stops.
+
+    Returns:
+        A dict.
+    """
+    return {"start": start, "unit": unit.name, "speed": speed, "stops": stops}
+
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return f"waited {seconds}"
+
+def block(seconds: float):
+    """Block a thread."""
+    time.sleep(seconds)
+
+def fail(kind: int):
+    """Fail in one of several ways."""
+    if kind == 0:
+        raise KeyError("of the user")
+    if kind == 1:
+        raise SystemExit
+    if kind == 2:
+        return {1, 2}
+    return "long " * 2000
+
+def _helper(x): ...
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+    return path
+
+
+def call(pool: EnvironmentPool, *calls: tuple[str, dict[str, Any]], episode: str = "a") -> Reply:
+    tool_calls = [
+        {"id": f"id{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    return pool.step(episode, message).result(60)
+
+
+def test_schemas_are_read(start: Start, file: Path) -> None:
+    pool = start(tools=str(file))
+    assert [t["function"]["name"] for t in pool.tools] == ["route", "wait", "block", "fail"]
+    assert pool.tools[0] == {
+        "type": "function",
+        "function": {
+            "name": "route",
+            "description": "Find a route between places.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "start": {"type": "string", "description": "Where it begins, a town."},
+                    "stops": {
+                        "type": "array",
+                        "items": {"type": "integer"},
+                        "description": "The numbers of the stops.",
+                    },
+                    "speed": {"type": "number", "default": 1.5},
+                    "unit": {"type": "string", "enum": ["km", "miles"], "default": "km"},
+                    "mode": {"type": "string", "enum": ["car", "foot"], "default": "car"},
+                    "via": {"type": "string", "nullable": True},
+                    "tags": {
+                        "type": "object",
+                        "additionalProperties": {"type": "boolean"},
+                        "default": {},
+                    },
+                },
+                "required": ["start", "stops"],
+            },
+        },
+    }
+    assert [t["function"]["name"] for t in start(tools=f"{file}:wait,fail").tools] == [
+        "wait",
+        "fail",
+    ]
+
+
+def test_calls_are_answered_in_order(start: Start, file: Path) -> None:
+    pool = start(tools=str(file))
+    open_episodes(pool, "a")
+    arguments = {"start": "Ulm", "stops": [1, 2.0], "unit": "miles", "speed": 2, "via": None}
+    started = time.monotonic()
+    reply = call(
+        pool, ("wait", {"seconds": 0.6}), ("block", {"seconds": 0.6}), ("route", arguments)
+    )
+    assert 0.6 < time.monotonic() - started < 1.1  # side by side
+    contents = [message["content"] for message in reply.messages]
+    assert contents[:2] == ["waited 0.6", "null"]
+    assert contents[2] == '{"start": "Ulm", "unit": "MILES", "speed": 2.0, "stops": [1, 2.0]}'
+    assert reply.messages[1] == {
+        "role": "tool", "content": "null", "name": "block", "tool_call_id": "id1",
+    }  # fmt: skip
+    assert not reply.done and not reply.error
+    assert [name for name, _ in reply.tools] == ["wait", "block", "route"]
+    assert reply.tools[0][1] == pytest.approx(0.6, abs=0.3)
+    final = pool.step("a", {"role": "assistant", "content": "the answer"}).result(60)
+    assert final.done and not final.messages
+
+
+def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
+    pool = start(tools=str(file))
+    open_episodes(pool, "a")
+    wrong = {"stops": [1, "2"], "speed": True, "unit": "m", "tags": {"x": 1}, "sart": "Ulm"}
+    reply = call(
+        pool, ("route", wrong), ("rout", {}), ("wait", {"seconds": "0.1"}),
+        *(("fail", {"kind": kind}) for kind in range(4)),
+    )  # fmt: skip
+    contents = [message["content"] for message in reply.messages]
+    assert contents[0] == (
+        "Error: route: 'start' is missing; 'stops' must be a list, not [1, \"2\"]; 'speed' must be "
+        'a number, not true; \'unit\' must be one of "km", "miles", not "m"; \'tags\' must be an '
+        "object, not {\"x\": 1}; there is no argument 'sart'. It takes start: a text, stops: a "
+        'list, speed: a number, unit: one of "km", "miles", mode: one of "car", "foot", via: a '
+        "text, tags: an object."
+    )
+    assert contents[1] == (
+        "Error: there is no tool 'rout'. Did you mean 'route'? The tools are: route, wait, block, "
+        "fail."
+    )
+    assert "'seconds' must be a number, not \"0.1\"" in contents[2]
+    # Type and message alone: no traceback, no path.
+    assert contents[3:5] == ["Error: KeyError: 'of the user'", "Error: SystemExit"]
+    assert contents[5] == "Error: TypeError: Object of type set is not JSON serializable"
+    assert "5,904 characters left out" in contents[6] and len(contents[6]) <= 4096
+    assert reply.error.startswith("Error: route") and not reply.done
+
+
+def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> None:
+    pool = start(tools=str(file), timeout=0.5)
+    open_episodes(pool, "a", "b")
+    reply = call(pool, ("wait", {"seconds": 4321}), ("wait", {"seconds": 0}))
+    assert reply.messages[0]["content"] == "Error: timeout: took longer than 0.5 s"
+    assert reply.messages[1]["content"] == "waited 0.0"
+    assert pool.pop_metrics() == {"environment/restarts": 0, "environment/timeouts": 1}
+    # A thread goes on: the episode does so too, but its process takes no other.
+    reply = call(pool, ("block", {"seconds": 4321}))
+    assert reply.messages[0]["content"] == "Error: timeout: took longer than 0.5 s"
+    assert call(pool, ("wait", {"seconds": 0})).messages[0]["content"] == "waited 0.0"
+    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
+
+
+def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "def first(x, *rest):\n    pass\n\ndef second(when: complex, who: 'Nobody'): 'Do.'\n"
+        "def third(when: complex) -> str:\n    'Do.'\n"
+    )
+    with pytest.raises(UserError) as error:
+        check_environment(Environment(tools=str(path)))
+    lines = str(error.value).splitlines()
+    assert lines == [
+        "--tools tools.py: first (line 1) has no docstring; write what it does, which the policy "
+        "reads.",
+        "--tools tools.py: first (line 1) has no type hint for 'x'; write x: TYPE, which is str, "
+        "int, float, bool, list, dict, Literal, an Enum, or Optional of one of these.",
+        "--tools tools.py: first (line 1) takes *rest; a tool has named arguments only.",
+        "--tools tools.py: second (line 4) has a type hint that does not work: name 'Nobody' is "
+        "not defined.",
+        "--tools tools.py: third (line 5) has the type <class 'complex'> for 'when'; write str, "
+        "int, float, bool, list, dict, Literal, an Enum, or Optional of one of these.",
+    ]
+    with pytest.raises(UserError, match=r"has no 'thrd'\. Did you mean 'third'"):
+        check_environment(Environment(tools=f"{path}:thrd"))
+
+
+SERVER = """
+import os
+from mcp.server import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    \"\"\"Add two numbers.\"\"\"
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    \"\"\"Fail.\"\"\"
+    raise ValueError("of the server")
+
+@server.tool()
+def end() -> str:
+    \"\"\"End.\"\"\"
+    os._exit(3)
+
+@server.tool()
+def key() -> str:
+    \"\"\"Read a variable.\"\"\"
+    return os.environ["ENVIRONMENT_TEST_KEY"]
+
+server.run("stdio")
+"""
+
+
+def test_an_mcp_server_has_tools(
+    start: Start, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp.server")
+    monkeypatch.setenv("ENVIRONMENT_TEST_KEY", "value")
+    server = tmp_path / "server.py"
+    server.write_text(SERVER)
+    pool = start(tools=f"{file}:wait", mcp=(f"{sys.executable} {server}",))
+    names = [schema["function"]["name"] for schema in pool.tools]
+    assert names == ["wait", "add", "fail", "end", "key"]
+    assert pool.tools[1]["function"]["description"] == "Add two numbers."
+    assert pool.tools[1]["function"]["parameters"]["required"] == ["a", "b"]
+    open_episodes(pool, "a", "b")
+    reply = call(
+        pool, ("add", {"a": 2, "b": 3}), ("fail", {}), ("add", {"a": "x", "b": 3}), ("key", {}),
+    )  # fmt: skip
+    contents = [message["content"] for message in reply.messages]
+    assert contents[0] == "5" and contents[3] == "value"
+    assert contents[1] == "Error: Error executing tool fail"
+    assert contents[2].startswith("Error: ") and "valid integer" in contents[2]
+    # A server that ends: its process is replaced, and another one starts with a new server.
+    with pytest.raises(EnvironmentFailure, match=r"the MCP server .* has ended"):
+        call(pool, ("end", {}))
+    open_episodes(pool, "c")
+    assert call(pool, ("add", {"a": 1, "b": 1}), episode="c").messages[0]["content"] == "2"
+
+
+def test_an_mcp_server_that_does_not_start_is_refused() -> None:
+    pytest.importorskip("mcp.server")
+    with pytest.raises(UserError, match="--mcp 'no-such-program x' does not start: FileNotFound"):
+        check_environment(Environment(mcp=("no-such-program x",)))
+
+
+def test_a_python_without_the_package_is_refused(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    python = bare / "bin" / "python"
+    with pytest.raises(UserError, match=f"Install it with: {python} -m pip install 'mcp>=2,<3'"):
+        check_environment(Environment(mcp=("server",), python=str(python)))
+
+
+def test_rows_without_messages_still_open(start: Start, file: Path) -> None:
+    pool = start(tools=str(file))
+    opening = pool.reset("a", ROW).result(60)
+    assert opening.messages == ({"role": "user", "content": "Guess."},)
