@@ -61,6 +61,7 @@ from ppo_cli.step.stages import (
     update_critic,
 )
 from ppo_cli.step.token_details import list_token_details
+from ppo_cli.step.turns import split_scores, split_turns
 
 
 def run(job: Job, state: RunState) -> None:
@@ -219,7 +220,11 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
         state.step,
         scores.logged,
         tokens=list_token_details(
-            shaped.batch, sample.rollouts, job.decode, config.trainer.token_details
+            shaped.batch,
+            sample.rollouts,
+            job.decode,
+            # Rows of single turns are no responses.
+            config.trainer.token_details if len(shaped.batch) == len(scored) else 0,
         ),
         critic=shaped.critic,
     )
@@ -234,7 +239,8 @@ def prepare_batch(
     # 2. Annotate on the engine while rewards are computed, then wait for the scores.
     baseline = submit_baselines(job, state, sample.prompts)
     with job.tracker.phase("annotate"):
-        annotated = job.engine.annotate(build_batch(sample.rollouts, job.pad_token_id))
+        rows = [row for rollout in sample.rollouts for row in split_turns(rollout)]
+        annotated = job.engine.annotate(build_batch(rows, job.pad_token_id))
     scored = gather(job, sample.rollouts, sample.futures, "reward_wait")
     greedy = gather_baselines(job, baseline)
     # 3. Shape scores (penalties, normalisation), place them on tokens, estimate advantages.
@@ -243,8 +249,19 @@ def prepare_batch(
             config.reward.shaping, config.data.max_response_length, scored, greedy, state.moments
         )
         baselines = baselines_by_row(annotated, scores.baselines)
-        placed = [place_steps(s.rollout, s.score.steps, job.decode) for s in scores.scored]
-        shaped = shape_step(config, annotated, scores.scored, state.kl_coef, baselines, placed)
+        scored_rows = [
+            row
+            for s in scores.scored
+            for row in split_scores(
+                s,
+                place_steps(s.rollout, s.score.steps, job.decode),
+                config.environment.gamma_turn,
+            )
+        ]
+        shaped = shape_step(
+            config, annotated, [s for s, _ in scored_rows], state.kl_coef, baselines,
+            [placed for _, placed in scored_rows],
+        )  # fmt: skip
     check_sampler_weights(job, shaped.metrics)
     return scored, scores, shaped
 

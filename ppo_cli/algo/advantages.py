@@ -43,6 +43,7 @@ def compute_advantages(
     lam: float,
     lam_alpha: float | None = None,
     critic_lam: float | None = None,
+    gamma_turn: float = 1.0,
     subtract_group_mean: bool = False,
     whiten: bool = True,
     norm_by_std: bool = True,
@@ -53,9 +54,10 @@ def compute_advantages(
     """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
 
     `lam`, `lam_alpha` (`length_adaptive_lam` in place of lam, for the advantages), `critic_lam`
-    (lam of the returns; unset: `lam`), `subtract_group_mean` (from each row's reward) and `whiten`
-    are for gae (both reinforce_plus_plus estimators always whiten), `gamma` for gae and
-    reinforce_plus_plus, `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
+    (lam of the returns; unset: `lam`), `gamma_turn` (a further discount between the turns of an
+    episode), `subtract_group_mean` (from each row's reward) and `whiten` are for gae (both
+    reinforce_plus_plus estimators always whiten), `gamma` for gae and reinforce_plus_plus,
+    `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
     response to each row's prompt) for remax, `parts_BK` and `weights` for gdpo. Rows of one group
     have the same number in `group_B`. Statistics are computed over all rows passed in, so call
     this on the whole rollout batch.
@@ -68,11 +70,14 @@ def compute_advantages(
                 raise ValueError("gae needs values_BT")
             if subtract_group_mean:
                 token_rewards_BT = _subtract_group_means(token_rewards_BT, mask_BT, group_B)
-            if lam_alpha is None:
-                return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam, whiten, critic_lam)
-            lam_B = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
-            critic_lam = lam if critic_lam is None else critic_lam
-            return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam_B, whiten, critic_lam)
+            actor_lam: float | Tensor = lam
+            if lam_alpha is not None:
+                actor_lam = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
+                critic_lam = lam if critic_lam is None else critic_lam
+            return gae(
+                token_rewards_BT, values_BT, mask_BT, gamma, actor_lam, whiten, critic_lam,
+                gamma_turn,
+            )  # fmt: skip
         case "grpo":
             return grpo(token_rewards_BT, mask_BT, group_B, norm_by_std)
         case "reinforce_plus_plus":
@@ -106,18 +111,22 @@ def gae(
     lam: float | Tensor,
     whiten: bool = True,
     critic_lam: float | None = None,
+    gamma_turn: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
 
     `lam` is one number or one for each row (B,). Returns are A + V before whitening, with the A of
     `critic_lam` if it is given (decoupled GAE, VC-PPO, arXiv 2503.01491): 1 makes them the rewards
-    to come, without the bias of the values.
+    to come, without the bias of the values. Across a hole in the mask, where an environment wrote,
+    the discount is gamma times `gamma_turn`.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
-    advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gamma, lam)
+    gammas_BT = torch.full_like(values_BT, gamma)
+    gammas_BT[:, :-1][mask_BT[:, :-1] & ~mask_BT[:, 1:]] *= gamma_turn
+    advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, lam)
     critic_BT = advantages_BT
     if critic_lam is not None:
-        critic_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gamma, critic_lam)
+        critic_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, critic_lam)
     returns_BT = torch.where(mask_BT, critic_BT + values_BT, 0.0)
     return (masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT), returns_BT
 
@@ -133,21 +142,26 @@ def length_adaptive_lam(mask_BT: Tensor, alpha: float) -> Tensor:
 
 
 def _sum_td_errors(
-    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float | Tensor
+    token_rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    gammas_BT: Tensor,
+    lam: float | Tensor,
 ) -> Tensor:
     """Return A_t = delta_t + gamma lam A_{t+1}, with delta_t = r_t + gamma V_{t+1} - V_t; (B, T).
 
-    t+1 is the next token under the mask; 0 outside of it.
+    t+1 is the next token under the mask, gamma that of token t; 0 outside of the mask.
     """
     # State of the recursion, carried across tokens outside the mask.
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
     # Transposed, because reading a column of a wide tensor is slow.
-    steps = [x.t().contiguous().unbind() for x in (token_rewards_BT, values_BT, mask_BT)]
+    tensors = (token_rewards_BT, values_BT, mask_BT, gammas_BT)
+    steps = [x.t().contiguous().unbind() for x in tensors]
     columns: list[Tensor] = []
-    for reward_B, value_B, counts_B in zip(*map(reversed, steps), strict=True):
-        delta_B = reward_B + gamma * next_value_B - value_B
-        advantage_B = torch.where(counts_B, delta_B + gamma * lam * advantage_B, advantage_B)
+    for reward_B, value_B, counts_B, gamma_B in zip(*map(reversed, steps), strict=True):
+        delta_B = reward_B + gamma_B * next_value_B - value_B
+        advantage_B = torch.where(counts_B, delta_B + gamma_B * lam * advantage_B, advantage_B)
         next_value_B = torch.where(counts_B, value_B, next_value_B)
         columns.append(torch.where(counts_B, advantage_B, 0.0))
     return torch.stack(columns[::-1], 1)

@@ -100,6 +100,7 @@ def plan(arguments: Arguments) -> None:
     resolved = replace(resolved, notes=(*resolved.notes, *_describe_lr_jumps(resolved.config)))
     # Everything that would stop the run: settings and files, then rows, which take longer to read.
     problems = [*find_refusals(resolved), *find_checkpoint_refusal(resolved.config)]
+    problems += _find_episode_refusals(resolved.config)
     problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
     if refused_settings(resolved):  # these settings have no plan
         raise ConfigError(problems)
@@ -230,6 +231,15 @@ def find_refusals(resolved: Resolved) -> list[str]:
     problems = [line for line in missing if line not in allowed]
     problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def _find_episode_refusals(config: Config) -> list[str]:
+    """Return why the environment, or the model for its episodes, would be refused."""
+    if not config.environment.is_set:
+        return []
+    from ppo_cli.run.episodes import check_episodes
+
+    return list(collect_problems([partial(check_episodes, config)]))
 
 
 def make_prompt_reader(config: Config) -> PromptReader:

@@ -32,7 +32,7 @@ from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.redact import mask_secrets
 
-Kind = Literal["judge", "model", "rule"]
+Kind = Literal["judge", "model", "rule", "environment"]
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _describe_unknown_key(name: str, keys: Mapping[str, Key]) -> str:
 FLAG = "reward.parts"
 WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
-KINDS = ("judge", "model", "rule")
+KINDS = ("judge", "model", "rule", "environment")
 # Setting of a part -> the kind of part that has it.
 SOURCE_KINDS = {
     "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
@@ -716,4 +716,6 @@ def describe_reward(reward: Reward) -> str:
         f"function {rule.function}" if rule.function else f"rule {rule.rule or 'of each row'}"
         for rule in rules_of(reward)
     ]
+    if any(part.kind == "environment" for part in read_mixture(reward).parts):
+        sources.append("the environment")
     return ", ".join(sources)

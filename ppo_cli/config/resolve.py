@@ -173,6 +173,7 @@ def _build_config(draft: _Draft) -> Config:
         _read_value(draft, entry)
     _default_judge_model(draft)
     _default_kl_in_reward(draft)
+    _default_environment_reward(draft)
     _check_free_keys(draft)
     return _validate_config(draft)
 
@@ -205,6 +206,22 @@ def _default_kl_in_reward(draft: _Draft) -> None:
     if (_get_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
         why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
         _set_default(draft, name, "false", why)
+
+
+# What scores responses: a run with an environment and none of these has the environment's reward.
+REWARD_SOURCES = (
+    "reward.parts", "reward.composite.", "reward.api.enable", "reward.model.path",
+    "reward.function", "reward.rule",
+)  # fmt: skip
+
+
+def _default_environment_reward(draft: _Draft) -> None:
+    """Without another reward, that of an environment is the reward."""
+    sources = (value for name, value in draft.values.items() if name.startswith(REWARD_SOURCES))
+    if _get_value(draft, "environment.path") and not any(sources):
+        for name, raw in (("kind", "environment"), ("scaling", "none"), ("weight", "1")):
+            key = f"reward.composite.parts.environment.{name}"
+            _set_default(draft, key, raw, "default with --environment")
 
 
 def _set_default(draft: _Draft, name: str, raw: str, origin: str) -> None:

@@ -94,7 +94,10 @@ class Environments(Protocol):
         ...
 
     def step(self, episode: str, message: Message) -> Future[Reply]:
-        """Give the policy's message to an episode."""
+        """Give the policy's message to an episode.
+
+        Its `error`, if it has one, says why its tool calls cannot be read.
+        """
         ...
 
     def release(self, episodes: Sequence[str]) -> None:

@@ -1,16 +1,18 @@
-"""Episodes of several turns, played with an engine: the policy writes, the environment replies.
+"""Episodes of several turns: the policy writes, the environment replies.
 
-`EpisodeEngine` is an engine whose rollouts are whole episodes; all verbs but `generate` are those
-of the engine inside. Episodes are played in waves: a wave samples the next turn of all episodes
-that go on, as continuations of unfinished rollouts, so that no token is tokenised again and each
-sampler's cache of prefixes is of use. The environment receives a turn as soon as it is finished.
-The next wave starts when all replies are there: which rollouts are sampled together then does not
-depend on timing, and a resumed run gives the same bits.
+Episodes are played in waves: a wave samples the next turn of all episodes that go on, as
+continuations of unfinished rollouts, so that no token is tokenised again and a sampler's cache of
+prefixes is of use. The environment receives a turn as soon as it is finished. The next wave starts
+when all replies are there: which rollouts are sampled together then does not depend on timing, and
+a resumed run gives the same bits.
+
+With a split history the model reads each turn's own context, as the chat template renders it then,
+and the tokens of an episode are those of the policy alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.schema.run import Config
@@ -36,14 +39,16 @@ from ppo_cli.records import Message, Prompt, Rollout, Turn
 from ppo_cli.thoughts import Detokenize, count_tokens, find_open_mark
 
 SEED_BITS = 31  # of an episode's seed: some generators take no more
+# Continues unfinished rollouts, each until it ends or reaches the limits of the sampling.
+Draw = Callable[[Sequence[Rollout], Sampling], Iterator[Rollout]]
 
 
 @dataclass(eq=False)
 class Episode:
     """An episode under way.
 
-    `played` has all its tokens so far, `unfinished` is what a sampler continues with its next turn:
-    its prompt has a uid of its own, because the openings of a prompt's episodes may differ.
+    `played` has all its tokens so far, `unfinished` is what a sampler continues with its next turn.
+    The prompt of the latter has another uid: those of a prompt's episodes may differ.
     """
 
     name: str  # for the environments
@@ -51,94 +56,61 @@ class Episode:
     played: Rollout
     unfinished: Rollout
     messages: list[Message] = field(default_factory=list)
-    stopped: bool = False  # the last turn ended by itself
-    full: bool = False  # no token is left for another turn
+    finish_reason: str = "length"  # of the last turn
     reply: Future[Reply] = field(default_factory=Future)
 
     def finish(self, failure: str = "", ended: str = "") -> Rollout:
         """Return the episode as a finished rollout."""
-        reason = "stop" if self.stopped and not failure else "length"
-        return replace(
-            self.played,
-            finish_reason=cast("Any", reason),
-            failure=failure,
-            ended=ended,
-            carried=0,
-        )
+        reason: Any = "stop" if self.finish_reason == "stop" else "length"
+        return replace(self.played, finish_reason=reason, failure=failure, ended=ended)
 
 
-class EpisodeEngine:
-    """Plays episodes with the engine inside; see the head of this file."""
+class Episodes:
+    """Plays the episodes of a run: its environments, the chat format, and the limits."""
 
     def __init__(
-        self,
-        inner: Engine,
-        environments: Environments,
-        chat: Chat,
-        config: Config,
-        decode: Detokenize,
+        self, environments: Environments, chat: Chat, config: Config, decode: Detokenize
     ) -> None:
-        self._inner = inner
-        self._environments = environments
+        self.environments = environments
         self._chat = chat
         self._settings = config.environment
-        self._longest_opening = config.data.max_prompt_length
+        self._splits = config.environment.history == "split"
+        self._longest_prompt = config.data.max_prompt_length
         self._decode = decode
         self._rounds = 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    def play(
+        self,
+        draw: Draw,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        begun: Sequence[Rollout] = (),
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` episodes for each prompt, and one for each rollout of `begun`.
 
         Those of `begun` have no tokens yet: an episode is played in one go.
         """
         self._rounds += 1
+        rollouts = [*start_rollouts(prompts, sampling), *begun]
+        assert not any(r.token_ids for r in rollouts), "an episode in parts"
         episodes = [
-            Episode(f"{self._rounds}/{r.prompt.uid}/{r.sample}", r.prompt, r, r)
-            for r in (*start_rollouts(prompts, sampling), *begun)
+            Episode(f"{self._rounds}/{r.prompt.uid}/{r.sample}", r.prompt, r, r) for r in rollouts
         ]
-        assert not any(e.played.token_ids for e in episodes), "an episode in parts"
-        playing = {e.name for e in episodes}
+        playing = {episode.name for episode in episodes}
         try:
-            for episode, rollout in self._play(episodes, sampling):
+            for episode, rollout in self._play(draw, episodes, sampling):
                 playing.remove(episode.name)
-                self._environments.release([episode.name])
+                self.environments.release([episode.name])
                 yield rollout
         finally:
             # The consumer stopped early, or the engine failed.
-            self._environments.release(sorted(playing))
-
-    def annotate(self, batch: Batch) -> AnnotatedBatch:
-        """Add old and reference log-probs, entropy and values."""
-        return self._inner.annotate(batch)
-
-    def step(self, minibatch: MiniBatch) -> Sums:
-        """Take one optimizer step; the sums have what happened to the environment's processes."""
-        events = {name: (value, 1.0) for name, value in self._environments.pop_metrics().items()}
-        return self._inner.step(minibatch) | events
-
-    def publish(self) -> None:
-        """Send the new weights to the sampler."""
-        self._inner.publish()
-
-    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
-        """Save the engine inside: between two rounds there are no episodes."""
-        return self._inner.save(directory, last=last)
-
-    def load(self, directory: Path) -> None:
-        """Restore everything that `save` wrote."""
-        self._inner.load(directory)
-
-    def close(self) -> None:
-        """Close the engine inside; the environments belong to who made them."""
-        self._inner.close()
+            self.environments.release(sorted(playing))
 
     def _play(
-        self, episodes: Sequence[Episode], sampling: Sampling
+        self, draw: Draw, episodes: Sequence[Episode], sampling: Sampling
     ) -> Iterator[tuple[Episode, Rollout]]:
         """Play episodes in waves; yield each with its rollout when it ends."""
-        begun = [(e, self._environments.reset(e.name, _describe_row(e))) for e in episodes]
+        begun = [(e, self.environments.reset(e.name, _describe_row(e))) for e in episodes]
         failed, playing = list[tuple[Episode, Rollout]](), list[Episode]()
         for episode, opening in begun:
             try:
@@ -150,14 +122,13 @@ class EpisodeEngine:
         turn_sampling = replace(sampling, new_tokens=self._settings.max_turn_tokens)
         while playing:
             by_uid = {e.unfinished.prompt.uid: e for e in playing}
-            unfinished = [e.unfinished for e in playing]
-            # All engines return generators: closing one frees the sampler.
-            drawn = cast("Any", self._inner.generate((), turn_sampling, unfinished))
+            # All samplers return generators: closing one frees it.
+            drawn = cast("Any", draw([e.unfinished for e in playing], turn_sampling))
             with closing(drawn):
                 for rollout in drawn:
                     episode = by_uid[rollout.prompt.uid]
                     message = self._end_turn(episode, rollout)
-                    episode.reply = self._environments.step(episode.name, message)
+                    episode.reply = self.environments.step(episode.name, message)
                     version = rollout.weight_version
             going_on = []
             for episode in playing:
@@ -177,16 +148,16 @@ class EpisodeEngine:
         Raises ValueError for an opening that the template refuses, or that is too long.
         """
         prompt, messages = episode.row, opening.messages or episode.row.messages
-        if messages != prompt.messages or self._environments.tools:
+        if messages != prompt.messages or self.environments.tools:
             rendered, ids = self._chat.open(messages)
-            if len(ids) > self._longest_opening:
+            if len(ids) > self._longest_prompt:
                 raise ValueError(
                     f"its opening has {len(ids)} tokens, more than --max_prompt_length "
-                    f"{self._longest_opening}"
+                    f"{self._longest_prompt}"
                 )
             prompt = replace(
                 prompt, text=question_of(messages), messages=tuple(messages), rendered=rendered,
-                token_ids=tuple(ids), opened=find_open_mark(rendered),
+                token_ids=ids, opened=find_open_mark(rendered),
             )  # fmt: skip
         episode.messages = list(messages)
         episode.played = replace(episode.played, prompt=prompt)
@@ -194,16 +165,18 @@ class EpisodeEngine:
         episode.unfinished = replace(episode.played, prompt=replace(prompt, uid=uid))
 
     def _end_turn(self, episode: Episode, drawn: Rollout) -> Message:
-        """Add a turn that was sampled to its episode; return the policy's message."""
+        """Add a turn that was sampled to its episode; return what the environment receives."""
         before, played = len(episode.unfinished.token_ids), episode.played
         ids, start = drawn.token_ids[before:], len(played.token_ids)
         context = (*drawn.prompt.token_ids, *drawn.token_ids[:before])
         text, cut = self._decode(ids, context), drawn.finish_reason != "stop"
-        opened, message = drawn.prompt.opened, self._chat.parse(ids)
-        thought = count_tokens(opened, text, ids, self._decode, cut=cut)
+        received = self._chat.parse(ids)
+        message = {key: value for key, value in received.items() if key != "error"}
+        thought = count_tokens(drawn.prompt.opened, text, ids, self._decode, cut=cut)
         turn = Turn(
-            start, start + len(ids), text, message, error=str(message.get("error", "")),
-            cut=drawn.finish_reason == "unfinished",
+            start, start + len(ids), text, message, error=str(received.get("error", "")),
+            cut=drawn.finish_reason == "unfinished" or (self._splits and cut),
+            context=context if self._splits else (),
         )  # fmt: skip
         entropies = drawn.entropies
         if entropies is not None:
@@ -218,41 +191,43 @@ class EpisodeEngine:
             thought_tokens=played.thought_tokens + thought,
             turns=(*played.turns, turn),
         )
-        episode.messages.append(message)
-        episode.stopped, episode.full = not cut, drawn.finish_reason == "length"
-        return message
+        episode.finish_reason = drawn.finish_reason
+        return received
 
     def _receive(self, episode: Episode, sampling: Sampling) -> Rollout | None:
         """Wait for the reply to the last turn; return the rollout if the episode is over.
 
-        Otherwise the tokens of the reply are added, for the next turn.
+        Otherwise the next turn is prepared.
         """
+        *earlier, turn = episode.played.turns
         try:
             reply = episode.reply.result()
             turn = replace(
-                episode.played.turns[-1], replies=tuple(reply.messages),
-                rewards=dict(reply.rewards), seconds=reply.seconds, tools=tuple(reply.tools),
-                error=reply.error or episode.played.turns[-1].error,
+                turn, replies=tuple(reply.messages), rewards=dict(reply.rewards),
+                error=turn.error or reply.error, seconds=reply.seconds, tools=tuple(reply.tools),
             )  # fmt: skip
-            episode.played = replace(episode.played, turns=(*episode.played.turns[:-1], turn))
+            episode.played = replace(episode.played, turns=(*earlier, turn))
             if reply.done:
                 return episode.finish()
-            if episode.full:
+            if episode.finish_reason == "length" and not self._splits:
                 return episode.finish(ended="tokens")
             if len(episode.played.turns) == self._settings.max_turns:
                 return episode.finish(ended="turns")
-            return self._continue(episode, turn, sampling)
+            continue_episode = self._split if self._splits else self._append
+            if not continue_episode(episode, turn, sampling):
+                return episode.finish(ended="tokens")
         except (EnvironmentFailure, ValueError) as error:
             return episode.finish(str(error))
+        return None
 
-    def _continue(self, episode: Episode, turn: Turn, sampling: Sampling) -> Rollout | None:
-        """Prepare the next turn; returns the rollout if there is no room for it."""
+    def _append(self, episode: Episode, turn: Turn, sampling: Sampling) -> bool:
+        """Append the reply to an episode; returns whether there is room for another turn."""
         played = episode.played
-        episode.messages += turn.replies
         sampled = played.token_ids[turn.start :]
         ids = self._chat.continue_after(sampled, turn.replies, played.prompt.messages)
         if len(played.token_ids) + len(ids) >= sampling.max_tokens:
-            return episode.finish(ended="tokens")
+            return False
+        episode.messages += [turn.message, *turn.replies]
         # Nobody drew the environment's tokens.
         zeros = np.zeros(len(ids), dtype=np.float32)
         episode.played = replace(
@@ -262,10 +237,74 @@ class EpisodeEngine:
             entropies=None if played.entropies is None else _join(played.entropies, zeros),
         )
         episode.unfinished = replace(episode.played, prompt=episode.unfinished.prompt, text="")
-        return None
+        return True
+
+    def _split(self, episode: Episode, turn: Turn, sampling: Sampling) -> bool:
+        """Begin the next turn as a response to its own context; returns whether that fits.
+
+        A turn may have as many tokens as a response, its context as many as a prompt.
+        """
+        episode.messages += [turn.message, *turn.replies]
+        rendered, ids = self._chat.open(episode.messages)
+        if len(ids) > self._longest_prompt:
+            return False
+        # Another uid: its random numbers must not be those of the turn before.
+        number = len(episode.played.turns)
+        uid = f"{episode.row.uid}/{episode.played.sample}/{number}"
+        opened = find_open_mark(rendered)
+        prompt = replace(
+            episode.played.prompt, uid=uid, rendered=rendered, token_ids=ids, opened=opened
+        )
+        episode.unfinished = replace(
+            episode.unfinished, prompt=prompt, token_ids=(), sampler_logprobs=NO_LOGPROBS
+        )
+        return True
 
 
-def _join(before: np.ndarray | None, new: np.ndarray) -> np.ndarray:
+class EpisodeEngine:
+    """An engine whose rollouts are whole episodes, played with the engine inside."""
+
+    def __init__(self, inner: Engine, episodes: Episodes) -> None:
+        self._inner = inner
+        self._episodes = episodes
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
+        """Yield episodes as they end; see `Episodes.play`."""
+
+        def draw(unfinished: Sequence[Rollout], turn_sampling: Sampling) -> Iterator[Rollout]:
+            return self._inner.generate((), turn_sampling, unfinished)
+
+        return self._episodes.play(draw, prompts, sampling, begun)
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Add old and reference log-probs, entropy and values."""
+        return self._inner.annotate(batch)
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step; the sums have what happened to the environment processes."""
+        events = self._episodes.environments.pop_metrics()
+        return self._inner.step(minibatch) | {name: (x, 1.0) for name, x in events.items()}
+
+    def publish(self) -> None:
+        """Send the new weights to the sampler."""
+        self._inner.publish()
+
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
+        """Save the engine inside: between two rounds there are no episodes."""
+        return self._inner.save(directory, last=last)
+
+    def load(self, directory: Path) -> None:
+        """Restore everything that `save` wrote."""
+        self._inner.load(directory)
+
+    def close(self) -> None:
+        """Close the engine inside; the environments belong to who started them."""
+        self._inner.close()
+
+
+def _join(before: NDArray[np.float32] | None, new: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([NO_LOGPROBS if before is None else before, new])
 
 

@@ -17,6 +17,7 @@ from ppo_cli.config.schema.reward import ModelReward as ModelSettings
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
+from ppo_cli.rewards.environment import EnvironmentReward
 from ppo_cli.rewards.function import FunctionReward, RuleReward
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.rules import check_sources, get_rule
@@ -64,11 +65,13 @@ def _mixture(
 def _part(
     settings: RewardSettings, part: MixPart, sources: Collection[str], host: HostMaker
 ) -> Reward:
-    """Return the reward of one part of a mixture: a judge, a model, or a rule or function."""
+    """Return the reward of one part of a mixture, by its kind."""
     if part.kind == "judge":
         return _judge(judge_settings(settings, part), part.name)
     if part.kind == "model":
         return _model(model_settings(settings, part), part.name, host)
+    if part.kind == "environment":
+        return EnvironmentReward()
     return _rules(rule_settings(settings, part), sources)
 
 

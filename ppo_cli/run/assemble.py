@@ -43,6 +43,7 @@ from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.environments.episodes import EpisodeEngine, Episodes
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, plural, ppo
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt
@@ -53,6 +54,7 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
+from ppo_cli.run.episodes import start_episodes
 from ppo_cli.run.identity import find_differences, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
@@ -232,10 +234,11 @@ class EngineFactory:
     stop_requested: Callable[[], str | None]
     # The Ray cluster of several nodes; None: start one if it is needed.
     address: str | None = None
+    episodes: Episodes | None = None
     # How this machine computes: for config.yaml, and for the screen with --debug.
     details: list[str] = field(default_factory=list, init=False)
     _engine: Engine | None = field(default=None, init=False)
-    _base: Any = field(default=None, init=False)  # the engine without async rollouts
+    _base: Any = field(default=None, init=False)  # without episodes and async rollouts
     # Rewards ask for hosts in other threads, perhaps while an engine is rebuilt.
     _lock: RLock = field(default_factory=RLock, init=False)
 
@@ -245,11 +248,14 @@ class EngineFactory:
             if self._engine is None:
                 self.tell(f"Loading {self.config.model.path}")
                 self._base = self._build_engine()
-                # Async rollouts wrap the engine of the run.
+                # Episodes wrap the engine of the run, and async rollouts wrap them.
                 steps, tokens = self.config.trainer.async_steps, self.config.rollout.partial_tokens
-                self._engine = self._base
-                if steps:
-                    self._engine = AheadEngine(self._base, self._upcoming, steps, tokens)
+                engine: Engine = self._base
+                if self.episodes is not None:
+                    engine = EpisodeEngine(engine, self.episodes)
+                self._engine = (
+                    AheadEngine(engine, self._upcoming, steps, tokens) if steps else engine
+                )
             return self._engine
 
     def renew(self) -> Engine:
@@ -427,6 +433,7 @@ def _train_in_folder(
             config, start.tokenizer, start.prompts, start.order, start.total_steps,
             logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
             address=cluster.address if cluster else None,
+            episodes=start_episodes(config, start.tokenizer, folder.logs, closing),
         )  # fmt: skip
         closing.callback(engines.close)
         losses: dict[str, Any] = {

@@ -38,11 +38,13 @@ from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.export import base_name, write_model
 from ppo_cli.engine.models.lora import ADAPTER_CONFIG
 from ppo_cli.engine.pretrained import load_tokenizer
+from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
+from ppo_cli.run.episodes import start_episodes
 from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
@@ -127,7 +129,18 @@ class SampledModel:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield `sampling.n` responses to each prompt, each when it is finished."""
-        yield from self._sampler.generate(prompts, sampling, 0)
+        if self._episodes is None:
+            yield from self._sampler.generate(prompts, sampling, 0)
+            return
+
+        def draw(unfinished: Sequence[Rollout], turn_sampling: Sampling) -> Iterator[Rollout]:
+            return self._sampler.generate((), turn_sampling, 0, unfinished)
+
+        yield from self._episodes.play(draw, prompts, sampling)
+
+    @cached_property
+    def _episodes(self) -> Episodes | None:
+        return start_episodes(self.config, self.tokenizer, None, self._open)
 
     @cached_property
     def _sampler(self) -> Sampler:

@@ -65,7 +65,11 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         if name.startswith("reward.") or not of_eval
     }
     values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward, free))
-    named = [v for k, v in values.items() if k.startswith("reward.") or k.endswith(".path")]
+    named = [
+        v
+        for k, v in values.items()
+        if k.startswith(("reward.", "environment.")) or k.endswith(".path")
+    ]
     values[CONTENTS] = dict(_digest_contents(named))
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

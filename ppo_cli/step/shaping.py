@@ -284,6 +284,7 @@ def shape_step(
         lam=algorithm.lam,
         lam_alpha=algorithm.lam_alpha,
         critic_lam=config.critic.lam,
+        gamma_turn=config.environment.gamma_turn,
         subtract_group_mean=algorithm.subtract_group_mean,
         whiten=algorithm.whiten_advantages,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,

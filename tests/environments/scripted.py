@@ -16,7 +16,8 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
-from ppo_cli.environments.episodes import EpisodeEngine
+from ppo_cli.environments.chat import Chat
+from ppo_cli.environments.episodes import EpisodeEngine, Episodes
 from ppo_cli.records import Message, Prompt, Rollout
 
 
@@ -92,26 +93,8 @@ def tokenizer() -> Any:
 END = "<|im_end|>"
 
 
-class SmallChat:
-    """The chat format of the embedded model."""
-
-    def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
-        if any(message["role"] == "alien" for message in messages):
-            raise ValueError("there is no role alien")
-        text = tokenizer().apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return text, tuple(tokenizer()(text)["input_ids"])
-
-    def continue_after(
-        self, turn: Sequence[int], replies: Sequence[Message], opening: Sequence[Message]
-    ) -> tuple[int, ...]:
-        text, _ = self.open(replies)
-        end = tokenizer().convert_tokens_to_ids(END)
-        return tuple(tokenizer()(("" if turn[-1] == end else END) + "\n" + text)["input_ids"])
-
-    def parse(self, turn: Sequence[int]) -> Message:
-        return {"role": "assistant", "content": tokenizer().decode(turn).removesuffix(END)}
+def make_chat() -> Chat:
+    return Chat(tokenizer(), {}, (), frozenset({tokenizer().eos_token_id}))
 
 
 def config(**groups: dict[str, Any]) -> Config:
@@ -128,7 +111,7 @@ def prompts(count: int = 4) -> list[Prompt]:
     rows = []
     for i in range(count):
         messages = ({"role": "user", "content": f"What is {i} + {2 * i}?"},)
-        text, ids = SmallChat().open(messages)
+        text, ids = make_chat().open(messages)
         rows.append(Prompt(f"row:{i}", messages[0]["content"], messages, text, ids, "sums", 3 * i))
     return rows
 
@@ -136,7 +119,7 @@ def prompts(count: int = 4) -> list[Prompt]:
 def make_engine(environments: Scripted, settings: Config, inner: Any = None) -> EpisodeEngine:
     inner = inner or LocalEngine(settings, tokenizer(), total_steps=4)
     decode = partial(decode_text, tokenizer())
-    return EpisodeEngine(inner, environments, SmallChat(), settings, decode)
+    return EpisodeEngine(inner, Episodes(environments, make_chat(), settings, decode))
 
 
 def by_key(rollouts: Sequence[Rollout]) -> dict[tuple[str, int], Rollout]:

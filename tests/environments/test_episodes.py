@@ -16,9 +16,9 @@ from tests.environments.scripted import (
     END,
     Counting,
     Scripted,
-    SmallChat,
     by_key,
     config,
+    make_chat,
     make_engine,
     prompts,
     tokenizer,
@@ -44,7 +44,7 @@ def test_tokens_turns_and_log_probs_of_an_episode() -> None:
         for turn in rollout.turns:
             text += turn.text + END
             if turn is not rollout.turns[-1]:
-                text += "\n" + SmallChat().open(turn.replies)[0]
+                text += "\n" + make_chat().open(turn.replies)[0]
         played = tokenizer().decode([*rollout.prompt.token_ids, *rollout.token_ids])
         assert text == played + END * rollout.turns[-1].cut
         mask = torch.zeros(batch.response_mask_BT.shape[1], dtype=torch.bool)
@@ -113,7 +113,7 @@ class Fragile(Counting):
         if self.truth == 6:
             return [{"role": "user", "content": "long " * 80}]
         super().reset(row)
-        return [{"role": "alien" if self.truth == 9 else "user", "content": "Begin."}]
+        return [{"role": "user", "content": None if self.truth == 9 else "Begin."}]
 
     def step(self, message: Message) -> Any:
         if self.turn == 1:
@@ -128,7 +128,7 @@ def test_a_failed_episode_is_masked_with_its_reason() -> None:
     assert reasons[0] == "raised ValueError: no second turn"
     assert reasons[1] == "raised RuntimeError: no board"
     assert reasons[2].startswith("its opening has ") and "--max_prompt_length 64" in reasons[2]
-    assert reasons[3] == "there is no role alien"
+    assert reasons[3].startswith("the chat template refuses it: ")
     began = rollouts["row:0", 0]
     assert len(began.turns) == 2 and began.prompt.text == "Begin."
     assert began.turns[-1].end == len(began.token_ids)

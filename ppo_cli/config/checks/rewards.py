@@ -270,6 +270,12 @@ def check_mixture(scene: Scene) -> Iterator[Clash]:
                 f"part {part.name} is a reward model, and none is named: --reward_model PATH, or "
                 f"{PARTS}.{part.name}.model.path.",
             )
+        if part.kind == "environment" and scene.config.environment.path is None:
+            yield Clash(
+                mixture.set_by[part.name],
+                f"part {part.name} is the reward of an environment, and none is named: add "
+                "--environment FILE.py:NAME, or leave the part out.",
+            )
     yield from _check_gates(mixture)
     # A weight of 0 is only for parts that another one waits for.
     gates = {part.gate.part for part in mixture.parts if part.gate is not None}

@@ -699,7 +699,7 @@ class Composite(Section):
 
     enable: bool | None = setting(None, "Mix several rewards. Unset: if parts are given.")
     weights: dict[str, Any] = setting(
-        {}, "Weight by name of part: judge, model, rule.", unused="mixture_off"
+        {}, "Weight by name of part: judge, model, rule, environment.", unused="mixture_off"
     )
     parts: dict[str, Any] = setting(
         {}, "Settings by name of part: weight, scaling, clip and more.", unused="mixture_off"
@@ -776,7 +776,7 @@ class Reward(Section):
     )
     # Mixtures and files.
     parts: tuple[str, ...] = setting(
-        (), "Part of a mixture, KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).",
+        (), "Part of a mixture, KIND[:NAME]:WEIGHT, repeatable (judge, model, rule, environment).",
         flag="--reward", unused="mixture_off",
     )  # fmt: skip
     config_file: str | None = setting(

@@ -5,6 +5,7 @@ from ppo_cli.engine.models.policy import (
     ValueModel,
     count_embeddings,
     load_policy,
+    read_stop_token_ids,
     stop_token_ids,
 )
 from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
@@ -16,5 +17,6 @@ __all__ = [
     "load_policy",
     "load_tokenizer",
     "pad_token_id",
+    "read_stop_token_ids",
     "stop_token_ids",
 ]

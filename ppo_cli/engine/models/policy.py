@@ -10,11 +10,12 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ppo_cli.engine.models.attention import PackedRows, Packing
 from ppo_cli.engine.models.loading import load_weights
@@ -172,6 +173,15 @@ def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
         return replace(loaded, model=model)
     # The head may be a module that the adapter replaced.
     return replace(split_model(loaded.model), model=model)
+
+
+def read_stop_token_ids(path: str, model_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the end-of-sequence ids of a model in a folder, without loading it."""
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(model_config)
+    return stop_token_ids(SimpleNamespace(generation_config=generation), tokenizer)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -22,13 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.derived import sampler_seed
@@ -49,7 +48,7 @@ from ppo_cli.engine.base import (
 )
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import create_folder, list_rendezvous_files, remove
-from ppo_cli.engine.models import stop_token_ids
+from ppo_cli.engine.models import read_stop_token_ids
 from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
@@ -572,7 +571,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     require_length(model_config.to_dict(), settings.path, config.data)
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
-    end_ids = stop_token_ids(_with_generation(path, model_config), tokenizer)
+    end_ids = read_stop_token_ids(path, model_config, tokenizer)
     return VLLMSampler(
         path,
         eos_token_ids=end_ids,
@@ -608,15 +607,6 @@ def _adapter_options(settings: Model, model_config: Any) -> dict[str, Any]:
         "lora": LoRA(settings.lora_rank, settings.lora_alpha, fused),
         "skeleton": skeleton,
     }
-
-
-def _with_generation(path: str, model_config: Any) -> Any:
-    """Return a stand-in model for `stop_token_ids`, with only a generation config."""
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:
-        generation = GenerationConfig.from_model_config(model_config)
-    return SimpleNamespace(generation_config=generation)
 
 
 def _cache_bytes(model_config: Any, dtype: torch.dtype, longest: int, sequences: int) -> int:

@@ -1,0 +1,71 @@
+"""Starts what a run's episodes need: the environment processes and the chat format of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.schema.run import Config
+from ppo_cli.engine.pretrained import load_config, load_tokenizer
+from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.environments.base import Schema
+from ppo_cli.environments.chat import Chat
+from ppo_cli.environments.pool import EnvironmentPool, check_environment
+from ppo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from ppo_cli.environments.episodes import Episodes
+
+
+def start_episodes(
+    config: Config, tokenizer: Any, logs: Path | None, closing: ExitStack
+) -> Episodes | None:
+    """Start the environments, which `closing` ends; None for a run whose responses are one turn.
+
+    Raises UserError for an environment that does not start, and for a model whose chat template
+    cannot render its episodes.
+    """
+    if not config.environment.is_set:
+        return None
+    from ppo_cli.engine.models import read_stop_token_ids
+    from ppo_cli.environments.episodes import Episodes
+
+    pool = EnvironmentPool(config.environment, logs)
+    closing.callback(pool.close)
+    pool.start()
+    path = model_folder(config.model.path)
+    model_config = load_config(path, "--model", config.model.trust_remote_code)
+    end_ids = read_stop_token_ids(path, model_config, tokenizer)
+    chat = _make_chat(config, tokenizer, pool.tools, end_ids)
+    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=end_ids))
+
+
+def check_episodes(config: Config) -> None:
+    """Raise UserError for what `start_episodes` would refuse, without loading a model."""
+    if not config.environment.is_set:
+        return
+    check_environment(config.environment)
+    # A model of the hub is not downloaded for a check.
+    if Path(model_folder(config.model.path)).expanduser().is_dir():
+        trust = config.model.trust_remote_code
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
+        _make_chat(config, tokenizer, (), frozenset({tokenizer.eos_token_id}))
+
+
+def _make_chat(
+    config: Config, tokenizer: Any, tools: Sequence[Schema], end_ids: frozenset[int]
+) -> Chat:
+    """Return the chat format; UserError if its template would rewrite what was sampled."""
+    chat = Chat(tokenizer, config.data.apply_chat_template_kwargs, tools, end_ids)
+    rewritten = chat.rewrites_history() if config.environment.history == "refuse" else ""
+    if rewritten:
+        raise UserError(
+            f"The chat template changes earlier turns: {rewritten}. Set environment.history=split, "
+            "which trains each turn with the text that the model read, or environment.history=keep "
+            "to go on from what was sampled."
+        )
+    return chat
