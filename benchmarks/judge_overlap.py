@@ -1,10 +1,11 @@
 """How much longer a step takes when judges with a second of latency score it, not a rule.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/judge_overlap.py [--steps 6] [--turns 2]
-A judge on loopback answers after --latency seconds. The model has random weights and is large
-enough that sampling and annotating take longer than that. Runs take turns; the ratio is that of
-the medians of all steps but each run's first. The target is 1.03 at most. In the cascade
-each response goes to a cheaper judge first and then to the judge, the longest that it can wait.
+Run: OMP_NUM_THREADS=1 python benchmarks/judge_overlap.py [--steps 6] [--turns 2] [--band 0-0.25]
+A judge on loopback answers after --latency seconds, with any score. The model has random weights
+and is large enough that sampling and annotating take longer than that. Runs take turns; the ratio
+is that of the medians of all steps but each run's first. The target is 1.03 at most. In the cascade
+each response goes to a cheaper judge first, which answers after --cheap_latency seconds, and then
+to the judge, if the cheaper one's score is in --band: by default always, which takes longest.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def build_model(folder: Path) -> None:
 @contextmanager
 def judge(latency: float) -> Iterator[str]:
     """Start the loopback judge as a process of its own; gives its URL."""
-    command = [sys.executable, "-m", "tests.judge_server", "--latency", str(latency)]
+    command = [sys.executable, "-m", "tests.judge_server", "--any",
+               "--latency", str(latency)]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -74,11 +76,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--latency", type=float, default=1.0)
+    parser.add_argument("--cheap_latency", type=float, default=0.3)
+    parser.add_argument("--band", default="0-1", help="cheaper scores that are escalated")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as place,
         judge(options.latency) as url,
-        judge(options.latency) as cheap,
+        judge(options.cheap_latency) as cheap,
     ):
         model = Path(place) / "model"
         build_model(model)
@@ -88,7 +92,7 @@ def main() -> None:
         rewards = {
             "rule": ["--rule", "exact"],
             "judge": one,
-            "cascade": [*one, "--rm_cascade", "small", "--rm_cascade_band", "0-1", small],
+            "cascade": [*one, "--rm_cascade", "small", "--rm_cascade_band", options.band, small],
         }
         found: dict[str, list[dict[str, float]]] = {name: [] for name in rewards}
         for turn in range(options.turns):
@@ -97,8 +101,9 @@ def main() -> None:
                 found[name] += step_times(out, model, options.steps, flags)
     for name, lines in found.items():
         keys = ("time/step_s", "time/rollout_s", "time/annotate_s", "time/reward_wait_s")
-        told = ", ".join(f"{k[5:]} {statistics.median(x[k] for x in lines):.3f}" for k in keys)
-        print(f"{name:7} medians of {len(lines)} steps: {told}")
+        times = ", ".join(f"{k[5:]} {statistics.median(x[k] for x in lines):.3f}" for k in keys)
+        escalated = statistics.fmean(x.get("judge/escalated", 0.0) for x in lines)
+        print(f"{name:7} medians of {len(lines)} steps: {times}; escalated {escalated:.0%}")
     medians = {n: statistics.median(x["time/step_s"] for x in found[n]) for n in found}
     for name, other in (("judge", "rule"), ("cascade", "judge")):
         ratio = medians[name] / medians[other]

@@ -129,6 +129,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     if not steps:
         return {}
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
+    if findings["kl_high"] and is_kl_worth_it(steps, limits, findings["hacking"]):
+        findings["kl_high"] = ""
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     if findings["hacking"]:  # it explains long responses: other advice would be wrong
@@ -213,27 +215,23 @@ def _check_collapse(steps: History, limits: Limits) -> str:
 
 
 def _check_kl_high(steps: History, limits: Limits) -> str:
-    """Warn if the KL is extreme, or stays above the limit without a gain in reward."""
-    newest, two = _last_values(steps, "kl_divergence", 1), _last_values(steps, "kl_divergence", 2)
-    if not newest:
+    """Warn if the KL is extreme, or stays above the limit."""
+    kl = _last_values(steps, "kl_divergence", 1)
+    two = _last_values(steps, "kl_divergence", 2) or [0.0]
+    if not kl or (kl[0] <= EXTREME_FACTOR * limits.kl[1] and min(two) <= limits.kl[1]):
         return ""
-    if newest[0] <= EXTREME_FACTOR * limits.kl[1]:
-        lasts = bool(two) and min(two) > limits.kl[1]
-        if not lasts or is_kl_worth_it(steps, limits):
-            return ""
     return (
-        f"kl {newest[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
+        f"kl {kl[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
         f"Raise {limits.kl_setting} or lower --lr."
     )
 
 
-def is_kl_worth_it(steps: History, limits: Limits) -> bool:
-    """Whether a high KL is fine: the reward rises, and nothing suggests that it is exploited.
-
-    `steps` are the finished steps, from 1 on.
-    """
+def is_kl_worth_it(steps: History, limits: Limits, alarm: str) -> bool:
+    """Whether a high KL is fine: it is not extreme, and the reward rises without an `alarm`."""
+    if steps[-1]["kl_divergence"] > EXTREME_FACTOR * limits.kl[1]:
+        return False
     if limits.can_be_gamed:
-        return reward_rises(steps) and not find_hacking(steps, limits)
+        return reward_rises(steps) and not alarm
     rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
     return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 
