@@ -250,6 +250,7 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         averaged = name.startswith("reward") and before is not None and summary.averaged > 1
         rows.append((name, f"{change} (means of {summary.averaged} steps)" if averaged else change))
     rows += [(f"judge: {name}", text) for name, text in summary.judge]
+    rows += [(f"episodes: {name}", text) for name, text in summary.episodes]
     if summary.critic:
         rows.append(("critic", summary.critic))
     if summary.pretraining:

@@ -27,8 +27,17 @@ from ppo_cli.config.layers import PLACE_KEYS, is_chosen
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import load_yaml
-from ppo_cli.errors import ConfigError, DataError, ExhaustedBudget, Interrupted, UserError, ppo
+from ppo_cli.errors import (
+    ConfigError,
+    DataError,
+    ExhaustedBudget,
+    Interrupted,
+    UserError,
+    plural,
+    ppo,
+)
 from ppo_cli.report.critic import describe_critic
+from ppo_cli.report.episode_card import describe_episodes
 from ppo_cli.report.judge_card import describe_judges, format_dollars
 from ppo_cli.report.metrics import (
     describe_pretraining,
@@ -56,6 +65,7 @@ from ppo_cli.run_folder import (
 DEFAULT_STEPS = 20
 DEFAULT_PROMPTS = 3
 RECENT = 10  # steps whose means a comparison shows
+FOLDED_CHARS = 100  # of the first line of a thought or a tool's result
 Line = Mapping[str, Any]
 
 
@@ -71,6 +81,7 @@ def show(
     summary: bool,
     json: bool,
     csv: str | None,
+    full: bool,
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
@@ -95,7 +106,8 @@ def show(
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = choose_rollouts(lines, worst, best, failed, unscored)
         none = "No response of this step is one of these."
-        print_result(chosen, lambda: "\n\n".join(map(format_rollout, chosen)) or none, as_json=json)
+        shown = (format_rollout(line, full=full) for line in chosen)
+        print_result(chosen, lambda: "\n\n".join(shown) or none, as_json=json)
     elif csv is not None:
         typer.echo(write_steps_csv(read_metrics(run), csv))
     else:
@@ -280,6 +292,7 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
 # Fields that responses are sorted, matched and counted by; other fields may have any type.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "score": (int, float), "parts": (dict,), "uid": (str, int), "sample": (int,), "prompt": (str,),
+    "turns": (list,),
 }  # fmt: skip
 
 
@@ -291,9 +304,13 @@ def _find_wrong_type(line: Line) -> str:
         {f"parts.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {}
     )
     raw = {f"{name}.raw": part.get("raw") for name, part in inner.items() if isinstance(part, dict)}
+    turns = line.get("turns")
     # All fields to check: of the response, of its parts, of their scores.
     fields = [(name, line.get(name), kinds) for name, kinds in FIELD_TYPES.items()]
     fields += [(name, part, (dict,)) for name, part in inner.items()]
+    for number, turn in enumerate(turns if isinstance(turns, list) else ()):
+        where, message = f"turns.{number}", turn.get("message") if isinstance(turn, dict) else turn
+        fields += [(where, turn, (dict,)), (f"{where}.message", message or "missing", (dict,))]
     fields += [(name, value, (int, float)) for name, value in raw.items()]
     for name, value, kinds in fields:
         if value is not None and not isinstance(value, kinds):
@@ -327,10 +344,11 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
     """Return the table of steps, and below it the card of the judges, and the critic."""
     config, _ = read_run_config(run)
     judge = describe_judges(run, config or Config(), history)
-    fork = describe_fork_of(run)
+    fork, episodes = describe_fork_of(run), describe_episodes(run, history)
     blocks = [
         format_steps_table(steps),
         *(["\n".join(titled_table("The judge", judge))] if judge else []),
+        *(["\n".join(titled_table("The episodes", episodes))] if episodes else []),
         *format_critic(run),
         *([fork] if fork else []),
     ]
@@ -428,17 +446,30 @@ def format_statistics(means: Mapping[str, float]) -> str:
     return "\n".join(align_columns(rows, left_aligned=1))
 
 
-def format_rollout(line: Line) -> str:
-    """Return a response as text: score, prompt, response, reason, ground truth, parts."""
+def format_rollout(line: Line, *, full: bool = False) -> str:
+    """Return a response as text: score, prompt, response or turns, reason, ground truth, parts.
+
+    Without `full`, thoughts and tool results of an episode are folded to their first lines.
+    """
     score = line.get("score")
     scored = "no score" if score is None else f"score {format_number(score)}"
     # A heading with the facts, then blocks of text; empty ones are left out.
     head = [f"step {line['step']}", scored, f"{line.get('tokens', '?')} tokens"]
-    head += ["cut off"] if line.get("finish_reason") == "length" else []
+    turns: Sequence[Line] = line.get("turns") or ()
+    if turns:
+        errors = sum(bool(turn.get("error")) for turn in turns)
+        head += [plural(len(turns), "turn"), *([plural(errors, "tool error")] if errors else [])]
+    if ended := line.get("ended"):
+        head.append(f"ended by the limit of {ended}")
+    elif line.get("finish_reason") == "length" and not (turns and line.get("failure")):
+        head.append("cut off")
     head += [f"data_source {line['data_source']}"] if line.get("data_source") else []
     blocks = [("failure", "failure"), ("reason", "reason"), ("ground truth", "ground_truth")]
     lines = ["--- " + ", ".join(head), *indent_block("prompt", line.get("prompt"))]
-    lines += indent_block("response", line.get("response"))
+    for number, turn in enumerate(turns, start=1):
+        lines += format_turn(number, turn, full=full)
+    if not turns:
+        lines += indent_block("response", line.get("response"))
     lines += [row for name, key in blocks for row in indent_block(name, line.get(key))]
     # The parts of a mixture; with a single part it is the score itself.
     parts = {n: p.get("raw") for n, p in (line.get("parts") or {}).items()}
@@ -447,6 +478,36 @@ def format_rollout(line: Line) -> str:
             "parts", ", ".join(f"{n} {format_number(v)}" for n, v in parts.items())
         )
     return "\n".join(lines)
+
+
+def format_turn(number: int, turn: Line, *, full: bool) -> list[str]:
+    """Return a turn of an episode: the policy's message, its calls, and the replies to it."""
+    from ppo_cli.rewards.judge.visible import format_call, text_of
+
+    message = turn["message"]
+    facts = [
+        f"{name} {format_number(value)}" for name, value in (turn.get("rewards") or {}).items()
+    ]
+    facts += [f"{name} {seconds:.2g} s" for name, seconds in turn.get("tools") or ()]
+    facts += ["cut off"] if turn.get("cut") else []
+    lines = [f"turn {number}" + (f" ({', '.join(facts)})" if facts else "") + ":"]
+    rows = [("thought", str(message.get("reasoning_content") or ""), not full)]
+    rows += [("", text_of(message), False)]
+    rows += [("call", format_call(call), False) for call in message.get("tool_calls") or ()]
+    rows += [("error", str(turn.get("error") or ""), False)]
+    for reply in turn.get("replies") or ():
+        rows.append((str(reply.get("role")), text_of(reply), not full))
+    for name, text, folded in rows:
+        start, _, rest = text.partition("\n")
+        if folded and (rest or len(start) > FOLDED_CHARS):
+            text = f"{start[:FOLDED_CHARS]} … ({len(text):,} characters, --full shows them)"
+        if text:
+            first, *others = text.split("\n")
+            lines += [
+                f"  {name}: {first}" if name else f"  {first}",
+                *(f"    {row}" for row in others),
+            ]
+    return lines
 
 
 def indent_block(name: str, value: Any) -> list[str]:
@@ -470,6 +531,7 @@ SHOW_FLAGS = [
     make_switch("val", "Show validation responses."),
     make_flag("last", int, DEFAULT_STEPS, "Rows of the table of steps.", min=1),
     make_switch("summary", "Show mean and deviation over the last 100 steps."),
+    make_switch("full", "Show thoughts and tool results of episodes in full."),
     make_switch("json", "Print JSON."),
     make_flag("csv", str, None, "All steps as CSV, to stdout or into a file.", "[FILE.csv]"),
 ]  # fmt: skip

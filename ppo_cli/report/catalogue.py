@@ -120,6 +120,16 @@ DECIDING = (
            "raise --max_response_length, or set --thought_budget",
            lambda limits, _: (None, limits.truncated_share), label="not closed", **SHARE),
     Metric("thought/share", "Thoughts not closed", label="with a thought", **SHARE),
+    # Episodes of several turns.
+    Metric("environment/turns_mean", "Turns of an episode", "Mean turns of the policy.", **COUNT),
+    Metric("environment/failed_share", "Errors of episodes",
+           "Shares of episodes that their environment could not finish, and of turns whose tool "
+           "calls it could not act on.",
+           "filter the responses below: the errors are there", lambda *_: (None, 0.05),
+           label="failed episodes", **SHARE),
+    Metric("environment/tool_error_share", "Errors of episodes", label="tool errors", **SHARE),
+    Metric("environment/cut_*_share", "Episodes cut by limits", "Share that each limit cut.",
+           "raise --max_turns, --max_turn_tokens or --max_response_length", **SHARE),
     # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
     Metric("judge*/error_rate", "Judge errors", "Share of calls that failed.",
            "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05),
@@ -187,6 +197,12 @@ DETAILS = (
     Metric("judge*/label_correlation", "Judge and labels",
            "Correlation of the judge's scores with the labels that people gave.",
            label="correlation", **CORRELATION),
+    # Episodes.
+    Metric("environment/seconds_mean", "Time of the environment", "Mean time of its calls in an "
+           "episode.", unit="s", **COUNT),
+    Metric("environment/restarts", "Environment processes", "Restarts and time-outs in a step.",
+           **COUNT),
+    Metric("environment/timeouts", "Environment processes", **COUNT),
     # Time and speed.
     *(Metric(f"time/{phase}_s", "Time by phase", "Where a step spends its time.", unit="s",
              label=label, stacked=True, **COUNT) for phase, label in PHASES.items()),

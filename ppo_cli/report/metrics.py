@@ -22,6 +22,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.drift import read_opinions
+from ppo_cli.report.episode_card import describe_episodes
 from ppo_cli.report.exploits import exploit_metrics
 from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
@@ -287,6 +288,7 @@ def summarise(
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
         judge=tuple(describe_judges(run_dir, config, history)),
+        episodes=tuple(describe_episodes(run_dir, history)),
         critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
         pretraining=describe_pretraining(config, read_pretraining(run_dir)),
         declined=fell,

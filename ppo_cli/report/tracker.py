@@ -68,6 +68,7 @@ class Summary:
     session: tuple[int, float] | None = None
     first_step: int = 1
     judge: tuple[tuple[str, str], ...] = ()
+    episodes: tuple[tuple[str, str], ...] = ()
     critic: str = ""
     pretraining: str = ""
     declined: frozenset[str] = frozenset()

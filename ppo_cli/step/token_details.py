@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def list_token_details(
     """Return the details of `count` rows of a batch by row, those to be kept first in front.
 
     The numbers are those that trained: values and entropies before the updates, advantages after
-    whitening. The KL of a token is that of `kl_divergence` (k3, in nats), or the exact one over
+    whitening. An episode has its whole text as well, and the [start, end) of the environment's
+    tokens. The KL of a token is that of `kl_divergence` (k3, in nats), or the exact one over
     the vocabulary if the run computes it. Values and returns are absent without a critic.
     """
     numbers_BT = {"advantage": batch.advantages_BT, "entropy": batch.entropy_BT}
@@ -42,16 +44,24 @@ def list_token_details(
     details: dict[int, dict[str, Any]] = {}
     for row in choose_rows(batch, count):
         rollout = rollouts[row]
-        # The text of an episode is that of its last turn.
-        start = rollout.turns[-1].start if rollout.turns else 0
-        at, ids = slice(start, int(batch.response_len_B[row])), rollout.token_ids
-        context = (*rollout.prompt.token_ids, *ids[:start])
-        pieces = split_text(rollout.text, ids[start:], context, decode)
-        masked = (~batch.loss_mask_BT[row, at]).nonzero().squeeze(1).tolist()
+        size, ids, context = (
+            int(batch.response_len_B[row]),
+            rollout.token_ids,
+            rollout.prompt.token_ids,
+        )
+        # The text of an episode as a record is that of its last turn; here it has all tokens.
+        text, episode = rollout.text, dict[str, Any]()
+        if rollout.turns:
+            text = decode(ids, context)
+            replies = [[turn.end, after.start] for turn, after in pairwise(rollout.turns)]
+            episode = {"text": text, "environment": replies}
+        pieces = split_text(text, ids, context, decode)
+        masked = (~batch.loss_mask_BT[row, :size]).nonzero().squeeze(1).tolist()
         details[row] = {
             "lengths": " ".join(str(len(piece)) for piece in pieces),
-            **{name: encode_numbers(x_BT[row, at]) for name, x_BT in numbers_BT.items()},
+            **{name: encode_numbers(x_BT[row, :size]) for name, x_BT in numbers_BT.items()},
             **({"masked": masked} if masked else {}),
+            **episode,
         }
     return details
 

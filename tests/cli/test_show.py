@@ -18,10 +18,10 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder import append_line, replace_lines, rollout_file
+from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
 from tests.config.settling import settle
 from tests.golden import INPUTS
-from tests.report.page.runs import add_critic
+from tests.report.page.runs import add_critic, add_episodes, make_run
 
 
 @pytest.fixture
@@ -115,3 +115,34 @@ def test_what_the_critic_predicts_is_below_the_steps(
     first, second = (row.split() for row in tenths.split("\n"))
     assert first[:8] == ["steps", "19", "to", "20:", "value", "of", "a", "token"]
     assert first[8:10] == ["0.000", "0.100"] and second[3:5] == ["0.195", "0.245"]
+
+
+def test_an_episode_is_shown_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    add_episodes(run, 3)
+    assert main(["show", str(run), "--step", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        """
+turn 1 (form 0.250, add 0.5 s, cut off):
+  thought: One more … (16 characters, --full shows them)
+  Let me add.
+  call: add(a=1, b=1)
+  error: add: b is not a number
+  tool: 2 …"""
+        in shown
+    )
+    head = next(line for line in shown.splitlines() if "tool error" in line)
+    assert head.endswith("2 turns, 1 tool error, ended by the limit of turns, data_source add")
+    assert "the environment took longer than 30 s" in shown
+    assert main(["show", str(run), "--step", "3", "--full"]) == 0
+    assert "\n    than 1.\n" in capsys.readouterr().out
+    assert main(["show", str(run)]) == 0
+    assert "add 0.5 s (3 calls)" in capsys.readouterr().out
+    # Files of other programs may have anything in their place.
+    file = rollout_file(run, 3)
+    lines = read_lines(file)
+    lines[1]["turns"][1]["message"] = "It is 2."
+    replace_lines(file, lines)
+    assert main(["show", str(run), "--step", "3"]) == 2
+    assert "turns.1.message is" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from ppo_cli.algo.batch import TrainBatch, build_batch
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.loop import run
-from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
+from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
 from ppo_cli.report.critic import describe_critic, measure_critic, pool_steps
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.report.tracker import Screen, Tracker
@@ -143,6 +143,17 @@ def test_rejected_tokens_are_marked() -> None:
     batch = shape(rollouts, [0.0, 1.0], old, **limits).batch
     details = list_token_details(batch, rollouts, spell, 2)
     assert details[1]["masked"] == [2] and "masked" not in details[0]
+
+
+def test_an_episode_has_all_its_tokens_and_says_which_are_the_environments() -> None:
+    one, two = sample([8, 8])
+    turns = tuple(Turn(start, end, "", {"role": "assistant"}) for start, end in ((0, 3), (5, 8)))
+    episode = replace(one, turns=turns, text=spell(range(5, 8), ()))
+    batch = shape([episode, two], [0.0, 1.0]).batch
+    details = list_token_details(batch, [episode, two], spell, 2)
+    assert details[0]["text"] == "abcdefgh" and details[0]["lengths"] == "1 1 1 1 1 1 1 1"
+    assert details[0]["environment"] == [[3, 5]] and details[0]["masked"] == [3, 4]
+    assert not {"text", "environment", "masked"} & set(details[1])
 
 
 def choose(scores: Sequence[float | None], n: int, count: int) -> list[int]:

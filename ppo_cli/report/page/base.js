@@ -157,11 +157,12 @@ function drawSpent() {
   ]).filter(Boolean));
 }
 
-/** The card of the judges: noise, biases, agreement, cost and latency. */
+/** The cards of the judges (noise, biases, agreement, cost, latency) and of the episodes (turns, tools, limits). */
 function drawJudge() {
-  fill($("judge"), ...DATA.runs.filter((run) => run.judge.length).map((run) => el("article", { class: "card" },
-    el("h3", {}, DATA.runs.length > 1 ? `The judge of ${run.name}` : "The judge"),
-    el("dl", { class: "answers" }, ...run.judge.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])))));
+  const cards = DATA.runs.flatMap((run) => [["The judge", run.judge, run], ["The episodes", run.episodes, run]]).filter(([, rows]) => rows.length);
+  fill($("judge"), ...cards.map(([title, rows, run]) => el("article", { class: "card" },
+    el("h3", {}, DATA.runs.length > 1 ? `${title} of ${run.name}` : title),
+    el("dl", { class: "answers" }, ...rows.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])))));
 }
 
 function drawOverview() {

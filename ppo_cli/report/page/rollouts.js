@@ -4,13 +4,13 @@
 
 const PAGE = 50;
 const SNIPPET_CHARS = 1000, HISTORY_CHARS = 20000, PANE_CHARS = 100000; // of a text that the server sends
-const SORTS = ["step", "score", "tokens", "disputed", "changed"];
+const SORTS = ["step", "score", "tokens", "turn_count", "disputed", "changed"];
 const keyOf = (row, sort) => (sort === "step" ? row.step + (row.split === "val" ? 0.5 : 0) : sort === "changed" ? row.history.changed : row[sort]);
 const FILTERS = {
   from_step: (row, value) => row.step >= value, to_step: (row, value) => row.step <= value,
   split: (row, value) => row.split === value, source: (row, value) => row.data_source === value,
   min: (row, value) => row.score != null && row.score >= value, max: (row, value) => row.score != null && row.score <= value,
-  why: (row, value) => (row.score == null ? ["unscored", `unscored: ${row.cause}`].includes(value) : value === "scored" || (value === "detailed" && row.detailed === 1)),
+  why: (row, value) => (value === "tool errors" ? row.tool_errors > 0 : row.score == null ? ["unscored", `unscored: ${row.cause}`].includes(value) : value === "scored" || (value === "detailed" && row.detailed === 1)),
   pattern: () => true, where: () => true, // texts are searched apart
 };
 const SPLITS = { train: "training", val: "validation" };
@@ -33,7 +33,8 @@ const source = DATA.live ? {
     const names = where ? [where] : ["prompt", "response", "reason"];
     try {
       const expression = new RegExp(pattern, "iu");
-      return DATA.rows[run].filter((row) => names.some((name) => expression.test(row[name] || ""))).map((row) => row.id);
+      const textsOf = (row) => [...names.map((name) => row[name] || ""), names.includes("response") && row.turns ? JSON.stringify(row.turns) : ""];
+      return DATA.rows[run].filter((row) => textsOf(row).some((text) => expression.test(text))).map((row) => row.id);
     } catch (error) {
       throw new Error(`The pattern cannot be read: ${error.message}.`);
     }
@@ -175,13 +176,14 @@ function drawChoices() {
   const count = (values) => [...Map.groupBy(values, (value) => value)].map(([value, same]) => [value, same.length]);
   const counted = (value, text, number) => [value, `${text} (${number.toLocaleString("en-US")})`];
   const unscored = rows.filter((row) => row.score == null);
-  const detailed = rows.filter((row) => row.detailed).length;
+  const detailed = rows.filter((row) => row.detailed).length, wrong = rows.filter((row) => row.tool_errors).length;
   const causes = count(unscored.map((row) => row.cause)).sort((a, b) => b[1] - a[1]);
   setOptions("run", DATA.runs.map((run, i) => [String(i), run.name]), 2);
   setOptions("split", [["", "training and validation"], ...count(rows.map((row) => row.split)).map(([split]) => [split, SPLITS[split]])]);
   setOptions("source", [["", "all"], ...count(rows.map((row) => row.data_source)).filter(([name]) => name).sort().map(([name]) => [name, name])]);
   setOptions("why", [["", "all responses"], counted("scored", "scored", rows.length - unscored.length),
     ...(detailed ? [counted("detailed", "token by token", detailed)] : []),
+    ...(wrong ? [counted("tool errors", "with tool errors", wrong)] : []),
     ...(causes.length ? [counted("unscored", "without a score", unscored.length)] : []),
     ...causes.map(([cause, number]) => counted(`unscored: ${cause}`, `without a score: ${cause}`, number))]);
 }
@@ -261,6 +263,7 @@ function listColumns() {
   const differ = (name) => now.chosen.some((row) => row[name] !== now.chosen[0][name]);
   const start = commonStart(now.rows.map((row) => oneLine(row.prompt)));
   const score = (row) => (row.score == null ? el("span", { class: "failed", title: row.failure }, "none") : digits(row.score));
+  const turns = (row) => el("span", row.tool_errors ? { class: "failed", title: `tool errors: ${row.tool_errors}` } : {}, row.turn_count);
   const steps = new Set(now.rows.map((row) => row.start?.step));
   const first = steps.size === 1 ? `at step ${[...steps][0]}` : "first";
   const latest = now.against && !differ("step") && now.rows.length ? ` at step ${now.rows[0].step}` : "";
@@ -270,6 +273,7 @@ function listColumns() {
     differ("data_source") && ["source", null, "wide", (row) => snippet(oneLine(row.data_source))],
     ["score", "score", "n", (row) => el("span", {}, score(row), labelMark(row))],
     !now.against && ["tokens", "tokens", "n wide", (row) => row.tokens],
+    !now.against && now.chosen.some((row) => row.turn_count) && ["turns", "turn_count", "n", turns],
     differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start))],
     [`response${latest}`, null, "", (row) => snippet(oneLine(row.response))],
     now.against && [first, null, "n", ({ start }) => el("span", {}, score(start), steps.size > 1 ? el("div", { class: "dim" }, `step ${start.step}`) : null)],
@@ -361,7 +365,7 @@ const FACTS = new Map(Object.entries({
   extracted: ["answer that was read"], imputed: ["substitute score"],
 }));
 const SHOWN = new Set(["id", "response_id", "split", "step", "line", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
-  "failure", "cause", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "thoughts", "opened", "criteria", "history", "detailed", "token_details"]);
+  "failure", "cause", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "thoughts", "opened", "criteria", "history", "detailed", "token_details", "turns", "turn_count", "tool_errors", "opening", "ended"]);
 const graded = (line) => Object.values(line.criteria || "").some((credit) => typeof credit === "number");
 
 function fact(name, value) {
@@ -407,10 +411,11 @@ function drawPane(line) {
   fill($("reading"),
     el("div", { class: "bar narrow" }, go("← previous", -1), go("next →", 1), el("button", { type: "button", onclick: () => $("rollouts").scrollIntoView() }, "to the table")),
     el("p", {}, el("b", {}, scoreOf(line)),
-      ` · step ${line.step}, ${SPLITS[line.split]} · ${line.tokens} token${line.tokens === 1 ? "" : "s"}${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source ? `${line.data_source} · ` : ""}${line.uid} #${line.sample}`),
+      ` · step ${line.step}, ${SPLITS[line.split]} · ${line.tokens} token${line.tokens === 1 ? "" : "s"}${line.finish_reason === "length" && !line.turns ? ", cut off" : ""} · ${line.data_source ? `${line.data_source} · ` : ""}${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `no score: ${line.failure}`) : null,
     !DATA.live && labelOf(line) ? el("p", {}, `label ${labelOf(line).label ?? "–"} ${labelOf(line).comment}`) : null,
-    ...part("prompt", line.prompt), head("response"), responseView(line), cutNote(line, "response"), el("div", { id: "ends" }),
+    ...part("prompt", line.prompt), ...(line.turns ? [head("turns"), ...episodeView(line), line.token_details ? head("tokens") : null] : [head("response")]),
+    responseView(line), cutNote(line, "response"), el("div", { id: "ends" }),
     ...part("ground truth", line.ground_truth), ...(graded(line) ? [] : part("reason", line.reason)),
     parts.length ? table("", ["part of the score", "weight in the sum", "raw", "scaled"].filter((_, i) => mixed.length || i !== 1),
       parts.map(([name, value]) => [name, ...(mixed.length ? [digits(weights[name])] : []), digits(value?.raw), digits(value?.scaled)])) : null,

@@ -5,6 +5,7 @@ The page filters and sorts the index itself (rollouts.js).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -46,7 +47,8 @@ class Row(NamedTuple):
 
     `line` is its place in the file of the step, `cause` the kind of failure of an unscored
     response, `disputed` the gap between its parts or its judges, `detailed` 1 if its tokens are
-    kept, and `size` the approximate bytes of its line.
+    kept, `turn_count` and `tool_errors` those of an episode, and `size` the approximate bytes of
+    its line.
     """
 
     split: str
@@ -60,6 +62,8 @@ class Row(NamedTuple):
     tokens: int
     disputed: float
     detailed: int
+    turn_count: int
+    tool_errors: int
     size: int
 
     @property
@@ -128,7 +132,7 @@ class Rollouts:
     ) -> list[dict[str, Any]]:
         """Return the full lines of rows in their order; texts are cut to `max_chars` characters.
 
-        Without `tokens` they have no details of tokens.
+        Without `tokens` they have neither details of tokens nor turns.
         """
         # Read each file once.
         by_file: dict[Place, list[int]] = defaultdict(list)
@@ -141,7 +145,9 @@ class Rollouts:
                 row = rows[place]
                 if row.line < len(lines):
                     line = truncate_texts(lines[row.line], max_chars)
-                    details = line.pop("token_details", None)
+                    details, turns = line.pop("token_details", None), line.pop("turns", None)
+                    if tokens and turns:
+                        line["turns"] = _list_turns({"turns": turns})
                     if tokens and isinstance(details, dict):
                         line["token_details"] = _mark_encoded(details)
                     full_line = lines[row.line] | {"split": split, "step": step}
@@ -191,7 +197,9 @@ class Rollouts:
                 start = time.monotonic()
                 for row in group:
                     line = lines[row.line] if row.line < len(lines) else {}
-                    texts = (str(line.get(name) or "") for name in names)
+                    texts = [str(line.get(name) or "") for name in names]
+                    if "response" in names and line.get("turns"):
+                        texts.append(json.dumps(line["turns"], ensure_ascii=False))
                     if any(expression.search(text, timeout=seconds_left) for text in texts):
                         yield row
                 seconds_left -= time.monotonic() - start
@@ -213,7 +221,7 @@ def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _mark_encoded(details: Mapping[str, Any]) -> dict[str, Any]:
     """Return the details of tokens with their numbers marked, so that they are not redacted."""
-    return {k: Encoded(v) if isinstance(v, str) else v for k, v in details.items()}
+    return {k: Encoded(v) if isinstance(v, str) and k != "text" else v for k, v in details.items()}
 
 
 def _file_state(file: Path) -> tuple[int, int] | None:
@@ -246,9 +254,17 @@ def _index_step(folder: Path, split: str, step: int) -> Iterator[Row]:
             _integer_or_zero(line.get("tokens")),
             _dispute_gap(line),
             int("token_details" in line),
+            len(_list_turns(line)), sum(bool(turn.get("error")) for turn in _list_turns(line)),
             60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values())
-            + len(str(line.get("token_details", ""))),
+            + sum(len(str(line.get(name, ""))) for name in ("token_details", "turns")),
         )  # fmt: skip
+
+
+def _list_turns(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of an episode; [] for a single response, and for what cannot be read."""
+    turns = line.get("turns")
+    turns = turns if isinstance(turns, list) else []
+    return [t for t in turns if isinstance(t, dict) and isinstance(t.get("message"), dict)]
 
 
 def _integer_or_zero(value: Any) -> int:
@@ -278,11 +294,27 @@ def parse_whole_number(text: str) -> int | None:
 
 
 def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    """Return a line with texts cut to `max_chars` characters; `cut` has their full lengths."""
-    shortened, lengths = dict(line), {}
+    """Return a line with texts cut to `max_chars` characters; `cut` has their full lengths.
+
+    That of turns is the number of cut texts in them.
+    """
+    shortened, lengths = dict(line), dict[str, int]()
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: shorten(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [shorten(inner) for inner in value]
+        if max_chars is None or not isinstance(value, str) or len(value) <= max_chars:
+            return value
+        lengths["turns"] = lengths.get("turns", 0) + 1
+        return value[:max_chars]
+
     for name, value in line.items():
         if max_chars is not None and isinstance(value, str) and len(value) > max_chars:
             shortened[name], lengths[name] = value[:max_chars], len(value)
+        elif name == "turns":
+            shortened[name] = shorten(value)
     return shortened | ({"cut": lengths} if lengths else {})
 
 

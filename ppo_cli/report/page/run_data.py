@@ -129,6 +129,7 @@ class RunData:
             "machine": written_by,
             "reward": describe_judging(self.folder, config),
             "judge": summary.judge,
+            "episodes": summary.episodes,
             "spent": spent,
             "critic": describe_critic(self.folder),
         }

@@ -44,7 +44,7 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
 
 MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs
-SCRIPTS = ("base.js", "critic.js", "curves.js", "tokens.js", "rollouts.js")
+SCRIPTS = ("base.js", "critic.js", "curves.js", "tokens.js", "turns.js", "rollouts.js")
 
 
 def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -> str:

@@ -6,6 +6,7 @@ import base64
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
-from ppo_cli.report.tracker import Screen, Tracker
+from ppo_cli.report.tracker import Screen, Tracker, make_episode_fields
 from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
+from tests.rewards.scoring import sum_episode
 
 RAN = "window.ran=(window.ran||0)+1"
 HOSTILE = [
@@ -125,6 +127,34 @@ def add_tokens(run: Path, step: int) -> None:
     for row in (1, 5):
         lines[row] |= {"response": "".join(PIECES), "tokens": 10, "token_details": details}
     replace_lines(rollout_file(run, step), lines)
+
+
+def add_episodes(run: Path, step: int) -> None:
+    """Make the response 1 of a step an episode with a tool error, 2 a good and 3 a failed one."""
+    lines = read_lines(rollout_file(run, step))
+    good = sum_episode(1, thought="One more\nthan 1.", result="2\n" + HOSTILE[0])
+    first, last = good.turns
+    wrong = replace(first, error="add: b is not a number", cut=True)
+    episodes = {
+        1: replace(good, turns=(wrong, last), ended="turns"), 2: good,
+        3: replace(good, turns=(first,), failure="the environment took longer than 30 s"),
+    }  # fmt: skip
+    for row, episode in episodes.items():
+        lines[row] |= make_episode_fields(episode)
+    lines[3] |= {"score": None, "failure": episodes[3].failure}
+    # The tokens 3 and 4 are the environment's.
+    details: dict[str, Any] = {"text": "".join(PIECES), "environment": [[2, 4]]}
+    details["lengths"] = " ".join(str(len(piece)) for piece in PIECES)
+    details |= {name: encode(numbers) for name, numbers in TOKENS.items()} | {"masked": [2, 3, 5]}
+    lines[1]["token_details"] = details
+    replace_lines(rollout_file(run, step), lines)
+    history = [
+        line | {"environment/turns_mean": 2.0, "environment/tool_error_share": 0.25,
+                "environment/failed_share": 0.125, "environment/seconds_mean": 0.5,
+                "environment/cut_turns_share": 0.125}
+        for line in read_lines(run / "metrics.jsonl")
+    ]  # fmt: skip
+    replace_lines(run / "metrics.jsonl", history)
 
 
 def add_critic(run: Path, steps: int) -> None:

@@ -18,7 +18,16 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file, rollout_steps
-from tests.report.page.runs import HOSTILE, PIECES, TOKENS, add_critic, add_tokens, make_run, serve
+from tests.report.page.runs import (
+    HOSTILE,
+    PIECES,
+    TOKENS,
+    add_critic,
+    add_episodes,
+    add_tokens,
+    make_run,
+    serve,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -579,3 +588,55 @@ def test_what_the_critic_predicts_is_drawn(browser: Any, tmp_path: Path) -> None
     ]  # fmt: skip
     assert titles[4] == "value 0: mean return 0.03, of 2 tokens" and len(titles) == 14
     assert errors_of(browser) == []
+
+
+def read_episodes(browser: Any) -> None:
+    """What both ways to open the page show of episodes."""
+    until(lambda: count(browser) == "24 of 24 responses")
+    card = browser.find_element("css selector", "#judge").text
+    for row in ("2 an episode", "25.0% of the turns", "turns 12.5%", "add 0.5 s (3 calls)"):
+        assert row in card
+    # Episodes with tool errors are a choice of the filter.
+    assert "with tool errors (1)" in texts(browser, "#filter [name=why] option")
+    fill(browser, "why", "tool errors")
+    until(lambda: count(browser) == "1 of 24 responses")
+    assert texts(browser, "#table td .failed")[0] == "2"
+    browser.execute_script("read('train:3:1')")
+    until(lambda: texts(browser, ".turn"))
+    assert texts(browser, ".turn h3") == ["turn 1 · form 0.25 · add 0.5 s · cut off", "turn 2"]
+    assert texts(browser, ".turn.wrong .failed") == ["tool error: add: b is not a number"]
+    assert texts(browser, ".call") == ["add(a=1, b=1)"]
+    assert "ended by the limit of turns" in browser.find_element("css selector", "#reading").text
+    # The thought is folded; a result is open next to its error.
+    thought, result = browser.find_elements("css selector", ".turn details")
+    assert thought.text == "thinking, 16 characters" and HOSTILE[0] in result.text
+    thought.find_element("css selector", "summary").click()
+    assert "than 1." in thought.text
+    # The environment's tokens have no numbers.
+    click(browser, "#tokens button", "advantage")
+    assert texts(browser, ".tokens .reply") == PIECES[2:4]
+    assert texts(browser, ".tokens .masked") == PIECES[5:6]
+    assert point_at(browser, 3, "click").endswith("of the environment: not in the losses")
+    # Another one without an error: everything from the tool is folded.
+    fill(browser, "why", "")
+    browser.execute_script("read('train:3:2')")
+    until(lambda: len(texts(browser, ".turn:not(.wrong)")) == 2)
+    (_, result) = browser.find_elements("css selector", ".turn details")
+    assert result.text.startswith("tool, ") and "\n" not in result.text
+    browser.execute_script("read('train:3:3')")
+    until(lambda: "took longer than 30 s" in browser.find_element("css selector", "#reading").text)
+    # Turns are searched.
+    fill(browser, "pattern", "Let me add")
+    until(lambda: count(browser) == "3 of 24 responses")
+    assert browser.execute_script("return window.ran") is None
+    assert errors_of(browser) == []
+
+
+def test_an_episode_is_read_as_a_conversation(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    add_episodes(run, 3)
+    with serve(run) as server:
+        browser.get(server.url)
+        read_episodes(browser)
+    browser.get(write_report(run, tmp_path).as_uri())
+    read_episodes(browser)

@@ -126,7 +126,7 @@ def test_the_index_has_all_rows_once_and_then_what_changed(tmp_path: Path) -> No
         assert rows[6, 5] == {
             "line": 5, "uid": "train:5", "sample": 0, "data_source": "add", "score": 11 / 14,
             "cause": "", "tokens": 6, "disputed": pytest.approx(11 / 14 - 0.5, abs=1e-6),
-            "detailed": 0,
+            "detailed": 0, "turn_count": 0, "tool_errors": 0,
         }  # fmt: skip
         assert (rows[2, 3]["score"], rows[2, 3]["cause"]) == (None, "timeout after 10 s")
         assert rows[3, 5]["disputed"] == 0.9, "between two judges"

@@ -1,0 +1,63 @@
+"""The card of a run's episodes: turns, errors, limits and tools, as rows of text.
+
+Summary, `ppo show` and page all print what `describe_episodes` returns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ppo_cli.errors import plural
+from ppo_cli.run_folder import read_lines, rollout_file, rollout_steps
+
+RECENT = 10  # steps whose means are shown
+MAX_TOOLS = 8
+_CUT = re.compile(r"environment/cut_(\w+)_share")
+
+
+def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return (measure, value) rows about the episodes of the last steps; [] without episodes."""
+    recent = [line for line in history if line.get("environment/turns_mean") is not None][-RECENT:]
+    if not recent:
+        return []
+    means = {
+        key: fmean(values)
+        for key in recent[-1]
+        if key.startswith("environment/")
+        and (values := [line[key] for line in recent if line.get(key) is not None])
+    }
+    rows = [("turns", f"{means['environment/turns_mean']:.3g} an episode")]
+    for name, key, what in (
+        ("tool errors", "tool_error_share", "of the turns"),
+        ("failed", "failed_share", "of the episodes"),
+    ):
+        if (share := means.get(f"environment/{key}")) is not None:
+            rows.append((name, f"{share:.1%} {what}"))
+    cuts = {m[1]: share for key, share in means.items() if (m := _CUT.fullmatch(key)) and share}
+    if cuts:
+        each = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in cuts.items())
+        rows.append(("cut by limits", ", ".join(each)))
+    if (seconds := means.get("environment/seconds_mean")) is not None:
+        rows.append(("environment", f"{seconds:.3g} s an episode"))
+    if tools := _describe_tools(run_dir):
+        rows.append(("tools", tools))
+    return rows
+
+
+def _describe_tools(run_dir: Path) -> str:
+    """Return the mean time of the tools called in the newest step, the slowest in all first."""
+    if not (steps := rollout_steps(run_dir)):
+        return ""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for line in read_lines(rollout_file(run_dir, steps[-1])):
+        for turn in line.get("turns") or ():
+            for name, duration in turn.get("tools") or ():
+                seconds[name].append(duration)
+    slowest = sorted(seconds.items(), key=lambda item: -math.fsum(item[1]))[:MAX_TOOLS]
+    return ", ".join(f"{n} {fmean(s):.2g} s ({plural(len(s), 'call')})" for n, s in slowest)
