@@ -14,7 +14,7 @@ from pyarrow import parquet
 from ppo_cli.errors import DataError
 from ppo_cli.records import Score, Scored
 from ppo_cli.report.tracker import make_rollout_line
-from ppo_cli.scoring import rows as ours
+from ppo_cli.scoring import rows as reader
 from tests.rewards.scoring import sum_episode
 
 ROW: dict[str, Any] = {
@@ -30,7 +30,7 @@ def write(path: Path, *rows: object) -> str:
 
 def test_a_row_becomes_a_rollout(tmp_path: Path) -> None:
     row = {**ROW, "extra_info": {"level": 3}}
-    (answered,) = ours.read_responses(write(tmp_path / "a.jsonl", "", row)).rows
+    (answered,) = reader.read_responses(write(tmp_path / "a.jsonl", "", row)).rows
     rollout, prompt = answered.rollout, answered.rollout.prompt
     assert (rollout.text, rollout.key, rollout.token_ids) == ("#### 2", ("a:2", 0), ())
     assert rollout.sampler_logprobs.size == 0
@@ -48,7 +48,7 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
     }
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist([row]), path)
-    (rollout,) = ours.read_responses(str(path)).rollouts
+    (rollout,) = reader.read_responses(str(path)).rollouts
     assert (rollout.prompt.text, rollout.prompt.ground_truth) == ("Hi", "Hello")
     assert len(rollout.prompt.messages) == 2
     assert rollout.text == "", "an empty response is a response"
@@ -56,9 +56,12 @@ def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
 
 def test_other_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x"}, ROW)
-    assert [r.text for r in ours.read_responses(file, response_key=None).rollouts] == ["", "#### 2"]
+    assert [r.text for r in reader.read_responses(file, response_key=None).rollouts] == [
+        "",
+        "#### 2",
+    ]
     file = write(tmp_path / "a.jsonl", {"question": "x", "completion": "y", "score": 1})
-    responses = ours.read_responses(file, response_key="completion")
+    responses = reader.read_responses(file, response_key="completion")
     assert responses.rollouts[0].text == "y"
     assert "the prompt is read from column 'question'" in responses.notes[0]
     assert responses.notes[1].endswith("new scores replace: score.")
@@ -69,27 +72,27 @@ def test_a_conversation_and_a_line_of_a_run_are_episodes(tmp_path: Path) -> None
     line = make_rollout_line(3, Scored(episode, Score(1.0)))
     rows: list[dict[str, Any]] = [line, {"messages": episode.messages}]
     for row in rows:
-        (rollout,) = ours.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
+        (rollout,) = reader.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
         assert rollout.messages == episode.messages
         assert (rollout.prompt.text, rollout.text) == ("What is 1 + 1?", "It is 2.")
-    (rollout,) = ours.read_responses(write(tmp_path / "a.jsonl", line)).rollouts
+    (rollout,) = reader.read_responses(write(tmp_path / "a.jsonl", line)).rollouts
     first, last = rollout.turns
     assert (first.rewards, first.seconds, first.tools) == ({"form": 0.25}, 0.5, (("add", 0.5),))
     assert not (first.cut or first.error or last.rewards or last.replies)
     # A conversation that waits for its answer is a prompt.
     row = {"messages": [*episode.messages, {"role": "user", "content": "And?"}], "response": "3"}
-    (asked,) = ours.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
+    (asked,) = reader.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
     assert not asked.turns and asked.prompt.text == "And?"
     broken = {**line, "turns": [{"message": {"role": "judge", "content": "10"}}]}
     with pytest.raises(DataError, match=r"turns\[0\]\[0\]: is not a message with a role"):
-        ours.read_responses(write(tmp_path / "a.jsonl", broken))
+        reader.read_responses(write(tmp_path / "a.jsonl", broken))
 
 
 def test_where_scores_go(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.json.gz", "a.parquet"):
         (tmp_path / name).touch()
-        assert ours.default_out(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
-    assert ours.default_out("some/hub-set") == Path("hub-set.scored.jsonl")
+        assert reader.default_out(str(tmp_path / name)) == tmp_path / "a.scored.jsonl"
+    assert reader.default_out("some/hub-set") == Path("hub-set.scored.jsonl")
 
 
 def test_rows_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -98,11 +101,11 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     loop: dict[str, Any] = {}
     loop["loop"] = loop
     with pytest.raises((ValueError, RecursionError)):
-        ours.write_rows(out, [{"a": 1}, loop])
+        reader.write_rows(out, [{"a": 1}, loop])
     assert out.read_text() == "before\n"
     assert [p.name for p in tmp_path.iterdir()] == ["b.jsonl"]
     rows = [{"t": "naïve ½", "half": "\ud800"}, {"t": 2}]
-    ours.write_rows(out, rows)
+    reader.write_rows(out, rows)
     assert [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] == rows
     assert [p.name for p in tmp_path.iterdir()] == ["b.jsonl"]
 
@@ -111,20 +114,20 @@ def test_rows_with_the_same_prompt_are_samples_of_one(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     rows = [ROW, {**ROW, "prompt": "x"}, {**ROW, "prompt": messages, "ground_truth": "3"}]
     file = write(tmp_path / "a.jsonl", *rows)
-    responses = ours.read_responses(file)
+    responses = reader.read_responses(file)
     assert [r.key for r in responses.rollouts] == [("a:1", 0), ("a:2", 0), ("a:1", 1)]
     assert [r.prompt.ground_truth for r in responses.rollouts] == ["2", "2", "3"]
-    tasks = ours.read_responses(file, response_key=None)
+    tasks = reader.read_responses(file, response_key=None)
     assert len({r.prompt.uid for r in tasks.rollouts}) == 3, "without responses each is a task"
 
 
-def labelled(tmp_path: Path, cells: list[Any], positive: str | None = None) -> ours.LabelledRows:
+def labelled(tmp_path: Path, cells: list[Any], positive: str | None = None) -> reader.LabelledRows:
     rows = [{"prompt": "x", "response": "y", "label": cell} for cell in cells]
-    responses = ours.read_responses(write(tmp_path / "a.jsonl", *rows))
-    return ours.read_labels(responses, "label", positive)
+    responses = reader.read_responses(write(tmp_path / "a.jsonl", *rows))
+    return reader.read_labels(responses, "label", positive)
 
 
-def good_rows(labels: ours.LabelledRows) -> list[bool]:
+def good_rows(labels: reader.LabelledRows) -> list[bool]:
     assert labels.positive is not None
     return list(labels.positive.tolist())
 
@@ -168,7 +171,7 @@ def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
 
 def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
     def held_out(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
-        result = ours.read_held_out(write(tmp_path / "a.jsonl", *rows))
+        result = reader.read_held_out(write(tmp_path / "a.jsonl", *rows))
         return [int(row.prompt.text[1:]) for row, _ in result], [label for _, label in result]
 
     rows: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.trust.calibrate import repeat_verdicts
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.scoring import score as ours
+from ppo_cli.scoring import score as scorer
 from ppo_cli.scoring.rows import ResponseSet, read_responses
 from tests.scoring.scripted import Scripted, write_rows
 
@@ -38,14 +38,14 @@ def by_length(rollout: Rollout) -> Score:
     return Score(float(len(rollout.text)))
 
 
-def values(scoring: ours.Scoring) -> list[float | None]:
+def values(scoring: scorer.Scoring) -> list[float | None]:
     return [score.value for score in scoring.scores]
 
 
 def test_scores_come_in_the_order_of_the_rows(rows_of: Rows) -> None:
     reward, seen = Scripted(by_length), list[int]()
     rollouts = rows_of("ccc", "a", "bb").rollouts
-    scoring = ours.score_all(reward, rollouts, ours.Callbacks(seen.append))
+    scoring = scorer.score_all(reward, rollouts, scorer.Callbacks(seen.append))
     assert values(scoring) == [3.0, 1.0, 2.0]
     assert (sum(seen), reward.settled, scoring.stopped) == (3, 1, "")
 
@@ -65,12 +65,16 @@ def test_interrupted_keeps_what_is_there(rows_of: Rows) -> None:
             return super().submit(rollout)
 
     rollouts = rows_of("ccc", "bb", "a").rollouts
-    scoring = ours.score_all(Scripted(up_to_the_budget), rollouts, ours.Callbacks())
+    scoring = scorer.score_all(Scripted(up_to_the_budget), rollouts, scorer.Callbacks())
     assert values(scoring) == [3.0, None, 1.0]
-    assert scoring.scores[1].failure == ours.NOT_ASKED
+    assert scoring.scores[1].failure == scorer.NOT_ASKED
     assert scoring.stopped == "The budget of $1 is used up."
-    scoring = ours.score_all(Closing(by_length), rollouts, ours.Callbacks())
-    assert [s.failure for s in scoring.scores] == ["", ours.NOT_ASKED, ours.NOT_ASKED]
+    scoring = scorer.score_all(Closing(by_length), rollouts, scorer.Callbacks())
+    assert [s.failure for s in scoring.scores] == [
+        "",
+        scorer.NOT_ASKED,
+        scorer.NOT_ASKED,
+    ]
 
 
 def test_ctrl_c_keeps_what_is_there(rows_of: Rows) -> None:
@@ -79,7 +83,7 @@ def test_ctrl_c_keeps_what_is_there(rows_of: Rows) -> None:
             raise KeyboardInterrupt
 
     reward = Stopping(lambda r: None if r.text == "never" else by_length(r))
-    scoring = ours.score_all(reward, rows_of("ccc", "never", "a").rollouts, ours.Callbacks())
+    scoring = scorer.score_all(reward, rows_of("ccc", "never", "a").rollouts, scorer.Callbacks())
     assert values(scoring) == [3.0, None, 1.0]
     assert scoring.stopped == "Stopped by Ctrl-C."
 
@@ -98,7 +102,7 @@ def test_a_standstill_is_told_once(rows_of: Rows) -> None:
             return "The judge is down."
 
     notes, reward = list[str](), Slow(by_length)
-    scoring = ours.score_all(reward, rows_of("a").rollouts, ours.Callbacks(note=notes.append))
+    scoring = scorer.score_all(reward, rows_of("a").rollouts, scorer.Callbacks(note=notes.append))
     assert values(scoring) == [1.0] and reward.reasons > 1
     assert notes == ["The judge is down."]
 
@@ -106,12 +110,12 @@ def test_a_standstill_is_told_once(rows_of: Rows) -> None:
 def test_row_keeps_its_columns_and_gains_the_score(rows_of: Rows) -> None:
     (row,) = rows_of("a").rows
     score = Score(0.5, reason="fine", parts={"judge": Part(5.0, 0.5)}, info={"cached": True})
-    assert ours.scored_row(row, score) == {
+    assert scorer.scored_row(row, score) == {
         "prompt": "x", "response": "a", "mine": [1], "score": 0.5, "failure": None,
         "reason": "fine", "parts": {"judge": {"raw": 5.0, "scaled": 0.5}},
         "info": {"cached": True},
     }  # fmt: skip
-    failed = ours.scored_row(row, Score.failed("timeout: after 60 s"))
+    failed = scorer.scored_row(row, Score.failed("timeout: after 60 s"))
     assert (failed["score"], failed["failure"]) == (None, "timeout: after 60 s")
 
 
@@ -119,9 +123,9 @@ def test_no_secret_of_a_scorer_is_written(rows_of: Rows, monkeypatch: pytest.Mon
     monkeypatch.setenv("SOME_API_KEY", "sekret-123456")
     (row,) = rows_of("a").rows
     score = Score(None, "http_401: key sekret-123456", reply="sekret-123456")
-    assert "sekret" not in str(ours.scored_row(row, score))
-    scoring = ours.Scoring((score,), 1.0, stopped="sekret-123456 is bad")
-    assert "sekret" not in str(ours.summarise_scores((row,), scoring, RULES))
+    assert "sekret" not in str(scorer.scored_row(row, score))
+    scoring = scorer.Scoring((score,), 1.0, stopped="sekret-123456 is bad")
+    assert "sekret" not in str(scorer.summarise_scores((row,), scoring, RULES))
 
 
 def test_summary(rows_of: Rows) -> None:
@@ -131,7 +135,7 @@ def test_summary(rows_of: Rows) -> None:
         Score.failed("timeout: slower"), Score(0.4, imputed="unparsed: what?"),
     )  # fmt: skip
     metrics = {"judge/calls": 7.0, "judge/cost_usd": 0.25, "judge/error_rate": 0.5, "x": 1.0}
-    summary = ours.summarise_scores(rows, ours.Scoring(scores, 2.0, metrics), RULES)
+    summary = scorer.summarise_scores(rows, scorer.Scoring(scores, 2.0, metrics), RULES)
     assert (summary["rows"], summary["scored"]) == (6, 3)
     assert summary["failed"] == {"timeout": 2, "unparsed": 1}
     assert (summary["mean"], summary["min"], summary["max"]) == (0.5, 0.0, 1.0)
@@ -140,38 +144,38 @@ def test_summary(rows_of: Rows) -> None:
     assert "error_rate" not in summary
     assert [e["score"] for e in summary["best"]] == [1.0, 0.5]
     assert [(e["score"], e["reason"]) for e in summary["worst"]] == [(0.0, "bad")]
-    nothing = ours.Scoring((Score.failed(ours.NOT_ASKED),), 0.0)
-    none = ours.summarise_scores(rows[:1], nothing, RULES)
-    assert none["failed"] == {ours.NOT_ASKED: 1}
+    nothing = scorer.Scoring((Score.failed(scorer.NOT_ASKED),), 0.0)
+    none = scorer.summarise_scores(rows[:1], nothing, RULES)
+    assert none["failed"] == {scorer.NOT_ASKED: 1}
     assert (none["mean"], none["histogram"], none["best"]) == (None, [], [])
 
 
 def test_histogram_by_level_and_by_bins() -> None:
-    levels = [tuple(bar.values()) for bar in ours.histogram([1.0, 0.0, 0.1 + 0.2, 0.3])]
+    levels = [tuple(bar.values()) for bar in scorer.histogram([1.0, 0.0, 0.1 + 0.2, 0.3])]
     assert levels == [(1.0, 1.0, 1), (0.3, 0.3, 2), (0.0, 0.0, 1)]
-    bins = ours.histogram([i / 100 for i in range(101)])
+    bins = scorer.histogram([i / 100 for i in range(101)])
     assert len(bins) == 10 and sum(b["count"] for b in bins) == 101
     assert bins[0]["to"] == 1.0 and set(bins[0]) == {"from", "to", "count"}
 
 
 def test_what_is_said_is_short_and_how_to_go_on() -> None:
-    assert ours.shorten("a\n b") == "a b"
-    text = ours.shorten("start" + "x" * 300 + "end")
+    assert scorer.shorten("a\n b") == "a b"
+    text = scorer.shorten("start" + "x" * 300 + "end")
     assert len(text) <= 100 and text.startswith("start") and text.endswith("end")
     for api, cached in ((ApiReward(enable=True), True), (ApiReward(), False),
                         (ApiReward(enable=True, cache="off"), False)):  # fmt: skip
-        assert ("cache" in ours.resume_advice(RewardSettings(api=api))) is cached
+        assert ("cache" in scorer.resume_advice(RewardSettings(api=api))) is cached
 
 
 def spending_of(metrics: dict[str, float], *scores: Score) -> dict[str, float]:
-    return ours.scoring_spending(scores, ours.Scoring((), 1.0, metrics))
+    return scorer.scoring_spending(scores, scorer.Scoring((), 1.0, metrics))
 
 
 def test_unknown_prices_give_no_cost() -> None:
     spending = spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 5.0})
     assert spending == {"seconds": 1.0, "tokens_in": 5.0}
     assert spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 0.0})["cost_usd"] == 0.0
-    assert ours.add_spending(spending, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
+    assert scorer.add_spending(spending, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
         "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
     }  # fmt: skip
 
@@ -188,14 +192,16 @@ def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
     assert spending_of(metrics, cached, half) == {
         "seconds": 1.0, "cached": 2, "calls": 5.0, "cost_usd": 0.75, "tokens_in": 10.0,
     }  # fmt: skip
-    assert [ours.is_cached(s) for s in (cached, half, Score(1.0))] == [True, False, False]
+    assert [scorer.is_cached(s) for s in (cached, half, Score(1.0))] == [True, False, False]
     assert "cost_usd" not in spending_of(metrics | {"judge_style/cost_usd": 0.0})
 
 
 def test_a_part_of_a_mixture_is_named_in_the_cause() -> None:
     parts = {"judge": Part(None, None)}
-    assert ours.failure_cause(Score(None, "judge: timeout: slow", parts=parts)) == "judge: timeout"
-    assert ours.failure_cause(Score(None, "judge: timeout: slow")) == "judge"
+    assert (
+        scorer.failure_cause(Score(None, "judge: timeout: slow", parts=parts)) == "judge: timeout"
+    )
+    assert scorer.failure_cause(Score(None, "judge: timeout: slow")) == "judge"
 
 
 def test_facts_of_gated_imputed_and_failed_parts(rows_of: Rows) -> None:
@@ -207,9 +213,9 @@ def test_facts_of_gated_imputed_and_failed_parts(rows_of: Rows) -> None:
             0.5, parts={"judge": Part(0.7, 0.0), "rule": Part(0.0, -1.0)},
             imputed="judge: slow", mixture={"judge": Score(0.7, imputed="slow")},
         ),
-        Score.failed(ours.NOT_ASKED),
+        Score.failed(scorer.NOT_ASKED),
     )  # fmt: skip
-    facts = ours.part_facts(MIXED, rows_of("a", "b", "c", "d", "e").rollouts, scores)["parts"]
+    facts = scorer.part_facts(MIXED, rows_of("a", "b", "c", "d", "e").rollouts, scores)["parts"]
     judge, rule = facts["judge"], facts["rule"]
     assert (judge["scored"], judge["failed"], judge["gated"]) == (1, 2, 1)
     assert (rule["scored"], rule["failed"], "gated" in rule) == (4, 0, False)
@@ -222,14 +228,14 @@ def test_a_part_is_dominated_below_a_third_of_what_its_weight_asks_for(rows_of: 
         scores = [
             Score(x, parts={"judge": Part(x, quiet * x), "rule": Part(x, x)}) for x in (0.0, 1.0)
         ]
-        lines = ours.part_facts(MIXED, rows_of("a", "b").rollouts, scores)["remarks"]
+        lines = scorer.part_facts(MIXED, rows_of("a", "b").rollouts, scores)["remarks"]
         assert len(lines) == remarks
         assert all(line.startswith("judge is dominated") for line in lines)
 
 
 def test_repeats_are_asked_for_each_row_and_counted(rows_of: Rows) -> None:
     seen, rollouts = list[int](), rows_of("a", "bb").rollouts
-    repeated = repeat_verdicts(Scripted(by_length), rollouts, 3, ours.Callbacks(seen.append))
+    repeated = repeat_verdicts(Scripted(by_length), rollouts, 3, scorer.Callbacks(seen.append))
     assert (repeated, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
 
 
@@ -240,4 +246,4 @@ def test_lines_to_paste() -> None:
         (-3000.0, 1000.0): "scaling: affine, mean: -1000, std: 2000",
         (-1e-9, 1e-9): None, (2.0, 2.0): None, (): None,
     }  # fmt: skip
-    assert {values: ours.affine_line(values) for values in lines} == lines
+    assert {values: scorer.affine_line(values) for values in lines} == lines

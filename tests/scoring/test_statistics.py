@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ppo_cli import estimates
-from ppo_cli.scoring import statistics as ours
+from ppo_cli.scoring import statistics as stats
 from tests.scoring.commands import Bench
 from tests.scoring.scripted import write_rows
 
@@ -25,54 +25,54 @@ SCORES = st.lists(st.integers(0, 5), min_size=2, max_size=12)
 @given(SCORES)
 def test_ranks_as_by_counting(values: list[int]) -> None:
     slow = [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
-    assert ours.ranks(values).tolist() == slow
+    assert stats.ranks(values).tolist() == slow
 
 
 def test_correlations_by_hand() -> None:
     # Ranks differ by 0, 1, -1, 0: 1 - 6 * 2 / (4 * 15).
-    assert ours.spearman([1, 2, 3, 4], [10, 300, 20, 4000]) == pytest.approx(0.8)
-    assert ours.spearman([1, 2, 3], [1, 8, 27]) == pytest.approx(1.0)
+    assert stats.spearman([1, 2, 3, 4], [10, 300, 20, 4000]) == pytest.approx(0.8)
+    assert stats.spearman([1, 2, 3], [1, 8, 27]) == pytest.approx(1.0)
     # Deviations (-1, 0, 1) and (-2, -1, 3): 5 / sqrt(2 * 14).
-    assert ours.pearson([1, 2, 3], [2, 3, 7]) == pytest.approx(5 / 28**0.5)
+    assert stats.pearson([1, 2, 3], [2, 3, 7]) == pytest.approx(5 / 28**0.5)
     for x, y in (([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [2, 2, 2]), ([1], [2]), ([], [])):
-        assert ours.pearson(x, y) is ours.spearman(x, y) is None
+        assert stats.pearson(x, y) is stats.spearman(x, y) is None
 
 
 def test_partial_spearman_by_hand() -> None:
     x, y, z = [1, 2, 3, 4], [2, 1, 4, 3], [1, 2, 4, 3]
     xy, xz, yz = 0.6, 0.8, 0.8
-    assert ours.spearman(x, y) == pytest.approx(xy)
-    assert ours.spearman(x, z) == pytest.approx(xz)
-    assert ours.spearman(y, z) == pytest.approx(yz)
+    assert stats.spearman(x, y) == pytest.approx(xy)
+    assert stats.spearman(x, z) == pytest.approx(xz)
+    assert stats.spearman(y, z) == pytest.approx(yz)
     expected = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
-    assert ours.partial_spearman(x, y, z) == pytest.approx(expected)
-    assert ours.partial_spearman(z, y, z) is None
+    assert stats.partial_spearman(x, y, z) == pytest.approx(expected)
+    assert stats.partial_spearman(z, y, z) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=14))
 def test_auc_as_by_counting_pairs(rows: list[tuple[int, bool]]) -> None:
     good, bad = ([score for score, label in rows if label is kind] for kind in (True, False))
     pairs = [(g > b) + 0.5 * (g == b) for g, b in itertools.product(good, bad)]
-    result = ours.auc([s for s, _ in rows], [y for _, y in rows])
+    result = stats.auc([s for s, _ in rows], [y for _, y in rows])
     assert result is None if not pairs else result == pytest.approx(sum(pairs) / len(pairs))
 
 
 def test_accuracy_counts_the_threshold_as_positive() -> None:
-    assert ours.accuracy_at([0.2, 0.5, 0.9], [False, True, True], 0.5) == 1.0
-    assert ours.accuracy_at([0.2, 0.5, 0.9], [True, True, False], 0.6) == 0.0
-    assert ours.accuracy_at([], [], 0.5) is ours.best_threshold([], []) is None
+    assert stats.accuracy_at([0.2, 0.5, 0.9], [False, True, True], 0.5) == 1.0
+    assert stats.accuracy_at([0.2, 0.5, 0.9], [True, True, False], 0.6) == 0.0
+    assert stats.accuracy_at([], [], 0.5) is stats.best_threshold([], []) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=14))
 def test_best_threshold_as_by_trying_all(rows: list[tuple[int, bool]]) -> None:
     scores, labels = [s for s, _ in rows], [y for _, y in rows]
     tried = [k / 2 for k in range(-1, 13)]
-    best = max(ours.accuracy_at(scores, labels, t) or 0.0 for t in tried)
-    result = ours.best_threshold(scores, labels)
+    best = max(stats.accuracy_at(scores, labels, t) or 0.0 for t in tried)
+    result = stats.best_threshold(scores, labels)
     assert result is not None
     threshold, accuracy = result
     assert accuracy == pytest.approx(best)
-    assert ours.accuracy_at(scores, labels, threshold) == pytest.approx(accuracy)
+    assert stats.accuracy_at(scores, labels, threshold) == pytest.approx(accuracy)
 
 
 def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
@@ -89,7 +89,7 @@ def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
 
 def test_bootstrap_keeps_rows_together() -> None:
     x = np.arange(30.0)
-    result = estimates.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
+    result = estimates.bootstrap(lambda rows: stats.pearson(x[rows], 2 * x[rows]), 30)
     assert result.value == pytest.approx(1.0)
     assert (result.low, result.high) == (None, None)  # 1 in each resample
 
@@ -104,9 +104,9 @@ def test_bootstrap_of_what_is_not_defined() -> None:
 def test_agreement_by_hand() -> None:
     # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
     by_hand = {"rows": 2, "same": (1 / 3 + 1) / 2, "mean_gap": (1 / 3 + 0) / 2, "largest_gap": 0.5}
-    result = ours.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
+    result = stats.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
     assert result == pytest.approx(by_hand)
-    assert ours.verdict_agreement([[0.3], []]) is None
+    assert stats.verdict_agreement([[0.3], []]) is None
 
 
 def test_twelve_of_twelve_still_has_an_interval() -> None:
@@ -126,34 +126,37 @@ def test_pass_at_k_is_the_share_of_all_draws() -> None:
         for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
             marks = [1] * right + [0] * (samples - right)
             draws = list(itertools.combinations(marks, k))
-            assert ours.pass_at_k(samples, right, k) == pytest.approx(
+            assert stats.pass_at_k(samples, right, k) == pytest.approx(
                 np.mean([any(d) for d in draws])
             )
 
 
 def test_facts_by_source() -> None:
     answers = {
-        "a:1": ours.PromptScores("add", (1.0, 0.0, 0.0, None)),
-        "a:2": ours.PromptScores("add", (1.0, 1.0, 1.0, 1.0)),
-        "b:1": ours.PromptScores("", (None, None, None, None)),
+        "a:1": stats.PromptScores("add", (1.0, 0.0, 0.0, None)),
+        "a:2": stats.PromptScores("add", (1.0, 1.0, 1.0, 1.0)),
+        "b:1": stats.PromptScores("", (None, None, None, None)),
     }
-    sources = ours.split_by_source(answers)
+    sources = stats.split_by_source(answers)
     assert list(sources) == ["add", "unnamed", "all"]
-    facts = ours.model_facts(sources["add"], None)
+    facts = stats.model_facts(sources["add"], None)
     assert (facts["prompts"], facts["responses"], facts["failed"]) == (2, 8, 1)
     assert facts["mean"]["value"] == pytest.approx((1 / 3 + 1) / 2)
     assert facts["pass"]["2"]["value"] == pytest.approx((2 / 3 + 1) / 2)
     # Of four responses only one prompt has scores.
     assert (facts["pass"]["4"]["value"], facts["pass"]["4"]["prompts"]) == (1.0, 1)
-    nothing = ours.model_facts(sources["unnamed"], None)
+    nothing = stats.model_facts(sources["unnamed"], None)
     assert nothing["mean"]["value"] is None and nothing["pass"] == {}
-    levels = {"c": ours.PromptScores("", (0.2, 0.9)), "d": ours.PromptScores("", (0.1, 0.3))}
-    assert ours.model_facts(levels, None)["pass"] == {}
-    assert ours.model_facts(levels, 0.5)["pass"]["2"]["value"] == 0.5
+    levels = {
+        "c": stats.PromptScores("", (0.2, 0.9)),
+        "d": stats.PromptScores("", (0.1, 0.3)),
+    }
+    assert stats.model_facts(levels, None)["pass"] == {}
+    assert stats.model_facts(levels, 0.5)["pass"]["2"]["value"] == 0.5
 
 
 def test_all_right_still_has_an_interval() -> None:
-    facts = ours.model_facts({str(i): ours.PromptScores("", (1.0,)) for i in range(12)}, None)
+    facts = stats.model_facts({str(i): stats.PromptScores("", (1.0,)) for i in range(12)}, None)
     assert facts["mean"]["value"] == facts["mean"]["high"] == 1.0
     assert 0.7 < facts["mean"]["low"] < 0.8  # Wilson: 12 of 12
 
@@ -161,13 +164,13 @@ def test_all_right_still_has_an_interval() -> None:
 def test_the_test_is_exact_for_a_few_and_close_for_many() -> None:
     gaps = np.array([0.5, -0.25, 1.0, 0.75, 0.0])
     flips = [abs(np.dot(s, gaps)) for s in itertools.product((-1, 1), repeat=len(gaps))]
-    assert ours.sign_flip_p(gaps) == np.mean([f >= abs(gaps.sum()) - 1e-9 for f in flips])
+    assert stats.sign_flip_p(gaps) == np.mean([f >= abs(gaps.sum()) - 1e-9 for f in flips])
     # Right or wrong: McNemar's exact test over the prompts that differ, here 16 against 6.
     binary = np.array([1.0] * 16 + [-1.0] * 6 + [0.0] * 100)
     exact = 2 * sum(math.comb(22, i) for i in range(7)) / 2**22
-    assert ours.sign_flip_p(binary) == pytest.approx(exact, abs=0.01)
-    assert ours.sign_flip_p(np.zeros(5)) == 1.0
-    assert ours.sign_flip_p(np.zeros(0)) is None
+    assert stats.sign_flip_p(binary) == pytest.approx(exact, abs=0.01)
+    assert stats.sign_flip_p(np.zeros(5)) == 1.0
+    assert stats.sign_flip_p(np.zeros(0)) is None
 
 
 def test_differences_are_paired_and_cover_the_truth() -> None:
@@ -178,16 +181,16 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
         easy = random.uniform(0.1, 0.8, 60)
         draws = [random.random((60, 2)) < (easy + gain)[:, None] for gain in (0.1, 0.0)]
         first, other = (
-            {str(i): ours.PromptScores("", tuple(map(float, row))) for i, row in enumerate(drawn)}
+            {str(i): stats.PromptScores("", tuple(map(float, row))) for i, row in enumerate(drawn)}
             for drawn in draws
         )
-        result = ours.mean_difference(first, other)
+        result = stats.mean_difference(first, other)
         covered += result["low"] <= 0.1 <= result["high"]
         rejected += result["p"] < 0.05
     assert covered >= 88  # of 95 expected; 3.2 standard deviations below
     assert 20 < rejected < 80
-    unpaired = {"0": other["0"], "1": ours.PromptScores("", (None, None)), "z": other["1"]}
-    assert ours.mean_difference(first, unpaired)["prompts"] == 1
+    unpaired = {"0": other["0"], "1": stats.PromptScores("", (None, None)), "z": other["1"]}
+    assert stats.mean_difference(first, unpaired)["prompts"] == 1
 
 
 def test_how_rankings_move_over_steps_of_a_run(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from ppo_cli.rewards.code.channel import (
     Malformed,
@@ -22,12 +22,12 @@ from ppo_cli.rewards.code.channel import (
     refuse_object,
 )
 
-_KEYS = some.one_of(some.integers(), some.text(), some.booleans(), some.none(), some.binary())
-_PLAIN = some.recursive(
-    some.one_of(_KEYS, some.floats(allow_nan=False), some.complex_numbers(allow_nan=False)),
-    lambda inner: some.one_of(
-        some.lists(inner), some.dictionaries(_KEYS, inner), some.sets(_KEYS),
-        some.frozensets(_KEYS), some.lists(inner).map(tuple),
+_KEYS = st.one_of(st.integers(), st.text(), st.booleans(), st.none(), st.binary())
+_PLAIN = st.recursive(
+    st.one_of(_KEYS, st.floats(allow_nan=False), st.complex_numbers(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner), st.dictionaries(_KEYS, inner), st.sets(_KEYS),
+        st.frozensets(_KEYS), st.lists(inner).map(tuple),
     ),
     max_leaves=20,
 )  # fmt: skip
@@ -44,7 +44,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     assert back == value
 
 
-@given(some.binary(max_size=60))
+@given(st.binary(max_size=60))
 def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
     try:
         decode(data, refuse_number)
