@@ -122,116 +122,125 @@ MISTRAL_WORDS = (
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[CALL_ID]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
-NAMES = ("qwen3", "llama3_1", "mistral", "gpt-oss", "gemma3", "gemma4")
+ARGUMENTS = '{"a": 1, "b": 2}'
 
 
-def make_family(name: str) -> Family:
-    """Return a family; skips without the package that has its template."""
-    arguments = '{"a": 1, "b": 2}'
-    if name == "qwen3":
-        return Family(
-            template=trl_template("qwen3"),
-            special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-            added=(
-                "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
-                "</think>",
-            ),
-            ends=("<|im_end|>", "<|endoftext|>"),
-            opening=QWEN3,
-            trace=(
-                (POLICY, "<think>\nI add.\n</think>\n\n<tool_call>\n"
-                         f'{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'),
-                (ENVIRONMENT, "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-                              "<|im_start|>assistant\n"),
-                (POLICY, "<think>\nThree.\n</think>\n\nIt is 3.<|im_end|>"),
-                (ENVIRONMENT, "\n<|im_start|>user\nThanks.<|im_end|>\n<|im_start|>assistant\n"),
-                # A turn that was cut.
-                (POLICY, "<think>\nNo que"),
-                (ENVIRONMENT, "<|im_end|>\n<|im_start|>user\nThanks.<|im_end|>\n"
-                              "<|im_start|>assistant\n"),
-            ),
-            replies=((RESULT,), (THANKS,), (THANKS,)),
-        )  # fmt: skip
-    if name == "llama3_1":
-        header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-        return Family(
-            template=trl_template("llama3_1"),
-            special=(
-                "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-                "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
-            ),
-            ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-            opening=LLAMA,
-            trace=(
-                (POLICY, f'{{"name": "add", "parameters": {arguments}}}<|eot_id|>'),
-                # The template writes the result as JSON.
-                (ENVIRONMENT, f'{header.format("ipython")}"3"<|eot_id|>'
-                              f"{header.format('assistant')}"),
-                (POLICY, "It is 3.<|eot_id|>"),
-                (ENVIRONMENT, f"{header.format('user')}Thanks.<|eot_id|>"
-                              f"{header.format('assistant')}"),
-                (POLICY, "You are wel"),
-                (ENVIRONMENT, f"<|eot_id|>{header.format('user')}Thanks.<|eot_id|>"
-                              f"{header.format('assistant')}"),
-            ),
-            replies=((RESULT,), (THANKS,), (THANKS,)),
-        )  # fmt: skip
-    if name == "mistral":
-        return Family(
-            template=mistral_template("v13"),
-            special=MISTRAL_WORDS,
-            ends=("</s>",),
-            opening=MISTRAL,
-            trace=(
-                (POLICY, f"[TOOL_CALLS]add[ARGS]{arguments}[TOOL_CALLS]add[ARGS]{arguments}</s>"),
-                (ENVIRONMENT, "[TOOL_RESULTS]3[/TOOL_RESULTS][TOOL_RESULTS]3[/TOOL_RESULTS]"),
-                (POLICY, "It is 3.</s>"),
-                (ENVIRONMENT, "[INST]Thanks.[/INST]"),
-                (POLICY, "You are wel"),
-                (ENVIRONMENT, "</s>[INST]Thanks.[/INST]"),
-            ),
-            replies=((RESULT, RESULT), (THANKS,), (THANKS,)),
-        )
-    if name == "gpt-oss":
-        return Family(
-            template=trl_template("gptoss").replace(
-                'strftime_now("%Y-%m-%d")', "'2025-06-28'"
-            ),
-            special=(
-                "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>",
-                "<|start|>", "<|end|>", "<|message|>", "<|call|>",
-            ),
-            ends=("<|return|>", "<|call|>", "<|endoftext|>"),
-            opening=GPT_OSS,
-            trace=(
-                (POLICY, "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>"
-                         "commentary to=functions.add <|constrain|>json<|message|>"
-                         f"{arguments}<|call|>"),
-                (ENVIRONMENT, "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
-                              '"3"<|end|><|start|>assistant'),
-                (POLICY, "<|channel|>analysis<|message|>Three.<|end|><|start|>assistant<|channel|>"
-                         "final<|message|>It is 3.<|return|>"),
-                (ENVIRONMENT, "<|start|>user<|message|>Thanks.<|end|><|start|>assistant"),
-                (POLICY, "<|channel|>final<|message|>You are wel"),
-                (ENVIRONMENT, "<|end|><|start|>user<|message|>Thanks.<|end|><|start|>assistant"),
-            ),
-            replies=((RESULT,), (THANKS,), (THANKS,)),
-        )  # fmt: skip
-    if name == "gemma3":  # its template has neither tools nor a role for their results
-        reply = "<start_of_turn>user\nThanks.<end_of_turn>\n<start_of_turn>model\n"
-        return Family(
-            template=trl_template("gemma3"),
-            special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-            ends=("<eos>", "<end_of_turn>"),
-            opening="<bos><start_of_turn>user\nBe brief.\n\nWhat is 1 + 2?<end_of_turn>\n"
-                    "<start_of_turn>model\n",
-            trace=(
-                (POLICY, "It is 3.<end_of_turn>"), (ENVIRONMENT, f"\n{reply}"),
-                (POLICY, "You are wel"), (ENVIRONMENT, f"<end_of_turn>\n{reply}"),
-            ),
-            replies=((THANKS,), (THANKS,)),
-            tools=(),
-        )  # fmt: skip
+def make_qwen3() -> Family:
+    return Family(
+        template=trl_template("qwen3"),
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        added=(
+            "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
+            "</think>",
+        ),
+        ends=("<|im_end|>", "<|endoftext|>"),
+        opening=QWEN3,
+        trace=(
+            (POLICY, "<think>\nI add.\n</think>\n\n<tool_call>\n"
+                     f'{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>'),
+            (ENVIRONMENT, "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+                          "<|im_start|>assistant\n"),
+            (POLICY, "<think>\nThree.\n</think>\n\nIt is 3.<|im_end|>"),
+            (ENVIRONMENT, "\n<|im_start|>user\nThanks.<|im_end|>\n<|im_start|>assistant\n"),
+            # A turn that was cut.
+            (POLICY, "<think>\nNo que"),
+            (ENVIRONMENT, "<|im_end|>\n<|im_start|>user\nThanks.<|im_end|>\n"
+                          "<|im_start|>assistant\n"),
+        ),
+        replies=((RESULT,), (THANKS,), (THANKS,)),
+    )  # fmt: skip
+
+
+def make_llama() -> Family:
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    return Family(
+        template=trl_template("llama3_1"),
+        special=(
+            "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+            "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+        ),
+        ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+        opening=LLAMA,
+        trace=(
+            (POLICY, f'{{"name": "add", "parameters": {ARGUMENTS}}}<|eot_id|>'),
+            # The template writes the result as JSON.
+            (ENVIRONMENT, f'{header.format("ipython")}"3"<|eot_id|>'
+                          f"{header.format('assistant')}"),
+            (POLICY, "It is 3.<|eot_id|>"),
+            (ENVIRONMENT, f"{header.format('user')}Thanks.<|eot_id|>"
+                          f"{header.format('assistant')}"),
+            (POLICY, "You are wel"),
+            (ENVIRONMENT, f"<|eot_id|>{header.format('user')}Thanks.<|eot_id|>"
+                          f"{header.format('assistant')}"),
+        ),
+        replies=((RESULT,), (THANKS,), (THANKS,)),
+    )  # fmt: skip
+
+
+def make_mistral() -> Family:
+    return Family(
+        template=mistral_template("v13"),
+        special=MISTRAL_WORDS,
+        ends=("</s>",),
+        opening=MISTRAL,
+        trace=(
+            (POLICY, f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]add[ARGS]{ARGUMENTS}</s>"),
+            (ENVIRONMENT, "[TOOL_RESULTS]3[/TOOL_RESULTS][TOOL_RESULTS]3[/TOOL_RESULTS]"),
+            (POLICY, "It is 3.</s>"),
+            (ENVIRONMENT, "[INST]Thanks.[/INST]"),
+            (POLICY, "You are wel"),
+            (ENVIRONMENT, "</s>[INST]Thanks.[/INST]"),
+        ),
+        replies=((RESULT, RESULT), (THANKS,), (THANKS,)),
+    )
+
+
+def make_gpt_oss() -> Family:
+    return Family(
+        template=trl_template("gptoss").replace(
+            'strftime_now("%Y-%m-%d")', "'2025-06-28'"
+        ),
+        special=(
+            "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>",
+            "<|start|>", "<|end|>", "<|message|>", "<|call|>",
+        ),
+        ends=("<|return|>", "<|call|>", "<|endoftext|>"),
+        opening=GPT_OSS,
+        trace=(
+            (POLICY, "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>"
+                     "commentary to=functions.add <|constrain|>json<|message|>"
+                     f"{ARGUMENTS}<|call|>"),
+            (ENVIRONMENT, "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
+                          '"3"<|end|><|start|>assistant'),
+            (POLICY, "<|channel|>analysis<|message|>Three.<|end|><|start|>assistant<|channel|>"
+                     "final<|message|>It is 3.<|return|>"),
+            (ENVIRONMENT, "<|start|>user<|message|>Thanks.<|end|><|start|>assistant"),
+            (POLICY, "<|channel|>final<|message|>You are wel"),
+            (ENVIRONMENT, "<|end|><|start|>user<|message|>Thanks.<|end|><|start|>assistant"),
+        ),
+        replies=((RESULT,), (THANKS,), (THANKS,)),
+    )  # fmt: skip
+
+
+def make_gemma3() -> Family:
+    # Its template has neither tools nor a role for their results.
+    reply = "<start_of_turn>user\nThanks.<end_of_turn>\n<start_of_turn>model\n"
+    return Family(
+        template=trl_template("gemma3"),
+        special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        ends=("<eos>", "<end_of_turn>"),
+        opening="<bos><start_of_turn>user\nBe brief.\n\nWhat is 1 + 2?<end_of_turn>\n"
+                "<start_of_turn>model\n",
+        trace=(
+            (POLICY, "It is 3.<end_of_turn>"), (ENVIRONMENT, f"\n{reply}"),
+            (POLICY, "You are wel"), (ENVIRONMENT, f"<end_of_turn>\n{reply}"),
+        ),
+        replies=((THANKS,), (THANKS,)),
+        tools=(),
+    )  # fmt: skip
+
+
+def make_gemma4() -> Family:
     reply = "<|turn>user\nThanks.<turn|>\n<|turn>model\n"
     return Family(
         template=trl_template("gemma4_v5"),
@@ -254,11 +263,18 @@ def make_family(name: str) -> Family:
     )  # fmt: skip
 
 
+FAMILIES = {
+    "qwen3": make_qwen3, "llama3_1": make_llama, "mistral": make_mistral, "gpt-oss": make_gpt_oss,
+    "gemma3": make_gemma3, "gemma4": make_gemma4,
+}  # fmt: skip
+
+
 @cache
-def family(name: str) -> tuple[Family, Any]:
-    made = make_family(name)
-    return made, make_tokenizer(
-        made.template, made.special, made.ends[0], added=made.added, texts=(made.text,)
+def load_family(name: str) -> tuple[Family, Any]:
+    """Return a family and its tokenizer; skips without the package that has its template."""
+    family = FAMILIES[name]()
+    return family, make_tokenizer(
+        family.template, family.special, family.ends[0], added=family.added, texts=(family.text,)
     )
 
 

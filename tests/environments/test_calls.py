@@ -11,7 +11,7 @@ from ppo_cli.environments.chat import Chat
 from tests.environments.families import (
     MISTRAL_WORDS,
     SCHEMA,
-    family,
+    load_family,
     make_tokenizer,
     mistral_template,
     trl_template,
@@ -48,7 +48,7 @@ def make_chat(name: str) -> tuple[Chat, Any]:
 
             tokenizer = add_response_schema(tokenizer)
     else:
-        tokenizer = family(name)[1]
+        tokenizer = load_family(name)[1]
     words = {"<|call|>", "<|return|>", "<|eot_id|>", "<turn|>", "<|tool_response>"}
     ends = words | {tokenizer.eos_token, "<|observation|>"}
     ids = [tokenizer.get_vocab()[word] for word in ends & set(tokenizer.get_vocab())]
@@ -157,7 +157,7 @@ def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
     assert read("mistral v3", text)["tool_calls"][0]["id"] == "abcdefgh1"
     text = "[TOOL_CALLS]add[CALL_ID]abcdefgh2[ARGS]{}"
     assert read("mistral v11", text)["tool_calls"][0]["id"] == "abcdefgh2"
-    # Otherwise it is made, the same for the same tokens.
+    # Otherwise it is family, the same for the same tokens.
     first, second = (read("qwen3", HERMES)["tool_calls"][0]["id"] for _ in range(2))
     assert first == second
 

@@ -24,6 +24,7 @@ STANDS = {
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",
     "engine.simulation.device": "the device itself; with it, steps holds two ideas",
     "environments.worker": "a separate program, in the environment's process",
+    "environments.calls": "what families write; chat is how conversations become tokens",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reads and chooses responses; the server only sends them",
     "rewards.algebra": "what sympy compares, in workers; rules stays free of it",
