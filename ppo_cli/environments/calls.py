@@ -86,14 +86,21 @@ def check_call(name: Any, arguments: Any, call_id: Any, *, example: str) -> Call
 def decode_json(text: str, example: str) -> tuple[Any, str]:
     """Return the JSON value at the start of a text, and the rest; CallError if there is none."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, end = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text)
+        json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         what = f"{error.msg} at character {error.pos + 1}"
-    except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
-        what = "too deep or too long"
+    except UnicodeEncodeError:
+        what = "half of a surrogate pair"
+    except (RecursionError, ValueError):  # or a number with thousands of digits
+        what = "nested too deeply, or NaN"
     else:
         return value, text[end:]
     raise CallError(f"The tool call is not valid JSON ({what}). Write {example}.")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity are not JSON
 
 
 @dataclass(frozen=True)
@@ -217,16 +224,16 @@ class ChannelCalls:
         """Return the parts of a response; CallError if a call is malformed."""
         parts: dict[str, list[str]] = {"analysis": [], "": []}
         calls = []
-        messages = re.findall(
-            r"(.*?)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|\Z)", text, re.S
-        )
-        for header, body in messages or [("", text)]:
-            recipient = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
+        for message in re.split(r"<\|(?:end|call|return)\|>", text):
+            header, mark, body = message.partition("<|message|>")
+            recipient = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header) if mark else None
             if recipient:
                 value, _ = decode_json(body.strip(), self.example)
                 calls.append(check_call(recipient[1], value, "", example=self.example))
             else:
-                parts["analysis" if "analysis" in header else ""].append(body)
+                parts["analysis" if mark and "analysis" in header else ""].append(
+                    body if mark else header
+                )
         content, reasoning = ("\n".join(parts[key]).strip() for key in ("", "analysis"))
         return Reading(content, reasoning, calls)
 

@@ -65,19 +65,21 @@ class Chat:
                 "Episodes need a chat template, and the model's tokenizer has none: use an "
                 "instruct model, or add chat_template.jinja to its folder."
             )
-        shows_tools = "tools" in self._template
-        arguments = {"tools": list(tools)} if tools and shows_tools else {}
-        self._renderer = Renderer(tokenizer, template_arguments={**template_arguments, **arguments})
         # Control tokens, and others that the template writes, as <tool_response>.
         added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        written = {str(t) for t in added.values() if str(t).strip() and str(t) in self._template}
-        self._control = {*control_words(tokenizer), *written}
+        marks = {str(t) for t in added.values() if str(t) in self._template or "|" in str(t)}
+        self._control = {*control_words(tokenizer), *filter(str.strip, marks)}
         self._forbidden = self._compile_forbidden(())
+        # Descriptions of tools may come from an MCP server.
+        shows_tools = "tools" in self._template
+        schemas = {"tools": self._escape(tools)} if tools and shows_tools else {}
+        self._renderer = Renderer(tokenizer, template_arguments={**template_arguments, **schemas})
         # How a turn begins and ends.
         try:
             self._prompt = self._render([USER], True)
-            self._final_end = self._find_end([USER, _answer()], False)
             end = self._find_end([USER, _answer(), USER], True)
+            # gpt-oss ends a conversation with another mark.
+            self._final_end = self._find_end([USER, _answer()], False) or end
         except ValueError as error:
             raise ModelError(
                 f"A conversation of several turns is not possible: {error}."
@@ -194,7 +196,7 @@ class Chat:
             )
             reply = {"role": role, "content": f"{REPLY}{index}"}
             mark, rest = self._render_after(messages, message, [reply])
-            mark = end if end and end == self._final_end else mark
+            mark = end if end == self._final_end else mark
             written += text[len(opened) : at] + mark + rest
             messages += [message, *self._complete(message, [reply])]
             later = self._render(messages, True)
@@ -234,17 +236,18 @@ class Chat:
         calls = message.get("tool_calls", ())
         names = [{"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
         results = chain(names, iter(lambda: {"name": "tool", "tool_call_id": "call00000"}, None))
-        return [self._escape({**next(results), **r} if r["role"] == "tool" else r) for r in replies]
+        filled = [{**(next(results) if r["role"] == "tool" else {}), **r} for r in replies]
+        return [self._escape({**r, "content": r.get("content") or ""}) for r in filled]
 
     def _render_after(
         self, opening: Sequence[Message], message: Message, replies: Sequence[Message]
     ) -> tuple[str, str]:
         """Return the mark that ends the policy's message, and the text after it."""
         for reply in replies:
-            if reply["role"] not in self._roles:
+            if reply.get("role") not in self._roles:
                 raise ValueError(
                     f"the chat template takes replies of role {' and '.join(self._roles)}, not of "
-                    f"role {reply['role']}"
+                    f"role {reply.get('role')}"
                 )
         turn = _answer()
         # Templates want the call before its result; a malformed call is not one.
@@ -254,7 +257,10 @@ class Chat:
             turn = {"role": "assistant", "content": "", "tool_calls": probes}
         text = self._render([*opening, turn, *self._complete(message, replies)], True)
         after = text[text.rindex(ANSWER) + len(ANSWER) :]
-        at, mark = min((after.find(end), end) for end in self._ends if end in after)
+        places = [(after.find(end), end) for end in self._ends if end in after]
+        if not places:
+            raise ValueError("the chat template does not end a turn that has no reply")
+        at, mark = min(places)
         return mark, after[at + len(mark) :]
 
     def _probe_role(self, role: str) -> str:
@@ -284,20 +290,23 @@ class Chat:
         return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
     def _escape(self, value: Any) -> Any:
-        """Return a message or a part of it without control words."""
+        """Return a message, or a part of it, as texts without control words."""
         if isinstance(value, Mapping):
-            return {key: self._escape(inner) for key, inner in value.items()}
+            return {self._escape(key): self._escape(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self._escape(inner) for inner in value]
         if not isinstance(value, str):
             return value
+        # Half of a surrogate pair cannot be tokenised.
+        text = self._break_words(value.encode("utf-8", "replace").decode())
         # Tokenizers may normalise before they look for control words.
-        normal = unicodedata.normalize("NFKC", value)
-        if self._forbidden.search(normal) and not self._forbidden.search(value):
-            value = normal
-        while self._forbidden.search(value):
-            value = self._forbidden.sub(lambda m: f"{m[0][0]} {m[0][1:]}", value)
-        return value
+        normal = unicodedata.normalize("NFKC", text)
+        return self._break_words(normal) if self._forbidden.search(normal) else text
+
+    def _break_words(self, text: str) -> str:
+        while self._forbidden.search(text):
+            text = self._forbidden.sub(lambda m: f"{m[0][0]} {m[0][1:]}" * (len(m[0]) > 1), text)
+        return text
 
     def _find_end(self, messages: Sequence[Message], continued: bool) -> str:
         """Return the control word after the assistant's message, "" if there is none."""
@@ -312,7 +321,12 @@ class Chat:
             raise ValueError(str(error)) from error
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        # Clean-up would remove spaces in the arguments of calls.
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def _answer() -> dict[str, Any]:

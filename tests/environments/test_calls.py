@@ -191,7 +191,17 @@ WRITE = 'Write <tool_call>{"name": "…", "arguments": {…}}</tool_call>.'
         (
             "qwen3",
             "<tool_call>" + '{"name":' * 100_000,
-            f"The tool call is not valid JSON (too deep or too long). {WRITE}",
+            f"The tool call is not valid JSON (nested too deeply, or NaN). {WRITE}",
+        ),
+        (
+            "qwen3",
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            f"The tool call is not valid JSON (nested too deeply, or NaN). {WRITE}",
+        ),
+        (
+            "qwen3",
+            '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+            f"The tool call is not valid JSON (half of a surrogate pair). {WRITE}",
         ),
         (
             "llama3_1",
