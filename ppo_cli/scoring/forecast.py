@@ -381,7 +381,13 @@ def _usage_per_call(
     ]
     calls = max(1, round(fmean(map(len, rubrics_of_calls))))
     short, full = _response_tokens(config)
-    brief, long = _verdict_tokens(config, fmean(len(r.criteria) if r else 0 for r in rubrics))
+    # A decision endpoint writes nothing.
+    criteria = fmean(len(r.criteria) if r else 0 for r in rubrics)
+    brief, long = (float(min(api.max_tokens, tokens)) for tokens in VERDICT_TOKENS)
+    if criteria:
+        brief, long = (criteria * tokens for tokens in CRITERION_TOKENS)
+    if api.mode == "decision":
+        brief = long = 0.0
     coarse, fine = TOKEN_BYTES
 
     def input_bytes(length: int) -> float:
@@ -427,16 +433,6 @@ def _response_tokens(config: Config) -> tuple[int, int]:
     if config.environment.is_set and config.reward.api.scope == "turn" and limit is not None:
         longest = min(longest, limit)
     return max(1, longest // 2), longest
-
-
-def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
-    """Return the assumed verdict lengths, low and high; a decision endpoint writes none."""
-    if config.reward.api.mode == "decision":
-        return 0, 0
-    if criteria:
-        return criteria * CRITERION_TOKENS[0], criteria * CRITERION_TOKENS[1]
-    limit = config.reward.api.max_tokens
-    return min(limit, VERDICT_TOKENS[0]), min(limit, VERDICT_TOKENS[1])
 
 
 def _usage_line(bill: UsageRange, price: Price | None) -> str:

@@ -304,8 +304,14 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
     rows = tuple(row for row, _ in labelled)
     # Numbers with two levels, and two words, are classes; more levels are grades.
     values = [cell for _, cell in labelled]
-    wrong = [(row.place, _label_problem(value)) for row, value in labelled]
-    raise_problems([RowProblem(place, column, text) for place, text in wrong if text], None)
+    problems = []
+    for row, value in labelled:
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(RowProblem(row.place, column, "is NaN or infinite"))
+        elif not isinstance(value, bool | int | float | str):
+            what = f"is {name_type(value)}, not a number, true, false or a word"
+            problems.append(RowProblem(row.place, column, what))
+    raise_problems(problems, None)
     without = len(cells) - len(labelled)
     notes = (f"{plural(without, 'row')} without a label left out.",) if without else ()
     if positive is None and not any(isinstance(value, str) for value in values):
@@ -348,15 +354,6 @@ def read_held_out(file: str) -> list[tuple[Rollout, float]]:
     # Thin evenly: files are often sorted by label.
     step = max(1.0, count / MAX_HELD_OUT)
     return [rows[int(place * step)] for place in range(min(count, MAX_HELD_OUT))]
-
-
-def _label_problem(value: Any) -> str:
-    """Return what is wrong with a label; empty for a number, a truth value or a word."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "is NaN or infinite"
-    if isinstance(value, bool | int | float | str):
-        return ""
-    return f"is {name_type(value)}, not a number, true, false or a word"
 
 
 def _positive_label(labels: Sequence[str], column: str, positive: str | None) -> str:

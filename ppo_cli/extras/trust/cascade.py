@@ -8,7 +8,7 @@ two classes if it is on the right side of 0.5, with another label by 1 - |score 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,14 @@ def _measure(
     agreement_kept = estimate_or_reason(
         len(escalated), lambda rows: float(mixed[rows].sum() / max(judged[rows].sum(), 1e-9)), ""
     )
+    # Dollars for 1,000 responses; unknown without a price, or if verdicts came from the cache.
+    stage = "judge" if judge.part in (None, "judge") else f"judge_{judge.part}"
+    cheap_usd, strong_usd = (
+        1000 * scoring.metrics.get(f"{stage}/{who}_cost_usd", 0.0) / len(rows)
+        for who in ("cheap", "strong")
+    )
+    cost = {"judge_usd": strong_usd, "cascade_usd": cheap_usd + share * strong_usd}
+    is_known = cheap_usd and strong_usd and not scoring.metrics.get(f"{stage}/cached")
     rule = f"--rm_cascade_band {chosen.band[0]:g}-{chosen.band[1]:g}"
     if chosen.spread is not None:
         rule = f"--rm_cascade_spread {chosen.spread:g}"
@@ -108,7 +116,7 @@ def _measure(
             "the cascade": mean(mixed), f"share of {api.model} alone": agreement_kept,
             f"responses sent to {api.model}": mean(escalated.astype(np.float64)),
         },
-        "cost": _costs(judge, scoring.metrics, len(rows), share),
+        "cost": cost if is_known else None,
     }  # fmt: skip
 
 
@@ -141,19 +149,3 @@ def _rules(first: Floats, by_spread: bool) -> Iterator[Doubt]:
 
 def _unsure(doubt: Doubt, first: Floats) -> NDArray[np.bool_]:
     return np.asarray([doubt.applies(score, spread) for score, spread in first.T], dtype=bool)
-
-
-def _costs(
-    judge: Judge, metrics: Mapping[str, float], rows: int, share: float
-) -> dict[str, float] | None:
-    """Return dollars for 1,000 responses, of the judge alone and of the cascade.
-
-    None if a price is unknown, or if verdicts came from the cache.
-    """
-    stage = "judge" if judge.part in (None, "judge") else f"judge_{judge.part}"
-    cheap, strong = (
-        1000 * metrics.get(f"{stage}/{who}_cost_usd", 0.0) / rows for who in ("cheap", "strong")
-    )
-    if not cheap or not strong or metrics.get(f"{stage}/cached"):
-        return None
-    return {"judge_usd": strong, "cascade_usd": cheap + share * strong}

@@ -59,23 +59,13 @@ class JudgeAsker:
         check_rows(self._api, self.template, [build_material(prompt, "") for prompt in prompts])
 
     def try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
-        """Show by first calls that key, model and reply format are right, and check the answers."""
-        self._test_judge(prompts, patient=patient, tell=tell)
-        if self._api.canary_every:
-            self.check_format(tell)
-        # Parameters that the model rejected in the calls above.
-        for name, why in self.connection.provider.dropped().items():
-            tell(f"{self._api.model} does not take {name} ({why}); the judge runs without it.")
+        """Show by first calls that key, model and reply format are right, and check the answers.
 
-    def _test_judge(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
-        """Ask about the first prompt, and about the next ones while the judge refuses.
-
-        After prompts that exceed its context comes the shortest one: if even that does not fit,
-        the judge cannot be used.
+        The first prompts are asked about while the judge refuses, and after prompts that exceed its
+        context the shortest one: if even that does not fit, the judge cannot be used.
         """
         error: JudgeError | None = None
         shortest = min(prompts, key=lambda prompt: len(prompt.text))
-        # The shortest prompt is only tried after prompts that were too long.
         for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
             if prompt is shortest and error is not None and error.cause != "too_long":
                 break
@@ -84,12 +74,19 @@ class JudgeAsker:
                 self.connection.test_question(
                     question, self._api, self._loop, patient=patient, tell=tell
                 )
-                return
+                error = None
+                break
             except JudgeError as refusal:
                 error = refusal
         if error is not None and error.cause == "too_long":
             raise RewardError(f"The judge cannot be used ({error.summary})") from error
-        tell(f"The judge answers, but would not judge the first prompts ({error}).")
+        if error is not None:
+            tell(f"The judge answers, but would not judge the first prompts ({error}).")
+        if self._api.canary_every:
+            self.check_format(tell)
+        # Parameters that the model rejected in the calls above.
+        for name, why in self.connection.provider.dropped().items():
+            tell(f"{self._api.model} does not take {name} ({why}); the judge runs without it.")
 
     def check_format(self, tell: Tell) -> None:
         """Ask questions with known answers, and warn about a judge that gets one wrong."""

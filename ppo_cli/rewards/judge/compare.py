@@ -102,12 +102,11 @@ class CompareReward(JudgeReward):
             raise RuntimeError("this reward is closed")
         entry = Contestant(rollout)
         self._arrived.append(entry)
-        canaries = self._observer.canaries
-        if canaries.pop_due():
+        if self._canaries.pop_due():
             good = rollout.prompt.ground_truth or rollout.answer
             for text in CANARY_REPLIES:
                 question = self._request(rollout.prompt, (text, as_text(good)))
-                self._loop.submit(canaries.ask(question, self.connection.client))
+                self._loop.submit(self._canaries.ask(question, self.connection.client))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
@@ -126,9 +125,8 @@ class CompareReward(JudgeReward):
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts that still need a response of the starting model."""
         base_texts = self._earlier["train"]
-        return (
-            [p for p in prompts if p.uid not in base_texts] if self._api.compare == "base" else ()
-        )
+        wanted = prompts if self._api.compare == "base" else ()
+        return [p for p in wanted if p.uid not in base_texts]
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of the starting model."""
@@ -174,7 +172,7 @@ class CompareReward(JudgeReward):
             text = self._visible(entry.rollout)
             empty = self._gate_reason(entry.rollout, text)
             if empty:
-                self._observer.report.gated += 1
+                self._report.gated += 1
                 entry.future.set_result(gated_score(empty, self.template.scale))
             else:
                 entry.node = nodes.setdefault(text, len(nodes))
@@ -251,29 +249,19 @@ class CompareReward(JudgeReward):
                 if not entry.future.done():
                     entry.future.set_exception(stop)
             return
-        # Keep a question that was answered, for the test whether the judge is up.
-        for question, answer in zip(questions.values(), answers, strict=True):
-            if isinstance(answer, Verdict):
-                self._last_judged = question
-                self._observer.noise.offer(contest.entries[0].rollout, question, answer.value)
-        self._ask_monitor(contest, questions)
-        self._score(contest)
-
-    def _ask_monitor(self, contest: Contest, questions: Mapping[Request, Question]) -> None:
-        """Send a share of the judged comparisons to the second judge, without waiting.
-
-        A hash of the response that is shown first decides; comparisons that show the reference
-        first are not sent.
-        """
-        monitor = self._observer.monitor
-        if monitor is None:
-            return
         of_node = {entry.node: entry.rollout for entry in contest.entries}
-        for (shown, vote), question in questions.items():
-            answer = contest.answers[shown, vote]
+        for ((shown, _), question), answer in zip(questions.items(), answers, strict=True):
+            if not isinstance(answer, Verdict):
+                continue
+            # Keep a question that was answered, for the test whether the judge is up.
+            self._last_judged = question
+            self._noise.offer(contest.entries[0].rollout, question, answer.value)
+            # The second judge reads a share, by a hash of the response that is shown first; where
+            # that is the reference, it reads nothing.
             rollout = of_node.get(shown[0])
-            if isinstance(answer, Verdict) and rollout and monitor.wants(rollout):
-                monitor.begin(question, answer.value, {})
+            if self._monitor is not None and rollout and self._monitor.wants(rollout):
+                self._monitor.begin(question, answer.value, {})
+        self._score(contest)
 
     def _score(self, contest: Contest) -> None:
         """Set the score of each entry, or the error for which it has none."""
@@ -288,7 +276,7 @@ class CompareReward(JudgeReward):
             fresh = entry.score is None
             entry.error, entry.score = None, _build_score(contest, tally, entry, value, strength)
             if fresh:
-                self._observer.report.add(entry.rollout, entry.score)
+                self._report.add(entry.rollout, entry.score)
         # A later verdict may change any score of the contest: publish them together.
         if all(entry.score is not None for entry in contest.entries):
             for entry in contest.entries:

@@ -179,10 +179,15 @@ class Ledger:
         model writes more tokens than its limit allows.
         """
         # The worst case is set again after each wait, since a call may raise the input ratio.
-        reservation = Reservation(self, Usage(), 0.0, shared)
+        reservation, spender = Reservation(self, Usage(), 0.0, shared), shared or self
         while True:
             self.check_output_limit(shared)
-            self._set_worst_case(reservation, question)
+            # Estimated more closely when there is a budget.
+            worst = worst_case(question) if self.has_budget else quick_worst_case(question)
+            reservation.input_ratio = self._input_ratios.get(spender.model, 1.0)
+            read = math.ceil(reservation.input_ratio * worst.input)
+            reservation.usage = Usage(read, worst.output)
+            reservation.usd = spender.price.cost(reservation.usage) if spender.price else 0.0
             if self._fits(reservation):
                 break
             if not self._fits(reservation, alone=True):
@@ -211,14 +216,6 @@ class Ledger:
                 "can be kept. Raise --rm_max_tokens above what it writes, choose another "
                 "--rm_model or --rm_base_url, or go without a budget."
             )
-
-    def _set_worst_case(self, reservation: Reservation, question: Question) -> None:
-        """Set the most that a call may use; estimated more closely when there is a budget."""
-        worst = worst_case(question) if self.has_budget else quick_worst_case(question)
-        spender = reservation.shared or self
-        reservation.input_ratio = self._input_ratios.get(spender.model, 1.0)
-        reservation.usage = Usage(math.ceil(reservation.input_ratio * worst.input), worst.output)
-        reservation.usd = spender.price.cost(reservation.usage) if spender.price else 0.0
 
     def attach(self, path: Path) -> None:
         """Write settled calls to this file; calls that are in it already count as spent."""
@@ -291,23 +288,21 @@ class Ledger:
         self._settled.set()  # they run after this method has ended
         self._settled = asyncio.Event()
         shared = reservation.shared
-        price = (shared or self).price
-        usd = price.cost(usage) if price else 0.0
-        self._note_excess(reservation, usage)
+        spender = shared or self
+        usd = spender.price.cost(usage) if spender.price else 0.0
+        # Later reservations allow for a call that used more than was reserved for it.
+        ratio = reservation.input_ratio * usage.input / reservation.usage.input
+        self._input_ratios[spender.model] = max(ratio, self._input_ratios.get(spender.model, 1.0))
+        if usage.output > _MAX_EXCESS * reservation.usage.output + _MAX_EXCESS_TOKENS:
+            self._over_limit[spender.model] = usage
         # One line per call, from which summaries and `ppo show` are made.
-        line = (
-            {"time": round(time.time(), 3)}
-            | reservation.model
-            | {
-                "id": reservation.id,
-                "outcome": outcome,
-                "input": usage.input,
-                "output": usage.output,
-            }
-            | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
-            | ({"note": note} if note else {})
-        )
-        if (ratio := self._input_ratios[reservation.model["model"]]) > 1.0:
+        line = {
+            "time": round(time.time(), 3), **reservation.model, "id": reservation.id,
+            "outcome": outcome, "input": usage.input, "output": usage.output,
+            "cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4),
+        }  # fmt: skip
+        line |= {"note": note} if note else {}
+        if (ratio := self._input_ratios[spender.model]) > 1.0:
             line["input_ratio"] = ratio
         with self._lock:
             # Totals and the file are updated together.
@@ -320,14 +315,6 @@ class Ledger:
             self._unwritten.append(json.dumps(line))
             self._write()
         return usd
-
-    def _note_excess(self, reservation: Reservation, usage: Usage) -> None:
-        """Remember for later reservations that a call used more than was reserved for it."""
-        model = (reservation.shared or self).model
-        ratio = reservation.input_ratio * usage.input / reservation.usage.input
-        self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
-        if usage.output > _MAX_EXCESS * reservation.usage.output + _MAX_EXCESS_TOKENS:
-            self._over_limit[model] = usage
 
     def _open_file(self, path: Path) -> None:
         """Count what earlier starts spent, and settle the calls that they left in flight."""

@@ -15,7 +15,6 @@ from ppo_cli.rewards.judge.calls import Question, Verdict
 from ppo_cli.rewards.judge.prompt import (
     COMPARE,
     RUBRIC_SCALE,
-    Case,
     Material,
     Template,
     load_preset,
@@ -55,7 +54,16 @@ class FormatCheck:
 def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
     """Return at most two questions; none for a scoring prompt without worked cases."""
     if api.mode == "compare":
-        return [_comparison(api, right_place) for right_place in (0, 1)]
+        # The right sum is better; once it is shown first, once second.
+        checks = []
+        wrong = ["7"] * (2 if api.compare == "list" else 1)
+        for texts in (["4", *wrong], ["7", "4", *wrong[1:]]):
+            material = Material(_SUM, texts[0], compared=tuple(texts))
+            question = load_preset(COMPARE).question(material, api)
+            # After a better response the first one may tie with another wrong one, or lose to it.
+            bounds = (1.0, 1.0) if texts[0] == "4" else (0.0, 0.0 if len(texts) == 2 else 0.25)
+            checks.append(FormatCheck(question, (), *bounds))
+        return checks
     if api.rubric is not None:
         rubric_template = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
         question = rubric_template.question(_COLOURS, api, rubric=_CRITERIA)
@@ -67,23 +75,12 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
     worst = [case for case in template.cases if case.at_most is not None]
     chosen = [max(best, key=lambda case: case.at_least or 0)] if best else []
     chosen += [min(worst, key=lambda case: case.at_most or 0)] if worst else []
-    return [_case(api, template, case) for case in chosen]
-
-
-def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
-    """Return the check that the judge prefers the right sum, which is in `right_place`."""
-    texts = ["7", "7"] if api.compare != "list" else ["7", "7", "7"]
-    texts[right_place] = "4"
-    material = Material(_SUM, texts[0], compared=tuple(texts))
-    question = load_preset(COMPARE).question(material, api)
-    if right_place == 0:
-        return FormatCheck(question, (), 1.0, 1.0)
-    # After a better response the first one may tie with another wrong one, or lose to it.
-    return FormatCheck(question, (), 0.0, 0.0 if len(texts) == 2 else 0.25)
-
-
-def _case(api: ApiReward, template: Template, case: Case) -> FormatCheck:
-    # A case has a lower bound, an upper bound or both.
-    low = template.scale.low if case.at_least is None else case.at_least
-    high = template.scale.high if case.at_most is None else case.at_most
-    return FormatCheck(template.question(case.material, api), (), low, high)
+    low, high = template.scale.low, template.scale.high
+    return [
+        FormatCheck(
+            template.question(case.material, api), (),
+            low if case.at_least is None else case.at_least,
+            high if case.at_most is None else case.at_most,
+        )
+        for case in chosen
+    ]  # fmt: skip

@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, variance
@@ -27,13 +27,11 @@ from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.connection import JudgeConnection
 from ppo_cli.rewards.judge.costs import Ledger, read_lines, share_ledger
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
-Judged = tuple[Rollout, float]  # with the first verdict, in [0, 1]
 NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
 NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
 
@@ -137,7 +135,7 @@ class NoiseCheck:
         self._file: Path | None = None
         self._step: int | None = None  # the step whose responses are asked about
         self._due = self._listening = False
-        self._first: dict[str, Judged] = {}
+        self._first: dict[str, tuple[Rollout, float]] = {}  # with the first verdict, in [0, 1]
         self._repeated: dict[str, list[float]] = defaultdict(list)
         self._metrics: dict[str, float] = {}
 
@@ -422,59 +420,3 @@ class Monitor:
         await asyncio.gather(*self._watching, return_exceptions=True)
         if self._client is not None:
             await self._client.close(0.0)
-
-
-class JudgeObserver:
-    """Everything that observes a judge and changes no reward.
-
-    The report of the step, noise, canaries, labelled responses and the second judge.
-    """
-
-    def __init__(
-        self, api: ApiReward, environ: Mapping[str, str], connection: JudgeConnection
-    ) -> None:
-        self._votes = api.votes
-        self.report = StepReport(api.votes)
-        # Several votes on each response show the noise without further calls.
-        self.noise = NoiseCheck(api.noise_responses if api.repeats else 0)
-        self.canaries = Canaries(api.canary_every)
-        self.labelled: LabelledCheck | None = None
-        self.monitor: Monitor | None = None
-        if api.monitor.model is not None:
-            self.monitor = Monitor(
-                api, environ=environ, ledger=connection.ledger, cache=connection.cache
-            )
-
-    def add_verdicts(self, rollout: Rollout, question: Question, score: Score) -> None:
-        """Take note of the verdicts of the judge on a response, to measure its noise."""
-        self.noise.offer(rollout, question, float(score.value or 0.0))
-        if "votes" in score.info:
-            votes = [question.scale.scaled(vote) for vote in score.info["votes"]]
-            self.report.verdicts.append(votes)
-
-    def begin_step(self, step: int) -> Coroutine[Any, Any, None] | None:
-        """Mark canaries due; return a reading of the labelled responses to be run, if it is due."""
-        self.canaries.begin_step(step)
-        self.noise.begin_step(step)
-        if self.labelled is not None and self.labelled.is_due(step):
-            return self.labelled.read()
-        return None
-
-    def pop_metrics(
-        self, counters: Counters, ledger: Ledger, *, validating: bool
-    ) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them.
-
-        When `validating`, those of noise and labelled responses are kept for the next call.
-        """
-        report, self.report = self.report, StepReport(self._votes)
-        metrics = report.metrics(counters, ledger) | self.canaries.pop_metrics()
-        if not validating:
-            metrics |= self.noise.pop_metrics()
-            metrics |= self.labelled.pop_metrics() if self.labelled is not None else {}
-        return metrics | (self.monitor.pop_metrics() if self.monitor else {})
-
-    async def close(self) -> None:
-        """Stop the second judge."""
-        if self.monitor is not None:
-            await self.monitor.close()

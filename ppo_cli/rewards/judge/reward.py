@@ -25,8 +25,11 @@ from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge, connect_oth
 from ppo_cli.rewards.judge.monitor import (
     MONITOR_PENDING,
     NOISE_WAIT_S,
-    JudgeObserver,
+    Canaries,
     LabelledCheck,
+    Monitor,
+    NoiseCheck,
+    StepReport,
 )
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.rewards.remote.event_loop import LoopThread
@@ -47,7 +50,16 @@ class JudgeReward(JudgeAsker, Reward):
     ) -> None:
         self.name = name
         connection = connect_judge(api, environ)
-        self._observer = JudgeObserver(api, environ, connection)
+        self._report = StepReport(api.votes)
+        # Several votes on each response show the noise without further calls.
+        self._noise = NoiseCheck(api.noise_responses if api.repeats else 0)
+        self._canaries = Canaries(api.canary_every)
+        self._labelled: LabelledCheck | None = None
+        self._monitor: Monitor | None = None
+        if api.monitor.model is not None:
+            self._monitor = Monitor(
+                api, environ=environ, ledger=connection.ledger, cache=connection.cache
+            )
         JudgeAsker.__init__(self, api, connection, LoopThread())
         self._policy = FailurePolicy(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._askers: list[JudgeAsker] = [self]  # also the other judges of a cascade or panel
@@ -79,22 +91,24 @@ class JudgeReward(JudgeAsker, Reward):
         self.connection.provider.start_server(tell)
         for asker in self._askers:
             asker.try_out(prompts, patient=patient, tell=tell)
-        if (monitor := self._observer.monitor) is not None:
+        if self._monitor is not None:
             question = self.question(prompts[0], UNKNOWN_ANSWER)
-            self._loop.call(monitor.try_out(question, tell))
+            self._loop.call(self._monitor.try_out(question, tell))
 
     def set_labelled(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take the labelled responses of the file that the settings name."""
         monitor = self._api.monitor
         if monitor.labels is not None:
-            self._observer.labelled = LabelledCheck(
+            self._labelled = LabelledCheck(
                 labelled[monitor.labels], self._rejudge, self.template.scale, monitor.labels_every
             )
 
     def begin_step(self, step: int) -> None:
         """Test the judge with empty replies and labelled responses when that is due."""
-        if (reading := self._observer.begin_step(step)) is not None:
-            self._loop.submit(reading)
+        self._canaries.begin_step(step)
+        self._noise.begin_step(step)
+        if self._labelled is not None and self._labelled.is_due(step):
+            self._loop.submit(self._labelled.read())
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Ask the judge at once, and return the future score."""
@@ -102,11 +116,10 @@ class JudgeReward(JudgeAsker, Reward):
         self._round.add(entry, self._loop.submit(self._judge_new(entry)))
         # Canaries go with the first prompt of a step in which they are due, to all judges: one that
         # is fooled decides scores too.
-        canaries = self._observer.canaries
-        for text in CANARY_REPLIES if canaries.pop_due() else ():
+        for text in CANARY_REPLIES if self._canaries.pop_due() else ():
             for asker in self._askers:
                 question = asker.question(rollout.prompt, text)
-                self._loop.submit(canaries.ask(question, asker.connection.client))
+                self._loop.submit(self._canaries.ask(question, asker.connection.client))
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
@@ -114,7 +127,7 @@ class JudgeReward(JudgeAsker, Reward):
         self._validating = kind == "validation"
         # Responses submitted from now on belong to the next round.
         ended, self._round = self._round, self._new_round()
-        measuring = kind == "train" and self._observer.noise.pop_due()
+        measuring = kind == "train" and self._noise.pop_due()
         if ended.entries:
             future = self._loop.submit(self._finish(ended, measuring=measuring))
             self._measuring = future if measuring else self._measuring
@@ -143,19 +156,18 @@ class JudgeReward(JudgeAsker, Reward):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first scores of the labelled responses."""
-        labelled = self._observer.labelled
-        return {} if labelled is None else {"labels": dict(labelled.first)}
+        return {} if self._labelled is None else {"labels": dict(self._labelled.first)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if self._observer.labelled is not None:
-            self._observer.labelled.first |= state.get("labels", {})
+        if self._labelled is not None:
+            self._labelled.first |= state.get("labels", {})
 
     def attach(self, folder: Path) -> None:
         """Keep the calls in the run folder; each judge has its own file."""
         suffix = "" if self.name == "judge" else f"_{self.name}"
         self.connection.ledger.attach(folder / f"judge_calls{suffix}.jsonl")
-        self._observer.noise.attach(folder / f"judge_repeats{suffix}.jsonl")
+        self._noise.attach(folder / f"judge_repeats{suffix}.jsonl")
 
     def close(self) -> None:
         """Let calls in flight finish, then free connections and the thread."""
@@ -187,13 +199,13 @@ class JudgeReward(JudgeAsker, Reward):
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
         await ended.finish()
         if measuring:
-            await self._observer.noise.measure(self._rejudge)
+            await self._noise.measure(self._rejudge)
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
         empty = self._gate_reason(entry.rollout, self._visible(entry.rollout))
         if empty:
-            self._observer.report.gated += 1
+            self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
             return
         await self._judge(entry)
@@ -208,14 +220,15 @@ class JudgeReward(JudgeAsker, Reward):
             return
         if score is None:
             return
-        self._observer.report.add(entry.rollout, score)
+        self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # not a verdict of the cheaper judge
-            self._observer.add_verdicts(entry.rollout, question, score)
+            self._noise.offer(entry.rollout, question, float(score.value or 0.0))
+            if votes := score.info.get("votes"):
+                self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
         # The second judge reads a share; its verdict is filled into `info` later.
-        monitor = self._observer.monitor
-        if monitor is not None and monitor.wants(entry.rollout):
+        if self._monitor is not None and self._monitor.wants(entry.rollout):
             info = {**score.info, **MONITOR_PENDING}
-            monitor.begin(question, float(score.value or 0.0), info)
+            self._monitor.begin(question, float(score.value or 0.0), info)
             score = replace(score, info=info)
         entry.future.set_result(score)
 
@@ -235,9 +248,14 @@ class JudgeReward(JudgeAsker, Reward):
     async def _collect_metrics(self) -> dict[str, float]:
         """Return the metrics of all judges together, and those that only this kind has."""
         counters = [asker.connection.client.pop_counters() for asker in self._askers]
-        metrics = self._observer.pop_metrics(
-            sum(counters, Counters()), self.connection.ledger, validating=self._validating
-        )
+        report, self._report = self._report, StepReport(self._api.votes)
+        metrics = report.metrics(sum(counters, Counters()), self.connection.ledger)
+        metrics |= self._canaries.pop_metrics()
+        # A validation leaves those of noise and labelled responses for the next step.
+        if not self._validating:
+            metrics |= self._noise.pop_metrics()
+            metrics |= self._labelled.pop_metrics() if self._labelled is not None else {}
+        metrics |= self._monitor.pop_metrics() if self._monitor is not None else {}
         return metrics | self._pop_extra_metrics(metrics, counters)
 
     def _pop_extra_metrics(
@@ -251,7 +269,8 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _close(self) -> None:
         await asyncio.gather(*(asker.connection.close() for asker in self._askers))
-        await self._observer.close()
+        if self._monitor is not None:
+            await self._monitor.close()
         # Last, since the second judge writes to the cache too.
         if self.connection.cache is not None:
             self.connection.cache.close()

@@ -163,8 +163,12 @@ def named_scale(text: str, where: str) -> Scale:
     ranges = {(int(s.low), int(s.high)) for s in scored if int(s.low) < int(s.high)}
     wide = _widest(ranges)
     if not ranges:
-        return _top_only(text)
-    if wide is None or _is_band(wide, spans):
+        # `/N` or `out of N` means 1 to N.
+        tops = {int(match["high"]) for match in OUT_OF.finditer(text)}
+        return Scale(1, tops.pop()) if len(tops) == 1 else DEFAULT
+    # A range is only a band if another one begins where it ends.
+    others = [(int(s.low), int(s.high)) for s in spans if "." not in s.low + s.high]
+    if wide is None or any(low - wide[1] in (0, 1) and high > wide[1] for low, high in others):
         named = ", ".join(f"{low}-{high}" for low, high in sorted(ranges))
         raise RewardError(
             f"{where}: it is not clear which scale it means ({named}). Set --rm_scale LOW-HIGH."
@@ -209,15 +213,3 @@ def _widest(ranges: set[tuple[int, int]]) -> tuple[int, int] | None:
     bands = sorted(ranges - {(low, high)})
     apart = all(a[1] < b[0] for a, b in pairwise(bands))
     return (low, high) if (low, high) in ranges and len(bands) > 1 and apart else None
-
-
-def _is_band(wide: tuple[int, int], spans: list[Span]) -> bool:
-    """Return whether another range begins where this one ends, so that it is only a band."""
-    others = [s for s in spans if "." not in s.low + s.high]
-    return any(int(s.low) in (wide[1], wide[1] + 1) for s in others if int(s.high) > wide[1])
-
-
-def _top_only(text: str) -> Scale:
-    """Return the scale 1 to N of a text with `/N` or `out of N`, else the default."""
-    tops = {int(match["high"]) for match in OUT_OF.finditer(text)}
-    return Scale(1, tops.pop()) if len(tops) == 1 else DEFAULT

@@ -443,6 +443,7 @@ HEADS = {
 # Positions of a body whose config and tokenizer give no limit.
 _DEFAULT_LIMIT = 2048
 _FIELDS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length")
+_OF_ROBERTA = ("roberta", "camembert", "longformer", "mpnet", "xmod", "data2vec-text", "ibert")
 # transformers reports a missing limit of a tokenizer as a huge number.
 _NO_LIMIT = 10**6
 
@@ -453,18 +454,11 @@ def hard_limit(config: Any, tokenizer: Any) -> int:
     for field in _FIELDS:
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
-            return value - _position_offset(text)
+            # Families derived from RoBERTa's: their positions start after the pad token's id.
+            kin = any(word in text.model_type for word in _OF_ROBERTA)
+            return value - (int(text.pad_token_id or 0) + 1 if kin else 0)
     limit = getattr(tokenizer, "model_max_length", _NO_LIMIT)
     return int(limit) if limit < _NO_LIMIT else _DEFAULT_LIMIT
-
-
-def _position_offset(config: Any) -> int:
-    """Return the positions lost to padding: RoBERTa's positions start after the pad token's id."""
-    # Families that derive their positions from RoBERTa's.
-    kin = ("roberta", "camembert", "longformer", "mpnet", "xmod", "data2vec-text", "ibert")
-    if any(word in config.model_type for word in kin):
-        return int(config.pad_token_id or 0) + 1
-    return 0
 
 
 def load_reward_model(settings: ModelReward) -> LoadedModel:
@@ -474,7 +468,12 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
     usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
-    folder = _find_folder(settings)
+    path = str(settings.path)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():  # a model of the hub, which is downloaded
+        cached = find_model_folder(path)  # refuses names that are not valid on the hub
+        usable = cached if settings.revision is None else None
+        folder = usable or fetch(path, settings.revision)
     choice = choose_adapter(str(folder), settings.adapter)
     config = _load_config(folder, settings.tokenizer, choice)
     source = settings.tokenizer or str(folder)
@@ -517,16 +516,6 @@ def choose_device(name: str | None) -> torch.device:
     if name is None and (fault := find_gpu_fault()):
         raise MissingPart(str(fault))
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _find_folder(settings: ModelReward) -> Path:
-    """Return the local folder of the model; a hub model is downloaded."""
-    path = str(settings.path)
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return local
-    cached = find_model_folder(path)  # refuses names that are not valid on the hub
-    return cached if cached and settings.revision is None else fetch(path, settings.revision)
 
 
 def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:

@@ -208,7 +208,7 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
     reward = held_out(opened, server, tmp_path, budget_tokens=3000)
     reward.begin_step(1)
     reward.end_round("validation")
-    labelled = reward._observer.labelled
+    labelled = reward._labelled
     wait_until(lambda: labelled is not None and labelled._metrics)
     assert "judge/label_failed" not in reward.pop_metrics()
     reward.end_round()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,7 +114,9 @@ def read_error(error: BaseException) -> ErrorReport:
         return _read_reply(error, status, message)
     # Credentials of clouds; boto3 raises a plain RuntimeError (anthropic 0.79).
     if type(error).__module__ == "google.auth.exceptions" or "AWS credentials" in message:
-        return ErrorReport("connection" if _is_retryable(error) else "credentials", message)
+        lost = any(isinstance(inner, OSError) for inner in _chain(error))
+        may_pass = lost or getattr(error, "retryable", False)
+        return ErrorReport("connection" if may_pass else "credentials", message)
     if isinstance(error, TypeError) and "unexpected keyword" in message:
         return ErrorReport("request", message)  # this version of the SDK does not know an option
     # SDKs wrap the errors of their HTTP library: the innermost one that is known decides.
@@ -127,12 +130,6 @@ def read_error(error: BaseException) -> ErrorReport:
         if isinstance(inner, OSError) or type(inner).__module__.split(".")[0] in _HTTP_LIBRARIES:
             return ErrorReport("connection", f"{str(inner) or message} ({type(inner).__name__})")
     return ErrorReport("unknown", f"{type(error).__name__}: {message}")
-
-
-def _is_retryable(error: BaseException) -> bool:
-    return bool(getattr(error, "retryable", False)) or any(
-        isinstance(inner, OSError) for inner in _chain(error)
-    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -218,10 +215,22 @@ def _error_object(error: BaseException) -> Mapping[str, Any]:
 # --- from a report to an error --------------------------------------------------------------------
 
 
+# Cause and message of errors without an HTTP status.
+_WITHOUT_STATUS = defaultdict(
+    lambda: ("unknown", "failed in an unknown way"),
+    timeout=("timeout", "did not answer in time"),
+    connection=("connection", "could not be reached"),
+    body=("bad_body", "sent something that is not an answer"),
+    credentials=("credentials", "has no credentials that work"),
+)
+
+
 def classify(report: ErrorReport, context: Context, *, proven: bool) -> JudgeError:
     """Return the error of a failed call; `proven`: a call with these options succeeded before."""
     if report.what != "status":
-        return _classify_without_status(report, context)
+        cause, problem = _WITHOUT_STATUS[report.what]
+        kind = Failure.FATAL if report.what == "credentials" else Failure.RETRYABLE
+        return JudgeError(kind, cause, f"{context.label} {problem}: {report.message}")
     status = report.status or 0
     cause = f"http_{status}"
     message = f"{context.label} answered {status}: {report.message}"
@@ -240,19 +249,6 @@ def classify(report: ErrorReport, context: Context, *, proven: bool) -> JudgeErr
         message = f"{_end_sentence(message)} {_hint(report, context)}"
     wait = report.retry_after if kind is Failure.RETRYABLE else None
     return JudgeError(kind, cause, message, status=status, retry_after=wait)
-
-
-def _classify_without_status(report: ErrorReport, context: Context) -> JudgeError:
-    """Return the JudgeError of an error without an HTTP status: time-out, connection, body, key."""
-    problems: dict[str, tuple[str, str]] = {
-        "timeout": ("timeout", "did not answer in time"),
-        "connection": ("connection", "could not be reached"),
-        "body": ("bad_body", "sent something that is not an answer"),
-        "credentials": ("credentials", "has no credentials that work"),
-    }
-    cause, problem = problems.get(report.what, ("unknown", "failed in an unknown way"))
-    kind = Failure.FATAL if report.what == "credentials" else Failure.RETRYABLE
-    return JudgeError(kind, cause, f"{context.label} {problem}: {report.message}")
 
 
 def is_about_filter(message: str) -> bool:

@@ -305,7 +305,8 @@ def read_reply(reply: Any, fields: ReplyFields) -> Reply:
         raise_body(reply)
     finish, content = to_word(get_path(reply, fields.finish)), get_path(reply, fields.content)
     if isinstance(content, list):  # thoughts are parts, too, and are not the answer
-        texts = [get_path(part, "text") for part in content if _is_answer(part)]
+        answers = (p for p in content if get_path(p, "type") in (None, "text"))
+        texts = [get_path(part, "text") for part in answers if not get_path(part, "thought")]
         content = "".join(text for text in texts if isinstance(text, str))
     # A refusal has a separate field; some gateways use the finish reason alone.
     refused = get_path(reply, fields.refusal)
@@ -317,10 +318,6 @@ def read_reply(reply: Any, fields: ReplyFields) -> Reply:
     if not isinstance(content, str | None):
         raise bad_body(f"the content of its message is not a text: {str(content)[:100]}")
     return build_reply(content, usage, truncated=finish in fields.cut)
-
-
-def _is_answer(part: Any) -> bool:
-    return get_path(part, "type") in (None, "text") and not get_path(part, "thought")
 
 
 def refuse_blocked(reply: Any, usage: Usage | None) -> None:
