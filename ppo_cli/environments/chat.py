@@ -13,6 +13,7 @@ message, whatever the tokenizer and the template do.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from ppo_cli.environments.base import Schema
 from ppo_cli.environments.calls import (
     CallError,
     CallFormat,
+    ChannelCalls,
     JsonCalls,
     Reading,
     ResponseTemplate,
@@ -40,6 +42,7 @@ from ppo_cli.thoughts import count_shared, find_open_mark, find_thoughts
 USER: Message = {"role": "user", "content": "probeuser"}
 # What probes contain: texts that no template writes by itself.
 ANSWER, REPLY = "probeanswer", "probereply"
+PROBE = {"key": ANSWER}
 MARK = re.compile(r"<[^\s<>]{1,40}>|\[/?[A-Z_]+\]")
 
 
@@ -113,11 +116,12 @@ class Chat:
             )
 
     def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
-        """Return the text that the model reads first, and its token ids.
+        """Return a conversation as the model reads it, and its token ids.
 
-        ValueError, in one line, if the template refuses the messages.
+        Messages after the first of the assistant count as replies. ValueError, in one line, if the
+        template refuses the messages.
         """
-        text = self._render(messages, True)
+        text = self._render(self._adapt(messages), True)
         return text, self._renderer.tokenise([text])[0]
 
     def parse(self, turn: Sequence[int]) -> Message:
@@ -168,7 +172,7 @@ class Chat:
 
     def _find_change(self, role: str) -> str:
         """Return what replies of a role change in three earlier turns, or ""."""
-        messages = [{"role": "system", "content": "probesystem"}, USER]
+        messages: list[Message] = [{"role": "system", "content": "probesystem"}, USER]
         try:
             written = self._render(messages, True)
         except ValueError:  # no system messages
@@ -179,8 +183,8 @@ class Chat:
         thoughts: list[str] = []
         for index in range(3):
             message = self._make_turn(role == "tool", f"probethought{index}" if thinks else "")
-            opened = self._render(messages, True)
-            text = self._render([*messages, message], False)
+            opened = self._render(self._adapt(messages), True)
+            text = self._render(self._adapt([*messages, message]), False)
             if thinks:
                 thoughts.append(f"probethought{index}")
             if thoughts and thoughts[-1] not in text:
@@ -198,8 +202,8 @@ class Chat:
             mark, rest = self._render_after(messages, message, [reply])
             mark = end if end == self._final_end else mark
             written += text[len(opened) : at] + mark + rest
-            messages += [message, *self._complete(message, [reply])]
-            later = self._render(messages, True)
+            messages += [message, reply]
+            later, _ = self.open(messages)
             if any(thought not in later for thought in thoughts):
                 return "earlier thoughts"
             name = tool_name(self._tools[0]) if self._tools else ""
@@ -213,31 +217,46 @@ class Chat:
         return ""
 
     def _make_turn(self, calls: bool, thought: str) -> dict[str, Any]:
-        """Return a message of the assistant as the template takes it, with a thought if not ""."""
-        message: dict[str, Any] = {"role": "assistant", "content": "" if calls else ANSWER}
+        """Return a probe of the policy's message, with a thought if not ""."""
+        message = _answer() | ({"reasoning_content": thought} if thought else {})
+        if not calls:
+            return message
+        name = tool_name(self._tools[0]) if self._tools else "probetool"
+        return message | {"content": "", "tool_calls": [make_call(name, PROBE, "call00000")]}
+
+    def _adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as the template takes them.
+
+        The policy's get its keys for thoughts and its type of arguments. Replies lose control
+        words, and results of tools get the name and the id of their call.
+        """
+        adapted: list[Message] = []
         keys = [k for k in ("reasoning_content", "thinking", "reasoning") if k in self._template]
-        if thought and keys:
-            message.update(dict.fromkeys(keys, thought))
-        elif thought:
-            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-        if calls:
-            name = tool_name(self._tools[0]) if self._tools else "probetool"
-            message["tool_calls"] = [self._make_probe_call(name, "call00000")]
-        return message
-
-    def _make_probe_call(self, name: str, call_id: str) -> dict[str, Any]:
-        arguments: Any = {"key": ANSWER}
-        if self._arguments_as_text:
-            arguments = f'{{"key": "{ANSWER}"}}'
-        return make_call(self._escape(name), arguments, call_id)
-
-    def _complete(self, message: Message, replies: Sequence[Message]) -> list[Message]:
-        """Return replies without control words; results get the name and the id of their call."""
-        calls = message.get("tool_calls", ())
-        names = [{"name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls]
-        results = chain(names, iter(lambda: {"name": "tool", "tool_call_id": "call00000"}, None))
-        filled = [{**(next(results) if r["role"] == "tool" else {}), **r} for r in replies]
-        return [self._escape({**r, "content": r.get("content") or ""}) for r in filled]
+        calls = None
+        for message in messages:
+            if message.get("role") == "assistant":
+                new = dict(message)
+                thought = new.pop("reasoning_content", "")
+                calls = iter(new.get("tool_calls", ()))
+                if thought and new.get("tool_calls") and isinstance(self._format, ChannelCalls):
+                    thought = f"{thought}\n{new['content']}".strip()
+                    new["content"] = ""  # its template takes one of them
+                if thought and keys:
+                    new.update(dict.fromkeys(keys, thought))
+                elif thought:
+                    new["content"] = f"<think>\n{thought}\n</think>\n\n{new['content']}"
+                if self._arguments_as_text and "tool_calls" in new:
+                    new["tool_calls"] = [_write_arguments(call) for call in new["tool_calls"]]
+            elif calls is None:
+                new = dict(message)
+            else:
+                new = {**message, "content": message.get("content") or ""}
+                if message.get("role") == "tool":
+                    call = next(calls, make_call("tool", {}, "call00000"))
+                    new = {"name": call["function"]["name"], "tool_call_id": call["id"], **new}
+                new = self._escape(new)
+            adapted.append(new)
+        return adapted
 
     def _render_after(
         self, opening: Sequence[Message], message: Message, replies: Sequence[Message]
@@ -253,9 +272,10 @@ class Chat:
         # Templates want the call before its result; a malformed call is not one.
         if any(reply["role"] == "tool" for reply in replies):
             calls = message.get("tool_calls") or [make_call("tool", {}, "call00000")]
-            probes = [self._make_probe_call(c["function"]["name"], c["id"]) for c in calls]
+            names = [(self._escape(call["function"]["name"]), call["id"]) for call in calls]
+            probes = [make_call(name, PROBE, call_id) for name, call_id in names]
             turn = {"role": "assistant", "content": "", "tool_calls": probes}
-        text = self._render([*opening, turn, *self._complete(message, replies)], True)
+        text = self._render(self._adapt([*opening, turn, *replies]), True)
         after = text[text.rindex(ANSWER) + len(ANSWER) :]
         places = [(after.find(end), end) for end in self._ends if end in after]
         if not places:
@@ -331,6 +351,14 @@ class Chat:
 
 def _answer() -> dict[str, Any]:
     return {"role": "assistant", "content": ANSWER}
+
+
+def _write_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are JSON text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _make_id(turn: Sequence[int], index: int) -> str:
