@@ -5,6 +5,7 @@ Plain Python and numpy: every room can use them, and they are pickled between pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 # "unfinished": a partial rollout that a later step continues.
 FinishReason = Literal["stop", "length", "unfinished"]
 Message = Mapping[str, Any]
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message; other content is written as JSON."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def format_call(call: Mapping[str, Any]) -> str:
+    """Return a tool call as `name(argument=value, …)`, its values as JSON."""
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return f"{function.get('name')}({arguments})"
+    if not isinstance(arguments, Mapping):
+        arguments = {} if arguments is None else {"": arguments}
+    values = [f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items()]
+    return f"{function.get('name')}({', '.join(values)})"
 
 
 @dataclass(frozen=True)

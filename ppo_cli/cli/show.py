@@ -36,6 +36,7 @@ from ppo_cli.errors import (
     plural,
     ppo,
 )
+from ppo_cli.records import format_call, text_of
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.episode_card import describe_episodes
 from ppo_cli.report.judge_card import describe_judges, format_dollars
@@ -482,8 +483,6 @@ def format_rollout(line: Line, *, full: bool = False) -> str:
 
 def format_turn(number: int, turn: Line, *, full: bool) -> list[str]:
     """Return a turn of an episode: the policy's message, its calls, and the replies to it."""
-    from ppo_cli.rewards.judge.visible import format_call, text_of
-
     message = turn["message"]
     facts = [
         f"{name} {format_number(value)}" for name, value in (turn.get("rewards") or {}).items()

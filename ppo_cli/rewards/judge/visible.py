@@ -7,12 +7,11 @@ passages together, and the longest ones are cut in the middle first.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.records import Message, Rollout
+from ppo_cli.records import Rollout, format_call, text_of
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle
 from ppo_cli.thoughts import strip_reasoning
 
@@ -59,27 +58,6 @@ def _list_passages(rollout: Rollout, reasoning: str) -> Iterator[Passage]:
         for reply in turn.replies:
             kind = "tool" if reply["role"] == "tool" else "user"
             yield Passage(kind, number, clean(text_of(reply)))
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message; other content is written as JSON."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-
-
-def format_call(call: Mapping[str, Any]) -> str:
-    """Return a tool call as `name(argument=value, …)`, its values as JSON."""
-    function = call.get("function") or call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return f"{function.get('name')}({arguments})"
-    if not isinstance(arguments, Mapping):
-        arguments = {} if arguments is None else {"": arguments}
-    values = [f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items()]
-    return f"{function.get('name')}({', '.join(values)})"
 
 
 def written_text(response: Response) -> str:
