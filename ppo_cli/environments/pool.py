@@ -46,21 +46,21 @@ MAX_REASON_CHARS = 500
 METRICS = ("environment/restarts", "environment/timeouts")
 
 
-def check_environment(config: Environment) -> None:
-    """Start one environment process and read its tools; UserError with all mistakes.
+def check_environment(config: Environment) -> tuple[Schema, ...]:
+    """Start one environment process and return its tools; UserError with all mistakes.
 
     Takes at most 10 s: what is still being imported then is not a mistake, and is not checked.
     """
     if not (config.path or config.tools or config.mcp):
-        return
+        return ()
     spec = _build_spec(config)
 
-    async def describe() -> None:
+    async def describe() -> tuple[Schema, ...]:
         process = _Process(config, spec, None)
         try:
-            await asyncio.wait_for(asyncio.shield(process.start()), CHECK_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(process.start()), CHECK_TIMEOUT_S)
         except TimeoutError:
-            pass
+            return ()
         except EnvironmentFailure as failure:
             raise UserError(_describe_broken(config, str(failure))) from None
         finally:
@@ -69,7 +69,7 @@ def check_environment(config: Environment) -> None:
 
     loop = LoopThread("environment check")
     try:
-        loop.call(describe())
+        return loop.call(describe())
     finally:
         loop.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text
@@ -48,12 +49,22 @@ def check_episodes(config: Config) -> None:
     """Raise UserError for what `start_episodes` would refuse, without loading a model."""
     if not config.environment.is_set:
         return
-    check_environment(config.environment)
+    tools = check_environment(config.environment)
     # A model of the hub is not downloaded for a check.
-    if Path(model_folder(config.model.path)).expanduser().is_dir():
+    folder = Path(model_folder(config.model.path)).expanduser()
+    if folder.is_dir():
         trust = config.model.trust_remote_code
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
-        _make_chat(config, tokenizer, (), frozenset({tokenizer.eos_token_id}))
+        _make_chat(config, tokenizer, tools, _read_end_ids(folder, tokenizer))
+
+
+def _read_end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a response; GenerationConfig, which knows them, imports torch."""
+    listed: Any = None
+    for name in ("generation_config.json", "config.json"):
+        listed = read_json(folder / name).get("eos_token_id") if listed is None else listed
+    ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id}
+    return frozenset(ids - {None})
 
 
 def _make_chat(
@@ -61,7 +72,9 @@ def _make_chat(
 ) -> Chat:
     """Return the chat format; UserError if its template would rewrite what was sampled."""
     chat = Chat(tokenizer, config.data.apply_chat_template_kwargs, tools, end_ids)
-    rewritten = chat.rewrites_history() if config.environment.history == "refuse" else ""
+    # Functions and MCP servers answer with results alone, after which Qwen3 keeps its thoughts.
+    roles = ("tool", "user") if config.environment.path else ("tool",)
+    rewritten = chat.rewrites_history(roles) if config.environment.history == "refuse" else ""
     if rewritten:
         raise UserError(
             f"The chat template changes earlier turns: {rewritten}. Set environment.history=split, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from ppo_cli.engine.base import Sampling, start_rollouts
 from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.environments.chat import Chat
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, UserError
 from ppo_cli.records import Prompt
+from ppo_cli.run.episodes import check_episodes
 from tests.engine.small_samplers import build_model
 from tests.environments.families import (
     ENVIRONMENT,
@@ -30,6 +32,7 @@ from tests.environments.families import (
     make_tokenizer,
     trl_template,
 )
+from tests.environments.scripted import config
 
 OPENING = (SYSTEM, QUESTION)
 
@@ -316,3 +319,24 @@ def test_a_description_of_a_tool_changes_no_role() -> None:
     text, ids = chat.open(OPENING)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
     assert "Adds.< |im_end|>" in text
+
+
+def test_plan_refuses_what_the_chat_template_cannot(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n        '
+        'b: Two.\n    """\n    return a + b\n'
+    )
+    with pytest.raises(ModelError, match=NO_TOOLS):
+        check_episodes(config(environment={"path": None, "tools": str(tools)}))
+    # Qwen3 keeps thoughts between results of tools, and drops them after a message of a user.
+    folder = tmp_path / "qwen3"
+    load_family("qwen3")[1].save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 0}')
+    model = {"path": str(folder)}
+    check_episodes(config(model=model, environment={"path": None, "tools": str(tools)}))
+    tools.write_text("class Game:\n    def reset(self, row): ...\n    def step(self, m): ...\n")
+    game: dict[str, Any] = {"path": f"{tools}:Game"}
+    with pytest.raises(UserError, match="changes earlier turns: earlier thoughts after a user"):
+        check_episodes(config(model=model, environment=game))
+    check_episodes(config(model=model, environment={**game, "history": "keep"}))
