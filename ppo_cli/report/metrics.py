@@ -62,7 +62,10 @@ class StepSums:
     def means(self) -> dict[str, float]:
         """Return the means of all quantities; counters of events stay sums."""
         # Events such as skipped steps are reported as numbers, not as shares.
-        counters = ("skipped_steps", "empty_minibatches", "stopped_early")
+        counters = (
+            "skipped_steps", "empty_minibatches", "stopped_early", "environment/restarts",
+            "environment/timeouts",
+        )  # fmt: skip
         return {
             name: total if name.endswith(counters) else total / count
             for name, (total, count) in self._sums.items()
@@ -99,6 +102,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         f"{prefix}response_length/max": float(lengths.max()),
         f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
         **_compute_thought_metrics(scored, prefix),
+        **_compute_episode_metrics(scored, prefix),
         f"{prefix}score/failed": float(len(scored) - len(values)),
         f"{prefix}score/failed_share": 1 - len(values) / len(scored),
     }
@@ -145,6 +149,28 @@ def _compute_thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str,
     if answers:
         lengths["answer_length/mean"] = float(np.mean(answers))
     return {f"{prefix}{name}": value for name, value in lengths.items()}
+
+
+def _compute_episode_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
+    """Return figures of episodes: turns, failures, errors, seconds, limits; empty without any.
+
+    Shares are of the episodes, that of tool errors is of the turns.
+    """
+    episodes = [s.rollout for s in scored if s.rollout.turns or s.rollout.failure]
+    if not episodes:
+        return {}
+    turns = [turn for episode in episodes for turn in episode.turns]
+    shares = {
+        "failed": [bool(e.failure) for e in episodes],
+        "cut_turns": [e.ended == "turns" for e in episodes],
+        "cut_episode_tokens": [e.ended == "tokens" for e in episodes],
+        "cut_turn_tokens": [any(turn.cut for turn in e.turns) for e in episodes],
+        "tool_error": [bool(turn.error) for turn in turns],
+    }
+    figures = {f"{name}_share": fmean(flags) for name, flags in shares.items() if flags}
+    figures["turns_mean"] = len(turns) / len(episodes)
+    figures["seconds_mean"] = sum(turn.seconds for turn in turns) / len(episodes)
+    return {f"{prefix}environment/{name}": value for name, value in figures.items()}
 
 
 def _metric_name(part: str) -> str:

@@ -151,6 +151,37 @@ def check_batches(scene: Scene) -> Iterator[Clash]:
             )
 
 
+def check_episodes(scene: Scene) -> Iterator[Clash]:
+    """What episodes of several turns do not go with."""
+    config, algorithm = scene.config, scene.config.algorithm
+    if not config.environment.is_set:
+        return
+    if config.rollout.partial_tokens is not None:
+        yield Clash(
+            ("rollout.partial_tokens", "environment.path"),
+            "rollout.partial_tokens stops a response between two updates, and an episode is played "
+            "in one go: leave it out; --async_steps works alone.",
+        )
+    if not config.data.apply_chat_template:
+        yield Clash(
+            ("data.apply_chat_template", "environment.path"),
+            "episodes are conversations, which a chat template renders: leave "
+            "data.apply_chat_template=false out.",
+        )
+    if config.environment.history != "split":
+        return
+    if algorithm.adv_estimator != "gae" or algorithm.subtract_group_mean:
+        option = "algorithm.subtract_group_mean"
+        if not algorithm.subtract_group_mean:
+            option = f"--adv_estimator {algorithm.adv_estimator}"
+        yield Clash(
+            ("environment.history", "algorithm.adv_estimator", "algorithm.subtract_group_mean"),
+            f"environment.history=split makes each turn a sample, and {option} compares whole "
+            "responses to one prompt: use --adv_estimator gae without it, or "
+            "environment.history=keep.",
+        )
+
+
 def check_reward_sources(scene: Scene) -> Iterator[Clash]:
     """Without a mixture, only one source may score every row; the mixture is read for that."""
     reward = scene.config.reward

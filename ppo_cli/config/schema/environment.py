@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from ppo_cli.config.schema.algorithm import Section, setting
+from ppo_cli.config.schema.algorithm import Conflict, Section, setting
 
 
 class Environment(Section):
@@ -13,15 +13,15 @@ class Environment(Section):
     # Where the turns come from: one of these three.
     path: str | None = setting(
         None, "Environment: FILE.py:NAME, verifiers:NAME or openenv:URL.", flag="--environment",
-        env="ENVIRONMENT", identity="checkpoint", common=True,
+        env="ENVIRONMENT", unused="", common=True,
     )  # fmt: skip
     tools: str | None = setting(
         None, "Tools: the functions of a Python file, FILE.py or FILE.py:NAME,NAME.",
-        flag="--tools", env="TOOLS", identity="checkpoint", common=True,
+        flag="--tools", env="TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
         (), "Tools of MCP servers: a command each, which speaks MCP over stdin and stdout.",
-        flag="--mcp", identity="checkpoint",
+        flag="--mcp", unused="",
     )  # fmt: skip
     kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
     # Its processes.
@@ -52,7 +52,31 @@ class Environment(Section):
         "split the episode into one sample a turn, or keep what was sampled.",
     )  # fmt: skip
     gamma_turn: float = setting(
-        1.0, "Discount between the turns of an episode, as well as algorithm.gamma.", gt=0, le=1
+        1.0, "Discount between the turns of an episode, as well as algorithm.gamma.", gt=0, le=1,
+        unused="no_critic",
+    )  # fmt: skip
+
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "path tools mcp",
+            lambda s: s.path is not None and bool(s.tools or s.mcp),
+            lambda s, at: (
+                f"{at}path names an environment, which has its own tools ({at}tools, {at}mcp); "
+                "keep one. An environment offers tools to the policy by its attribute tools."
+            ),
+            example="path=game.py:Game tools=tools.py",
+            advice="tools=null",
+        ),
+        Conflict(
+            "kwargs path",
+            lambda s: bool(s.kwargs) and s.is_set and s.path is None,
+            lambda s, at: (
+                f"{at}kwargs are arguments of an environment, and only tools are named; leave them "
+                "out."
+            ),
+            example="tools=tools.py kwargs.level=2",
+            advice="kwargs={}",
+        ),
     )
 
     @property

@@ -477,7 +477,7 @@ class Config(Section):
     critic: Critic = section(Critic, unused="no_critic")
     ref: Ref = section(Ref)
     rollout: Rollout = section(Rollout)
-    environment: Environment = section(Environment)
+    environment: Environment = section(Environment, unused="no_episodes")
     reward: Reward = section(Reward)
     trainer: Trainer = section(Trainer)
 

@@ -618,6 +618,17 @@ def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) ->
     )
 
 
+@_register_translation("rollout.multi_turn.enable")
+def _require_environment(state: TranslationState, entry: Entry, raw: Any) -> None:
+    if read_switch(raw):
+        state.demand(
+            entry,
+            lambda value: any(value(f"environment.{name}") for name in ("path", "tools", "mcp")),
+            "rollout.multi_turn.enable: name what the model talks to, with --environment "
+            "FILE.py:NAME or --tools FILE.py.",
+        )
+
+
 # Estimators and losses that only verl has: refused without a suggestion.
 _VERLS_OWN: Final = (
     "grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline",

@@ -359,13 +359,19 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "model": "float32_matmul share_prompts spread_weights",
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
+        "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
+        "max_turn_tokens history gamma_turn",
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps token_details",
     }.items()
     for name in names.split()
 )
+EPISODES = "episodes are played here only; verl's own tools are set with rollout.multi_turn"
 # Settings that verl does not have: (allowed value, why or what to do instead).
 REFUSED: Final[dict[str, tuple[Any, str]]] = {
+    "environment.path": (None, EPISODES),
+    "environment.tools": (None, EPISODES),
+    "environment.mcp": ((), EPISODES),
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
     "rollout.stop": ((), "verl's rollout has no stop strings"),
     "model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
@@ -547,7 +553,7 @@ def is_verl_only(word: str) -> bool:
     if key is not None:
         choices = [*offered_choices(key.choices), "null", "none", ""]
         return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
-    if unwrapped == "trainer.device":
+    if unwrapped == "trainer.device" or unwrapped.startswith("rollout.multi_turn."):
         return True
     # Settings that we translate are ours, in their old names too.
     names = foreign_names()
