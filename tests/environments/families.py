@@ -68,11 +68,11 @@ def trl_template(name: str) -> str:
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def mistral_template(version: str) -> str:
+def mistral_template(version: str, *, spm: bool = False) -> str:
     generator = pytest.importorskip("mistral_common.integrations.chat_templates.chat_templates")
     return str(
         generator.generate_chat_template(
-            spm=False, tokenizer_version=generator.TokenizerVersion(version), image_support=False,
+            spm=spm, tokenizer_version=generator.TokenizerVersion(version), image_support=False,
             audio_support=False, thinking_support=False, default_system_prompt=None,
             plain_thinking_support=False, use_special_token_variables=True,
             model_settings_fields=None, reasoning_effort_values=None,

@@ -22,6 +22,7 @@ from tests.engine.small_samplers import build_model
 from tests.environments.families import (
     ENVIRONMENT,
     FAMILIES,
+    MISTRAL_WORDS,
     POLICY,
     QUESTION,
     RESULT,
@@ -30,6 +31,7 @@ from tests.environments.families import (
     THANKS,
     load_family,
     make_tokenizer,
+    mistral_template,
     trl_template,
 )
 from tests.environments.scripted import config
@@ -222,6 +224,26 @@ def test_the_template_can_render_an_episode_again(name: str) -> None:
     assert chat.open([hostile])[0].count(family.ends[0]) > chat.open([THANKS])[0].count(
         family.ends[0]
     )
+
+
+def test_mistral_common_writes_the_same_episode() -> None:
+    pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    tokenizer = make_tokenizer(mistral_template("v3", spm=True), MISTRAL_WORDS, "</s>")
+    chat = Chat(tokenizer, {}, (SCHEMA,), frozenset({tokenizer.eos_token_id}))
+    written = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefgh1"}]</s>'
+    turn = encode(tokenizer, written)
+    messages = [QUESTION, chat.parse(turn), RESULT | {"tool_call_id": "abcdefgh1", "name": "add"}]
+    episode = chat.open([QUESTION])[0] + written
+    episode += tokenizer.decode(chat.continue_after(turn, [RESULT], [QUESTION]))
+    request = ChatCompletionRequest.from_openai(messages=messages, tools=[SCHEMA])
+    oracle = MistralTokenizer.v3()
+    tokens = oracle.encode_chat_completion(request).tokens
+    text = oracle.decode(tokens, special_token_policy=SpecialTokenPolicy.KEEP)
+    assert text.replace("▁", " ") == episode
 
 
 REWRITES = {
