@@ -140,6 +140,11 @@ class Rollout:
         return sum(t.end - t.start for t in self.turns) if self.turns else len(self.token_ids)
 
     @property
+    def policy_chars(self) -> int:
+        """The number of characters that the policy wrote."""
+        return sum(len(turn.text) for turn in self.turns) if self.turns else len(self.text)
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation of an episode: its opening, then each turn with the replies to it."""
         return [*self.prompt.messages, *(m for t in self.turns for m in (t.message, *t.replies))]

@@ -27,6 +27,7 @@ from ppo_cli.data_sets.files import (
 )
 from ppo_cli.data_sets.rows import (
     ROLES,
+    Columns,
     alias_notes,
     as_plain,
     find_columns,
@@ -56,6 +57,7 @@ class ResponseRow:
     place: Place
     record: Record
     rollout: Rollout
+    has_response: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,21 +103,11 @@ def read_responses(
         )
 
     def read(place: Place, record: Record) -> ResponseRow:
-        """Return the prompt and response of a record; RowError if the response is missing."""
-        response, turns = read_response(record, column), tuple[Turn, ...]()
-        fields = record
-        if _holds_episode(record, column):
-            opening, turns = read_episode(record)
-            fields = {**record, columns.prompt: opening} if opening else record
-            response = response or str(turns[-1].text)
-        elif response is None and response_key is not None:
+        """Return a row; RowError if the response is missing."""
+        row = read_response_row(raw.label, place, record, columns, column)
+        if response_key is not None and not row.has_response:
             raise RowError(response_key, "is missing or null")
-        prompt = prompt_of(raw.label, read_row(place, fields, columns))
-        prompt = replace(prompt, opened=str(record.get("opened") or ""))
-        # A response that reached the token limit has no end token, which penalties depend on.
-        cut = record.get("finish_reason") == "length"
-        rollout = replace(rollout_of(prompt, response or "", cut=cut), turns=turns)
-        return ResponseRow(place, record, rollout)
+        return row
 
     # Read all rows first: the error names every bad row.
     rows, problems = read_records(raw, read)
@@ -126,6 +118,24 @@ def read_responses(
     # Without responses each row is a separate task.
     grouped = rows if response_key is None else _group_by_prompt(rows)
     return ResponseSet(raw.source, tuple(grouped), tuple(notes))
+
+
+def read_response_row(
+    label: str, place: Place, record: Record, columns: Columns, column: str = RESPONSE
+) -> ResponseRow:
+    """Return the prompt and response of a record; RowError for what is wrong with it."""
+    response, turns = read_response(record, column), tuple[Turn, ...]()
+    fields = record
+    if _holds_episode(record, column):
+        opening, turns = read_episode(record)
+        fields = {**record, columns.prompt: opening} if opening else record
+        response = response or str(turns[-1].text)
+    prompt = prompt_of(label, read_row(place, fields, columns))
+    prompt = replace(prompt, opened=str(record.get("opened") or ""))
+    # A response that reached the token limit has no end token, which penalties depend on.
+    cut = record.get("finish_reason") == "length"
+    rollout = replace(rollout_of(prompt, response or "", cut=cut), turns=turns)
+    return ResponseRow(place, record, rollout, has_response=response is not None)
 
 
 def read_run_responses(run: Path, steps: Sequence[int]) -> ResponseSet:

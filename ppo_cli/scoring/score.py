@@ -328,7 +328,7 @@ def part_facts(
     settings: RewardSettings, rollouts: Sequence[Rollout], scores: Sequence[Score]
 ) -> dict[str, Any]:
     """Figures of each part, reported values, and correlations between parts and with length."""
-    lengths = [float(len(rollout.text)) for rollout in rollouts]
+    lengths = [float(rollout.policy_chars) for rollout in rollouts]
     parts = mixture_of(settings)
     # Figures of each part alone, then how they add up in the mixture.
     columns = part_columns(settings, scores)

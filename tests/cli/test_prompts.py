@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import DataError
 from ppo_cli.extras.trust.prompts import render_row
+from ppo_cli.records import Score, Scored
+from ppo_cli.report.tracker import make_rollout_line
+from tests.rewards.scoring import sum_episode
 
 ROW = {"prompt": "2 + 2 = ?", "ground_truth": "4", "response": "It is 4."}
 
@@ -49,3 +53,12 @@ def test_rows_are_counted_from_1(rows: str) -> None:
     assert "\n2 + 2 = ?\n" in render_row(ApiReward(), rows, 1).question.user
     with pytest.raises(DataError, match="no row 0"):
         render_row(ApiReward(), rows, 0)
+
+
+def test_a_line_of_an_episode_is_rendered_as_the_judge_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "step_000003.jsonl"
+    file.write_text(json.dumps(make_rollout_line(3, Scored(sum_episode(1), Score(1.0)))) + "\n")
+    user = render_row(ApiReward(), str(file), 1).question.user
+    assert re.search(r"<call-1-(\w+)>\nadd\(a=1, b=1\)\n</call-1-\1>\n<tool-1-\1>\n2\n", user)
+    assert "add(a=1" not in render_row(ApiReward(scope="turn"), str(file), 1).question.user
+    assert "add(a=1" not in render_row(ApiReward(), str(file), 1, response="It is 3.").question.user

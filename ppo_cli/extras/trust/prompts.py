@@ -22,7 +22,7 @@ import yaml
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row
+from ppo_cli.data_sets.rows import as_plain, find_columns
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
 from ppo_cli.redact import redact
@@ -50,9 +50,9 @@ from ppo_cli.rewards.judge.providers import NO_KEY, provider_class, resolve_base
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
-from ppo_cli.rewards.judge.visible import visible_text
+from ppo_cli.rewards.judge.visible import visible_response, written_text
 from ppo_cli.rewards.remote.event_loop import LoopThread
-from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response, write_rows
+from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response_row, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
 # Used in place of a model's name until the user has chosen one.
@@ -140,26 +140,28 @@ def render_row(
 ) -> RenderedRow:
     """Render the request for one row; `response` replaces the row's response."""
     template = load_template(api)
-    row, row_response = read_numbered_row(source_file, row_number, prompt_key, source_key)
-    chosen = row_response if response is None else response
-    if chosen is None:
+    row = read_numbered_row(source_file, row_number, prompt_key, source_key)
+    rollout = row.rollout if response is None else replace(row.rollout, text=response, turns=())
+    if response is None and not row.has_response:
         raise DataError(
             f"{row.place} has no column '{RESPONSE}': set a response with --response TEXT."
         )
-    material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
+    seen = visible_response(rollout, api)
+    material = build_material(rollout.prompt, seen)
     # In comparisons the judge sees two responses: another one of the run, or the row's reference.
     if api.mode == "compare":
         other = OTHER_RESPONSE if api.of_the_run else reference_answer(api, material)
-        material = replace(material, compared=(chosen, other))
+        material = replace(material, compared=(seen, other))
     question = template.question(material, api, rubric=rubric_reader(api)(material))
-    seen = visible_text(chosen, api.reasoning)
-    gated = no_content_reason(material.prompt, seen, row.ground_truth) if api.gate else None
+    gated = None
+    if api.gate:
+        gated = no_content_reason(material.prompt, written_text(seen), material.ground_truth)
     return RenderedRow(template, question, gated)
 
 
 def read_numbered_row(
     source_file: str, number: int, prompt_key: str, source_key: str
-) -> tuple[Row, str | None]:
+) -> ResponseRow:
     """Read one row by the number used in messages: a line of JSONL, a row of other files."""
     # Mistakes in other rows do not matter here.
     raw = read_source(source_file)
@@ -171,11 +173,9 @@ def read_numbered_row(
     place, record = records[number]
     columns = find_columns(raw, prompt_key, source_key)
     try:
-        row = read_row(place, record, columns)
-        response = read_response(record)
+        return read_response_row(raw.label, place, record, columns)
     except RowError as error:
         raise DataError(str(RowProblem(place, error.column, str(error)))) from error
-    return row, response
 
 
 RUBRIC = "rubric"  # the value of extra_info that --rm_rubric extra_info.rubric reads
