@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -438,11 +439,6 @@ FIT_FLAGS = [
     make_switch("overwrite", "Replace the fitted model that --out holds."),
     make_switch("json", "Print JSON."),
 ]  # fmt: skip
-# Flags that are fields of `Recipe`.
-RECIPE = (
-    "epochs", "max_steps", "lr", "warmup", "batch_size", "batch_tokens", "center", "freeze_body",
-    "dtype", "seed",
-)  # fmt: skip
 
 
 def fit_model(**typed: Any) -> None:
@@ -453,11 +449,12 @@ def fit_model(**typed: Any) -> None:
     from ppo_cli.extras.fitting.training import FitSettings, Recipe
 
     # --val_share has no default in the flag, so that a typed one is recognised next to --val_data.
+    names = {field.name for field in fields(Recipe)} & set(typed)
     settings = FitSettings(
         data=tuple(typed["data"]),
         model=typed["model"],
         out=Path(typed["out"]),
-        recipe=Recipe(**{name: typed[name] for name in RECIPE}),
+        recipe=Recipe(**{name: typed[name] for name in names}),
         val_data=tuple(typed["val_data"] or ()),
         val_share=0.1 if typed["val_share"] is None else typed["val_share"],
         **{n: typed[n] for n in ("max_length", "template", "skip_bad_rows", "overwrite",

@@ -189,8 +189,15 @@ def format_calibration(result: Facts) -> list[str]:
                 f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"])
             )
     lines += cascades
-    # What a run would pay.
-    lines += format_section("For 1,000 responses", _cost_per_1000_rows(result["per_1000"]))
+    # What a run would pay; cached verdicts cost nothing, so nothing can be extrapolated from them.
+    paid = {word: result["per_1000"].get(key) for key, word in COST_COLUMNS.items()}
+    costs = [
+        (word, f"${value:.3f}" if word == "cost" else format_number(value))
+        for word, value in {"seconds": result["per_1000"].get("seconds"), **paid}.items()
+        if value is not None
+    ]
+    unknown = [("unknown", "every verdict came from the cache")]
+    lines += format_section("For 1,000 responses", costs if result["per_1000"] else unknown)
     return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
 
 
@@ -231,19 +238,6 @@ def _repeated_rows(facts: Facts) -> Pairs:
         ("exactly the same", f"{facts['same']:.0%} of pairs"),
         ("mean difference", format_number(facts["mean_gap"])),
         ("largest difference", format_number(facts["largest_gap"])),
-    ]
-
-
-def _cost_per_1000_rows(facts: Facts) -> Pairs:
-    """Return table rows with time and cost of 1,000 responses."""
-    # Cached verdicts cost nothing, so nothing can be extrapolated.
-    if not facts:
-        return [("unknown", "every verdict came from the cache")]
-    rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *COST_COLUMNS.items())]
-    return [
-        (word, f"${value:.3f}" if word == "cost" else format_number(value))
-        for word, value in rows
-        if value is not None
     ]
 
 

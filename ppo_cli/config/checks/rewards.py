@@ -216,8 +216,7 @@ def _missing_key(
         return ""
     return (
         f"There is no key for {who} ({judge.type}): set {' or '.join(provider.keys)}, or name "
-        "another "
-        f"variable with {mend}."
+        f"another variable with {mend}."
     )
 
 
@@ -229,16 +228,11 @@ def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     if day is None:
         return ""
     # A day without a leading zero.
-    when = f"{day.day} {day:%b %Y}"
+    what = f"{judge.model} down on {day.day} {day:%b %Y}"
+    text = f"{judge.type} shuts {what}; a run that goes on after that day needs"
     if day <= today:
-        return (
-            f"{judge.type} has shut {judge.model} down on {when}; if it does not answer, name "
-            f"another model, such as {JUDGES[judge.type].example}."
-        )
-    return (
-        f"{judge.type} shuts {judge.model} down on {when}; a run that goes on after that day "
-        f"needs another model, such as {JUDGES[judge.type].example}."
-    )
+        text = f"{judge.type} has shut {what}; if it does not answer, name"
+    return f"{text} another model, such as {JUDGES[judge.type].example}."
 
 
 def check_mixture(scene: Scene) -> Iterator[Clash]:

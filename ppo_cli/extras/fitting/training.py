@@ -489,23 +489,20 @@ class Trainer:
         scores_SPO = torch.empty(len(pairs[0].samples), len(pairs), outputs)
 
         def work(group: Sequence[int], last: bool) -> None:
-            scores_SPO[:, group] = self._backward_group([pairs[i] for i in group], len(pairs))
+            examples = [pairs[i] for i in group]
+            # The chosen samples of pairs first, then the rejected, so that one view separates them.
+            sides = zip(*(example.samples for example in examples), strict=True)
+            scores = self.network.score_samples([sample for side in sides for sample in side])
+            scores = scores.view(len(scores_SPO), len(group), -1)
+            losses_P = self.network.objective.losses(scores, examples, self._recipe.center)
+            # Divided by the pairs of the whole step, so that the micro-batches add up to its mean.
+            (losses_P.sum() / len(pairs)).backward()
+            scores_SPO[:, group] = scores.detach().cpu()
 
         run_within_memory(
             [pair.length for pair in pairs], self._budget, work, self.optimizer.zero_grad
         )
         return scores_SPO
-
-    def _backward_group(self, pairs: Examples, step_pairs: int) -> Tensor:
-        """Run one micro-batch backwards; returns its scores (S, P, O)."""
-        # The chosen samples of pairs first, then the rejected, so that one view separates them.
-        samples = [s for side in zip(*(p.samples for p in pairs), strict=True) for s in side]
-        scores = self.network.score_samples(samples)
-        scores_SPO = scores.view(len(pairs[0].samples), len(pairs), -1)
-        losses_P = self.network.objective.losses(scores_SPO, pairs, self._recipe.center)
-        # Divided by the pairs of the whole step, so that the micro-batches add up to its mean.
-        (losses_P.sum() / step_pairs).backward()
-        return scores_SPO.detach().cpu()
 
 
 def count_steps(pairs: int, recipe: Recipe) -> int:

@@ -266,17 +266,13 @@ def criteria_advice(facts_by_criterion: Mapping[str, Facts]) -> list[str]:
 def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
     """How judge and labels differ on a criterion, in at most one sentence."""
     too_much, too_little = facts["credited too much"], facts["credited too little"]
-    agree = (
-        f"the judge agrees with the labels in {facts['agree']['value']:.0%} of {facts['labelled']}"
-    )
-    if facts["kappa"] is not None and facts["kappa"] <= CHANCE_KAPPA and too_much + too_little > 0:
-        # A disagreement that chance explains comes first; otherwise a clear lean to one side.
-        return [f"{name}: {agree}, hardly better than chance (kappa {facts['kappa']:.2f})."]
-    if max(too_much, too_little) >= 0.1 and max(too_much, too_little) >= 3 * min(
-        too_much, too_little
-    ):
-        word = "too kind" if too_much > too_little else "too harsh"
-        return [f"{name}: {agree}; it is {word} in {max(too_much, too_little):.0%}."]
+    share, most = facts["agree"]["value"], max(too_much, too_little)
+    agree = f"{name}: the judge agrees with the labels in {share:.0%} of {facts['labelled']}"
+    # A disagreement that chance explains comes first; otherwise a clear lean to one side.
+    if facts["kappa"] is not None and facts["kappa"] <= CHANCE_KAPPA and most > 0:
+        return [f"{agree}, hardly better than chance (kappa {facts['kappa']:.2f})."]
+    if most >= 0.1 and most >= 3 * min(too_much, too_little):
+        return [f"{agree}; it is {'too kind' if too_much == most else 'too harsh'} in {most:.0%}."]
     return []
 
 

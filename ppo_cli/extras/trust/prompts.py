@@ -39,10 +39,7 @@ from ppo_cli.rewards.judge.prompt import (
     Template,
     as_text,
     build_material,
-    load_preset,
     load_template,
-    preset_names,
-    preset_path,
     reference_answer,
     rubric_reader,
 )
@@ -117,16 +114,6 @@ def provider_call(
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error
     raise AssertionError(f"{provider!r} request nothing")
-
-
-def bundled_prompts() -> tuple[Template, ...]:
-    """Return the bundled judge prompts, read and checked."""
-    return tuple(load_preset(name) for name in preset_names())
-
-
-def prompt_text(name: str) -> str:
-    """Return the file of a bundled judge prompt, comments and all."""
-    return preset_path(name).read_text(encoding="utf-8")
 
 
 def render_row(
@@ -357,7 +344,9 @@ def ask_all(
             cache.close()
     # After a stop, questions that were not submitted have no answer.
     futures += [Future() for _ in questions[len(futures) :]]
-    return Drafts(tuple(map(_answer_if_done, futures)), connection.ledger.total, stopped)
+    finished = [f.done() and not f.cancelled() and f.exception() is None for f in futures]
+    answers = (f.result() if done else None for f, done in zip(futures, finished, strict=True))
+    return Drafts(tuple(answers), connection.ledger.total, stopped)
 
 
 async def _ask(
@@ -368,12 +357,6 @@ async def _ask(
         return answer or await client.ask(question)
     except JudgeError as error:
         return error
-
-
-def _answer_if_done(future: Future[Verdict | JudgeError]) -> Verdict | JudgeError | None:
-    """The result of a finished future; None if it is unfinished or was cancelled."""
-    finished = future.done() and not future.cancelled() and future.exception() is None
-    return future.result() if finished else None
 
 
 def _spending_facts(api: ApiReward, drafts: Drafts) -> dict[str, Any]:

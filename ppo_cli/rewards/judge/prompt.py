@@ -236,26 +236,15 @@ class Template:
         return pieces
 
     def _render(
-        self,
-        pieces: Mapping[str, list[Sections]],
-        nonce: str,
-        answer_spec: AnswerSpec | None,
+        self, pieces: Mapping[str, list[Sections]], nonce: str, answer_spec: AnswerSpec | None
     ) -> str:
         """Return the scoring prompt with the fenced data and the closing instruction after it."""
         out = [
             text if not name else _fence_all(name, pieces[name], nonce)
             for text, name in split_variables(self.scoring)
         ]
-        return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, answer_spec)}"
-
-    def _closing(
-        self,
-        pieces: Mapping[str, list[Sections]],
-        nonce: str,
-        answer_spec: AnswerSpec | None,
-    ) -> str:
-        """Return the instruction after the data, with the answer format."""
-        sections = [section for each in pieces["response"] for section in each]
+        # The instruction after the data.
+        sections = [section for each in pieces.get("response", ()) for section in each]
         notes = EPISODE if any(tag for tag, _ in sections) else ""
         # Say how much of the response is missing.
         left_out = sum(piece[1] for _, piece in sections)
@@ -266,18 +255,19 @@ class Template:
                 f"{left_out} characters left out {where}. Judge what is shown, and hold "
                 "the gap neither for nor against it.\n"
             )
-        if answer_spec is not None:
-            return CLOSING.format(nonce=nonce, notes=notes, asked=answer_spec.instructions())
         # Say how the levels in the text map to the scale of the settings.
-        named_scale = self.written_for
-        if named_scale is not None and named_scale != self.scale:
+        named_scale, scale = self.written_for, self.scale
+        if answer_spec is None and named_scale is not None and named_scale != scale:
             notes += (
                 f"Levels named above run from {named_scale.low} to {named_scale.high}; spread them "
-                f"evenly over {self.scale.low} to {self.scale.high}.\n"
+                f"evenly over {scale.low} to {scale.high}.\n"
             )
-        form = score_format(self.output, self.scale)
-        levels = LEVELS.format(low=self.scale.low, high=self.scale.high, asked=form)
-        return CLOSING.format(nonce=nonce, notes=notes, asked=levels)
+        form = score_format(self.output, scale)
+        asked = LEVELS.format(low=scale.low, high=scale.high, asked=form)
+        if answer_spec is not None:
+            asked = answer_spec.instructions()
+        closing = CLOSING.format(nonce=nonce, notes=notes, asked=asked)
+        return f"{''.join(out).rstrip()}\n\n{closing}"
 
 
 @lru_cache(maxsize=64)

@@ -498,13 +498,16 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{settings.path} does not load: {first_line(error)}.") from error
+    # A token to pad with: any token that has an embedding.
+    rows = int(getattr(config.get_text_config(), "vocab_size", 1))
+    ids = (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id)
     return LoadedModel(
         adapter=choice.adapter,
         reason=choice.reason,
         network=network,
         tokenizer=tokenizer,
         max_length=min(hard_limit(config, tokenizer), settings.max_length or head.max_length),
-        pad_token_id=_pad_token_id(tokenizer, config),
+        pad_token_id=next((i for i in ids if isinstance(i, int) and 0 <= i < rows), 0),
     )
 
 
@@ -535,12 +538,3 @@ def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:
         source = base
     what = f"The config of {source} cannot be read as {choice.adapter}"
     return load_part(AutoConfig, source, what, "Code that comes with a model is never run.")
-
-
-def _pad_token_id(tokenizer: Any, config: Any) -> int:
-    """Return a token to pad with: any token that has an embedding."""
-    rows = int(getattr(config.get_text_config(), "vocab_size", 1))
-    for candidate in (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(candidate, int) and 0 <= candidate < rows:
-            return candidate
-    return 0

@@ -69,10 +69,10 @@ def decisions(question: Question) -> list[Decision]:
 
 def decision_input(question: Question) -> str:
     """Return the text that the questions are about, without the form of a written answer."""
+    text, form = question.user, score_format(question.output, question.scale)
     if question.rubric is not None:  # criteria have their own questions
-        return join_texts(question).rpartition(question.rubric.instructions())[0].rstrip()
-    text = question.user.removesuffix(f"\n\n{build_reminder(question)}")
-    return text.rpartition(score_format(question.output, question.scale))[0].rstrip()
+        text, form = join_texts(question), question.rubric.instructions()
+    return text.removesuffix(f"\n\n{build_reminder(question)}").removesuffix(form).rstrip()
 
 
 def decision_questions(question: Question) -> dict[str, dict[str, object]]:
