@@ -17,7 +17,8 @@ from ppo_cli.report.labels import read_labels_by_place, read_labels_with_scores,
 from ppo_cli.report.page.rollouts import Rollouts, set_label
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import LABELS_FILE, read_lines, replace_lines, rollout_file
-from tests.report.page.runs import make_run
+from ppo_cli.scoring.rows import read_responses
+from tests.report.page.runs import add_episodes, make_run
 
 LABEL_STEPS = """
 import sys
@@ -166,3 +167,22 @@ def test_a_label_that_cannot_be_written_is_said_to_be_lost(tmp_path: Path) -> No
     (line,) = Rollouts(folder).read(Rollouts(folder).rows()[:1], None)
     with pytest.raises(UserError, match="cannot be written"):
         write_label(folder, line, 1.0, "")
+
+
+def test_a_label_of_an_episode_is_read_with_its_turns(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    add_episodes(run, 1)
+    rollouts = Rollouts(run)
+    (response,) = rollouts.read(rollouts.rows()[1:2], None)
+    write_label(run, response, 1.0, "")
+    (labelled,) = read_responses(str(run / "labels.jsonl")).rollouts
+    assert labelled.turns[0].error == "add: b is not a number"
+    assert [message["role"] for message in labelled.messages] == [
+        "user", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+    # It belongs to these turns alone.
+    assert list(read_labels_by_place(run)) == ["train:1:1"]
+    lines = read_lines(rollout_file(run, 1))
+    lines[1]["turns"][0]["replies"][0]["content"] = "3"
+    replace_lines(rollout_file(run, 1), lines)
+    assert read_labels_by_place(run) == {}

@@ -177,6 +177,19 @@ def test_a_judge_reads_an_episode(server: JudgeServer, judge_of: Callable[..., A
     assert not called.gated and nothing.gated
 
 
+@pytest.mark.parametrize(
+    ("wire", "mode"),
+    [("openai", "decision"), ("claude", "text"), ("gemini", "text"), ("dashscope", "text")],
+)
+def test_each_provider_and_decisions_read_episodes(
+    wire: str, mode: str, server: JudgeServer, judge_of: Callable[..., Any]
+) -> None:
+    reward = judge_of(wire, mode=mode, prompt_preset="math")
+    right, wrong = score_all(reward, [sum_episode(1), sum_episode(2, result="4", answer="It is 4")])
+    assert right.value == pytest.approx(1, abs=0.2) and wrong.value == pytest.approx(0, abs=0.2)
+    assert all("assistant-2-" in json.dumps(call.body) for call in server.calls)
+
+
 def test_episodes_are_compared(server: JudgeServer, judge_of: Callable[..., Any]) -> None:
     def prefer(system: str, user: str) -> str:
         first = user[user.index("<response-R1") : user.index("<response-R2")]
