@@ -80,7 +80,9 @@ def check_call(name: Any, arguments: Any, call_id: Any, *, example: str) -> Call
         raise CallError(f"The tool call has no name. Write {example}.")
     if not isinstance(arguments, dict):
         raise CallError(f"The arguments of the tool call are not a JSON object. Write {example}.")
-    return Call(name.strip(), arguments, call_id if isinstance(call_id, str) else "")
+    # Templates write the id, and Mistral's refuses any other.
+    valid = isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id)
+    return Call(name.strip(), arguments, call_id if valid else "")
 
 
 def decode_json(text: str, example: str) -> tuple[Any, str]:
@@ -211,6 +213,14 @@ class TaggedCalls:
             return value
 
 
+class NoCalls:
+    """A response to which no tools were shown: what looks like a call is text."""
+
+    def read(self, text: str) -> Reading:
+        """Return the parts of a response."""
+        return Reading(*split_thoughts(text), [])
+
+
 class ChannelCalls:
     """Messages of gpt-oss: a header names the channel, and the recipient of a call.
 
@@ -260,6 +270,11 @@ class ResponseTemplate:
         return Reading(parts.get("content") or "", reasoning, calls)
 
 
+def has_channels(template: str) -> bool:
+    """Return whether a template is that of gpt-oss."""
+    return "<|channel|>" in template and "<|message|>" in template
+
+
 def derive_format(
     render: Render, tools: Schemas, template: str, ends: Sequence[str]
 ) -> tuple[CallFormat, bool] | None:
@@ -267,7 +282,7 @@ def derive_format(
 
     `ends` are the marks that end a turn. None if a rendering does not show it.
     """
-    if "<|channel|>" in template and "<|message|>" in template:
+    if has_channels(template):
         return ChannelCalls(), False
     user = {"role": "user", "content": "probe"}
     prompt = render([user], True)

@@ -27,10 +27,11 @@ from ppo_cli.environments.calls import (
     CallError,
     CallFormat,
     ChannelCalls,
-    JsonCalls,
+    NoCalls,
     Reading,
     ResponseTemplate,
     derive_format,
+    has_channels,
     make_call,
     split_thoughts,
     tool_name,
@@ -96,7 +97,7 @@ class Chat:
         self._opened = find_open_mark(self._prompt)
         self._ends = {end, *(self._decode([token]) for token in end_ids)}
         # How the model calls tools.
-        self._format: CallFormat = JsonCalls("\0", "", ("", ""), "")  # reads no calls
+        self._format: CallFormat = ChannelCalls() if has_channels(self._template) else NoCalls()
         self._arguments_as_text = False
         if tools and (not shows_tools or tool_name(tools[0]) not in self._prompt):
             raise ModelError(

@@ -157,9 +157,21 @@ def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
     assert read("mistral v3", text)["tool_calls"][0]["id"] == "abcdefgh1"
     text = "[TOOL_CALLS]add[CALL_ID]abcdefgh2[ARGS]{}"
     assert read("mistral v11", text)["tool_calls"][0]["id"] == "abcdefgh2"
-    # Otherwise it is family, the same for the same tokens.
+    # Mistral's template refuses any other.
+    text = '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "</s>"}]'
+    assert read("mistral v3", text)["tool_calls"][0]["id"].isalnum()
+    # Without one, it follows from the tokens.
     first, second = (read("qwen3", HERMES)["tool_calls"][0]["id"] for _ in range(2))
     assert first == second
+
+
+def test_without_tools_a_call_is_text() -> None:
+    tokenizer = load_family("qwen3")[1]
+    chat = Chat(tokenizer, {}, (), frozenset({tokenizer.eos_token_id}))
+    ids = tokenizer(f"<think>\nHm\n</think>\n\n{HERMES}\0", add_special_tokens=False)["input_ids"]
+    assert chat.parse(ids) == {
+        "role": "assistant", "content": f"{HERMES}\0", "reasoning_content": "Hm",
+    }  # fmt: skip
 
 
 WRITE = 'Write <tool_call>{"name": "…", "arguments": {…}}</tool_call>.'
