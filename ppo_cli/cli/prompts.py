@@ -31,10 +31,10 @@ def list_prompts(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the bundled judge prompts with their version and scale."""
-    from ppo_cli.rewards.judge.prompt import load_preset, preset_names
+    from ppo_cli.extras.trust.prompts import bundled_prompts
 
     # JSON has everything, the table only what helps to choose.
-    prompts = [load_preset(name) for name in preset_names()]
+    prompts = bundled_prompts()
     rows = [
         {
             "name": t.name,
@@ -53,9 +53,9 @@ def list_prompts(
 @app.command(epilog="ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     """Print the file of a judge prompt with its comments, as a start for your own."""
-    from ppo_cli.rewards.judge.prompt import preset_path
+    from ppo_cli.extras.trust.prompts import prompt_text
 
-    print(preset_path(name).read_text(encoding="utf-8"), end="")
+    print(prompt_text(name), end="")
 
 
 def render(arguments: Arguments) -> None:

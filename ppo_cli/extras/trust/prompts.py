@@ -39,7 +39,10 @@ from ppo_cli.rewards.judge.prompt import (
     Template,
     as_text,
     build_material,
+    load_preset,
     load_template,
+    preset_names,
+    preset_path,
     reference_answer,
     rubric_reader,
 )
@@ -114,6 +117,16 @@ def provider_call(
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error
     raise AssertionError(f"{provider!r} request nothing")
+
+
+def bundled_prompts() -> tuple[Template, ...]:
+    """Return the bundled judge prompts, read and checked."""
+    return tuple(load_preset(name) for name in preset_names())
+
+
+def prompt_text(name: str) -> str:
+    """Return the file of a bundled judge prompt, comments and all."""
+    return preset_path(name).read_text(encoding="utf-8")
 
 
 def render_row(
