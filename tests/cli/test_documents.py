@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ LACKS = (
     "is not a checkpoint",
     "there is no file",
     "there is no model folder",
+    "there is no program",
     "API_KEY",
     "are wrong",
 )
@@ -93,6 +95,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs/checkpoints/step_000020/state").mkdir(parents=True)
     (code,) = (text for page, text in blocks("python") if page == "README.md")
     (tmp_path / "my_reward.py").write_text(code)
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    for file in (ROOT / "examples").glob("*.py"):  # the page shows how to write them
+        assert file.read_text(encoding="utf-8") in page
+        shutil.copy(file, tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr(devices, "has_package", lambda name: True)
     return tmp_path
 
