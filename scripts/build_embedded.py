@@ -1,7 +1,8 @@
-"""Build the embedded model, tokenizer and prompt set from nothing: seeded, one command.
+"""Build the embedded models, tokenizers and prompt sets from nothing: seeded, one command.
 
-    python scripts/build_embedded.py            # writes ppo_cli/embedded, a few minutes
-    python scripts/build_embedded.py --out DIR  # writes somewhere else
+    python scripts/build_embedded.py               # writes ppo_cli/embedded, ten minutes
+    python scripts/build_embedded.py --only tools  # or sums: one of the two models
+    python scripts/build_embedded.py --out DIR     # writes somewhere else
 
 The same seed and number of threads give the same files on the same machine.
 """
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from embedded import tools_task
 from embedded.task import SEED, build_rows, split_pairs
-from embedded.tokenizer import CONTEXT, build_tokenizer
+from embedded.tokenizer import CONTEXT, MARKS_OF_TOOLS, TOOLS_TEMPLATE, build_tokenizer
 from embedded.warm_up import STAGES, Teacher, build_model, measure, train_stage
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HOME = Path(__file__).resolve().parent.parent / "ppo_cli" / "embedded"
 
@@ -41,9 +44,19 @@ def swap_folder(fresh: Path, target: Path) -> None:
     os.replace(fresh, target)
 
 
-def build(out: Path, seed: int) -> dict[str, float]:
-    """Build everything into `out` and return the figures of the finished model."""
-    out.mkdir(parents=True, exist_ok=True)
+def write_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Put a model and its tokenizer into `out`/model."""
+    with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as work:
+        fresh = Path(work) / "model"
+        model.eval().save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            file.chmod(0o644)  # the weights are written readable by their owner only
+        swap_folder(fresh, out / "model")
+
+
+def build_sums(out: Path, seed: int) -> None:
+    """Build the model that adds two numbers, and print its figures."""
     train, validation = build_rows(seed)
     write_rows(out / "train.jsonl", train)
     write_rows(out / "val.jsonl", validation)
@@ -55,17 +68,23 @@ def build(out: Path, seed: int) -> dict[str, float]:
     for stage in STAGES:
         train_stage(model, teacher, stage)
     questions = [(row["prompt"], row["ground_truth"]) for row in validation]
-    with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as work:
-        fresh = Path(work) / "model"
-        model.eval().save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        for file in fresh.iterdir():
-            file.chmod(0o644)  # the weights are written readable by their owner only
-        swap_folder(fresh, out / "model")
-    return {
-        "greedy": measure(model, tokenizer, questions, temperature=0.0),
-        "sampled": measure(model, tokenizer, questions, temperature=1.0),
-    }
+    write_model(out, model, tokenizer)
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        print(f"{name} {measure(model, tokenizer, questions, temperature):.3f}")
+
+
+def build_tools(out: Path, seed: int) -> None:
+    """Build the model that calls a tool; `ppo eval embedded-tools` measures it."""
+    train, validation = tools_task.build_rows(seed)
+    write_rows(out / "train.jsonl", train)
+    write_rows(out / "val.jsonl", validation)
+    texts = [*tools_task.list_texts(seed), *(row["prompt"] for row in train)]
+    tokenizer = build_tokenizer(texts, TOOLS_TEMPLATE, MARKS_OF_TOOLS)
+    model = build_model(tokenizer, seed, CONTEXT)
+    teacher = tools_task.ToolsTeacher(tokenizer, split_pairs(seed).warm_up, seed)
+    for stage in tools_task.STAGES:
+        train_stage(model, teacher, stage)
+    write_model(out, model.to(torch.bfloat16), tokenizer)
 
 
 def main() -> None:
@@ -74,12 +93,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HOME, help="folder to write into")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
+    parser.add_argument("--only", choices=("sums", "tools"), help="one of the two models")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     began = time.monotonic()
-    figures = build(args.out, args.seed)
-    took = time.monotonic() - began
-    print(", ".join(f"{name} {value:.3f}" for name, value in figures.items()), f"in {took:.0f} s")
+    for name, build, folder in (
+        ("sums", build_sums, args.out), ("tools", build_tools, args.out / "tools"),
+    ):  # fmt: skip
+        if args.only in (None, name):
+            folder.mkdir(parents=True, exist_ok=True)
+            build(folder, args.seed)
+    print(f"in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

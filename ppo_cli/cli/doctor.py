@@ -16,7 +16,7 @@ from ppo_cli.cli.flags import Arguments, add_command, make_switch
 from ppo_cli.cli.help import App
 from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.config.machine.torch_build import find_gpu_fault
-from ppo_cli.config.models.bundled import EMBEDDED
+from ppo_cli.config.models.bundled import MODELS
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
@@ -108,11 +108,11 @@ def _run_self_test(config: Config, *, as_json: bool) -> None:
 
 
 def _read_layer_shape(config: Config) -> LayerShape:
-    """Return the layer sizes of --model; the defaults for the bundled model."""
+    """Return the layer sizes of --model; the defaults for a bundled model."""
     from ppo_cli.self_test.results import LayerShape
 
     path = config.model.path
-    shape = None if path == EMBEDDED else Shape.from_config(read_config(path))
+    shape = None if path in MODELS else Shape.from_config(read_config(path))
     if shape is None:
         return LayerShape()
     # Query heads share key heads in many models, so both are counted in heads of the same size.

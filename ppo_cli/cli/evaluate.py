@@ -23,7 +23,7 @@ from ppo_cli.cli.flags import (
 )
 from ppo_cli.cli.help import App
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
-from ppo_cli.config.models.bundled import EMBEDDED, prompt_files
+from ppo_cli.config.models.bundled import MODELS, prompt_files
 from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
@@ -215,8 +215,8 @@ def resolve_model_settings(arguments: Arguments, sources: Sequence[ModelSource])
         arguments = replace(
             arguments, overrides=(*DROP_DEVICE_SETTINGS, *arguments.overrides), run=run
         )
-    elif sources[0].name == EMBEDDED and not arguments.config_files:
-        preset = preset or EMBEDDED
+    elif sources[0].name in MODELS and not arguments.config_files:
+        preset = preset or sources[0].name  # the preset has the name of its model
     return replace(arguments, flags=flags, preset=preset).resolve()
 
 

@@ -29,7 +29,7 @@ from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.machine.device_record import cache_folder
-from ppo_cli.config.models.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling
 from ppo_cli.engine.batches.packing import choose_attention
@@ -355,7 +355,7 @@ def compare_gradients(
             differences.setdefault("update", f"the gradient of {name} is {share:.0%} off")
 
 
-# The bundled model needs no trial with the versions that its test has tried.
+# The bundled models, of one architecture, need no trial with the versions that a test has tried.
 BUNDLED_VERDICT = Verdict(RunMode("sdpa", packed=True))
 BUNDLED_VERSIONS = ("5.19.0", "2.13.0")  # of transformers and torch
 # Part of the trial -> advice when it differs.
@@ -458,10 +458,11 @@ def _describe_verdict(path: str, verdict: Verdict, conditions: TrialConditions) 
 
 
 def is_bundled(path: str, conditions: TrialConditions) -> bool:
-    """Whether this is the bundled model with free choice, in the versions that a test has tried."""
+    """Whether this is a bundled model with free choice, in the versions that a test has tried."""
     is_open = conditions.kernel is None and conditions.packing is None
     versions = (transformers.__version__, torch.__version__.partition("+")[0])
-    return is_open and path == model_folder(EMBEDDED) and versions == BUNDLED_VERSIONS
+    is_ours = path in map(model_folder, MODELS)
+    return is_open and is_ours and versions == BUNDLED_VERSIONS
 
 
 def _find_verdict(config: PreTrainedConfig, conditions: TrialConditions) -> Verdict:

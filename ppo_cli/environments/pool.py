@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli import reaper
+from ppo_cli.config.models.bundled import tools_file
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
 from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_LINE_BYTES
@@ -87,7 +88,7 @@ def _build_spec(config: Environment) -> dict[str, Any]:
         path, problem = _find_file("--environment", path, "FILE.py:NAME")
         problems += problem
     if tools is not None:
-        tools, problem = _find_file("--tools", tools, "FILE.py or FILE.py:NAME,NAME")
+        tools, problem = _find_file("--tools", tools_file(tools), "FILE.py or FILE.py:NAME,NAME")
         problems += problem
     python = _find_python(config)
     if not (os.path.isfile(python) and os.access(python, os.X_OK)):

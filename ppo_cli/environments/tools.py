@@ -70,7 +70,10 @@ class ToolEnvironment:
         """Begin with the messages of the row."""
 
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer the calls of a message, in their order."""
+        """Answer the calls of a message, in their order; `error` says that none can be read."""
+        if error := message.get("error"):
+            reply = {"role": "tool", "content": f"Error: {error}"}
+            return {"messages": [reply], "done": False, "error": error}
         calls = message.get("tool_calls") or []
         runs = await asyncio.gather(*(self._run(call) for call in calls))
         replies = [

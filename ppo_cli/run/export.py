@@ -28,7 +28,7 @@ from ppo_cli.config.mixture import (
     other_judges,
     rules_of,
 )
-from ppo_cli.config.models.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
@@ -222,8 +222,8 @@ def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
         front["license"] = licence
     licence = front.get("license_name") or front.get("license")
     # The hub links a model to its base: only hub names are given.
-    local = folder.is_dir() or folder.is_absolute() or path == EMBEDDED
-    name = f"{path} (ships with ppo-cli)" if path == EMBEDDED else _public_name(path)
+    local = folder.is_dir() or folder.is_absolute() or path in MODELS
+    name = f"{path} (ships with ppo-cli)" if path in MODELS else _public_name(path)
     origin = card.get("base_model") if local else path
     if isinstance(origin, str) and _HUB_NAME.fullmatch(origin):
         front = {"base_model": origin, **front}
@@ -233,7 +233,7 @@ def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _read_licence(folder: Path, path: str) -> str | None:
     """Return the licence in a model's config.json, or that of its LICENSE file by its title."""
-    if path == EMBEDDED:
+    if path in MODELS:
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError):
         if licence := json.loads((folder / "config.json").read_bytes()).get("license"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -23,9 +23,42 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
+# As Qwen writes calls and results, but a tool is described by its name and arguments alone.
+TOOLS_TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+Tools:{% for tool in tools %} {{ tool.function.name }}(
+{{- tool.function.parameters.properties | join(', ') }}){% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}<|im_start|>user{%- endif -%}
+{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first -%}{{ '\n' }}{%- endif -%}
+{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- set arguments = call.function.arguments -%}
+{{ arguments if arguments is string else arguments | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+MARKS_OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-def build_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
-    """Learn merges from `texts` and dress them as a Qwen2 tokenizer with a ChatML template."""
+
+def build_tokenizer(
+    texts: Sequence[str], template: str = CHAT_TEMPLATE, marks: Sequence[str] = ()
+) -> Qwen2Tokenizer:
+    """Learn merges from `texts` and dress them as a Qwen2 tokenizer with a ChatML template.
+
+    `marks` become tokens that, unlike special ones, are part of the decoded text.
+    """
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,5 +86,6 @@ def build_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
         additional_special_tokens=[START, END],
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in marks])
+    tokenizer.chat_template = template
     return tokenizer

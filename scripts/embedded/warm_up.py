@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -30,7 +31,7 @@ class Stage:
     steps: int
     lr: float
     batch: int
-    answer: Answer
+    answer: Callable[..., Any]
 
 
 def right_answer(question: Sum, _: random.Random) -> str:
@@ -74,6 +75,14 @@ def render(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
+class Draws(Protocol):
+    """Draws a seeded batch at a time."""
+
+    def draw(self, size: int, answer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return input ids and labels."""
+        ...
+
+
 class Teacher:
     """Draws questions and turns them into padded ids and labels, one seeded batch at a time."""
 
@@ -89,17 +98,29 @@ class Teacher:
             question = Sum(*self.rng.choice(self.pairs), self.rng.choice(PHRASES))
             prompt = self.tokenizer.encode(render(self.tokenizer, question.question))
             reply = self.tokenizer.encode(answer(question, self.rng))
-            rows.append((prompt, [*reply, self.tokenizer.eos_token_id]))
-        width = max(len(p) + len(r) for p, r in rows)
-        ids = torch.full((size, width), int(self.tokenizer.pad_token_id))
-        labels = torch.full((size, width), IGNORED)
-        for i, (prompt, reply) in enumerate(rows):
-            ids[i, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
-            labels[i, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
-        return ids, labels
+            rows.append([(prompt, False), ([*reply, self.tokenizer.eos_token_id], True)])
+        return collate(rows, int(self.tokenizer.pad_token_id))
 
 
-def train_stage(model: Qwen2ForCausalLM, teacher: Teacher, stage: Stage) -> None:
+def collate(
+    rows: Sequence[Sequence[tuple[list[int], bool]]], pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return padded ids and labels of rows of spans, each with whether it is learnt."""
+    width = max(sum(len(span) for span, _ in row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    labels = torch.full((len(rows), width), IGNORED)
+    for i, row in enumerate(rows):
+        start = 0
+        for span, learnt in row:
+            end = start + len(span)
+            ids[i, start:end] = torch.tensor(span)
+            if learnt:
+                labels[i, start:end] = torch.tensor(span)
+            start = end
+    return ids, labels
+
+
+def train_stage(model: Qwen2ForCausalLM, teacher: Draws, stage: Stage) -> None:
     """Run one stage and print its loss now and then."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

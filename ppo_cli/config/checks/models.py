@@ -11,7 +11,7 @@ from typing import Any
 
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
-from ppo_cli.config.models.bundled import EMBEDDED, model_folder
+from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.models.folder import check_folder, folder_problem, has_template, read_config
 from ppo_cli.config.models.known_models import SERVED, choose_adapter, is_url
 from ppo_cli.config.models.limits import (
@@ -173,10 +173,10 @@ def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
 def _check_path(model: Scorer) -> Iterator[Clash]:
     """Check that the path is a folder or an address, and that the adapter reads that kind."""
     path, adapter = str(model.settings.path), model.settings.adapter
-    if path == EMBEDDED:
+    if path in MODELS:
         yield Clash(
             model.keys("path"),
-            "'embedded' is a small model to train, not a reward model; "
+            f"'{path}' is a small model to train, not a reward model; "
             f"`{ppo('reward fit')}` makes one from it.",
         )
     elif "://" in path:

@@ -1,8 +1,8 @@
 """Files that ship with the program: small model, prompts, presets, judge prompts.
 
 In a source tree, presets and judge prompts are at the top; in an installed wheel, in the package.
-In settings, `embedded` means the bundled model or prompt set, and `one-digit-sums` a smaller prompt
-set.
+In settings, `embedded` means the bundled model or prompt set, `one-digit-sums` a smaller prompt
+set, and `embedded-tools` the model, prompts and tools of a game with a tool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Literal
 from ppo_cli.errors import ConfigError, did_you_mean
 
 EMBEDDED = "embedded"
+EMBEDDED_TOOLS = "embedded-tools"
 ONE_DIGIT = "one-digit-sums"
 PACKAGE = Path(__file__).resolve().parents[2]
+MODELS = {EMBEDDED: ("embedded", "model"), EMBEDDED_TOOLS: ("embedded", "tools", "model")}
 
 
 def bundled_path(*parts: str) -> Path:
@@ -26,8 +28,13 @@ def bundled_path(*parts: str) -> Path:
 
 
 def model_folder(path: str) -> str:
-    """Return the folder or hub name of `model.path`; `embedded` means the bundled model."""
-    return str(bundled_path("embedded", "model")) if path == EMBEDDED else path
+    """Return the folder or hub name of `model.path`, which may be a bundled model's name."""
+    return str(bundled_path(*MODELS[path])) if path in MODELS else path
+
+
+def tools_file(path: str) -> str:
+    """Return the file of `environment.tools`; `embedded-tools` means the bundled one."""
+    return str(bundled_path("embedded", "tools", "multiply.py")) if path == EMBEDDED_TOOLS else path
 
 
 def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[str, ...]:
@@ -35,6 +42,7 @@ def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[
     bundled = {
         EMBEDDED: bundled_path("embedded", f"{split}.jsonl"),
         ONE_DIGIT: bundled_path("embedded", f"one-digit-sums.{split}.jsonl"),
+        EMBEDDED_TOOLS: bundled_path("embedded", "tools", f"{split}.jsonl"),
     }
     return tuple(str(bundled.get(name, name)) for name in files)
 

@@ -1,0 +1,11 @@
+"""The tool of the preset embedded-tools."""
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
