@@ -24,7 +24,11 @@ from typing import Any
 MAX_LINE_BYTES = 8 << 20
 CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
 CLOSE_TIMEOUT_S = 1.0
-ADAPTERS = ("verifiers", "openenv")
+# What to do where the package of an adapter is missing.
+ADAPTERS = {
+    "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
+    "openenv": "Install websockets into it, or name another Python with environment.python=PATH.",
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
 STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "stuck")
@@ -351,7 +355,13 @@ class Worker:
             calling = sys.modules[__name__]
             self._make = await load_sibling("tools").load(tools, mcp, timeout, calling)
         elif kind in ADAPTERS:
-            self._make = await load_sibling(kind).load(path[len(kind) + 1 :], kwargs)
+            try:
+                adapter, calling = load_sibling(kind), sys.modules[__name__]
+                self._make = await adapter.load(path[len(kind) + 1 :], kwargs, calling)
+            except ImportError as error:
+                raise Problems(
+                    f"{label}: {sys.executable} lacks the package {error.name}. {ADAPTERS[kind]}"
+                ) from error
         else:
             self._make, label, self._file = await load_class(path, kwargs)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
     yield start_pool
     for pool in pools:
         pool.close()
+
+
+def find_python(name: str) -> Path:
+    """The Python of the virtual environment that has a package of environments, or skip."""
+    root = Path(__file__).resolve().parents[2]
+    python = Path(os.environ.get(f"{name.upper()}_PYTHON", root / f".venv-{name}/bin/python"))
+    if not python.exists():
+        pytest.skip(f"needs {name} in .venv-{name}, or {name.upper()}_PYTHON=PATH")
+    return python

@@ -166,6 +166,11 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     assert contents[5] == "Error: TypeError: Object of type set is not JSON serializable"
     assert "5,904 characters left out" in contents[6] and len(contents[6]) <= 4096
     assert reply.error.startswith("Error: route") and not reply.done
+    # A call that could not be read at all.
+    message = {"role": "assistant", "content": "{", "error": "The tool call is not valid JSON."}
+    reply = pool.step("a", message).result(60)
+    assert reply.messages[0]["content"] == "Error: The tool call is not valid JSON."
+    assert reply.error and not reply.done
 
 
 def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> None:

@@ -1,0 +1,123 @@
+"""OpenEnv servers as environments: `openenv:URL`, one WebSocket session per episode.
+
+Inside the environment process, whose Python needs the package `websockets`. The protocol is that of
+`openenv.core.env_client`: {"type": "reset" | "step" | "close", "data": …} to URL/ws, answered with
+observation, reward and done. A message of the policy becomes an action in one of three ways: the
+arguments of its first tool call; its content, if that is a JSON object; else its content as the
+field `environment.kwargs.field`, by default the only required text of the action's schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+SCHEMA_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 8 << 20
+
+
+class Session:
+    """An episode on a server."""
+
+    def __init__(self, url: str, field: str) -> None:
+        self._url = url
+        self._field = field
+        self._socket: Any = None
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the row's messages, the last with the first observation added to it."""
+        from websockets.asyncio.client import connect
+
+        self._socket = await connect(f"{self._url}/ws", max_size=MAX_MESSAGE_BYTES)
+        text, _, _ = read_result(await self._send("reset", {"seed": row["seed"]}))
+        *messages, last = row["messages"]
+        return [*messages, {**last, "content": f"{last['content']}\n\n{text}".strip()}]
+
+    async def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send an action; one that the server cannot read is answered with what is wrong."""
+        data = await self._send("step", read_action(message, self._field))
+        if data.get("code") == "VALIDATION_ERROR":
+            details = data.get("errors") or [{}]
+            text = f"Error: {data.get('message')}: {details[0].get('msg', '')}"
+            return {"messages": text, "error": text}
+        text, done, reward = read_result(data)
+        reply: dict[str, Any] = {"role": "user", "content": text}
+        if message.get("tool_calls"):
+            call = message["tool_calls"][0]
+            names = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
+            reply = {**reply, **names, "role": "tool"}
+        return {"messages": [reply], "done": done, "reward": reward}
+
+    async def close(self) -> None:
+        """End the session on the server."""
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def _send(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        await self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(await self._socket.recv())
+        content: dict[str, Any] = answer.get("data", {})
+        if answer.get("type") == "error" and content.get("code") != "VALIDATION_ERROR":
+            raise RuntimeError(f"the server answered: {content.get('message')}")
+        return content
+
+
+def read_action(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return the action that a message of the policy is."""
+    if message.get("tool_calls"):
+        return dict(message["tool_calls"][0]["function"]["arguments"])
+    try:
+        action = json.loads(message["content"])
+    except ValueError:
+        action = None
+    return action if isinstance(action, dict) else {field: message["content"]}
+
+
+def read_result(data: dict[str, Any]) -> tuple[str, bool, Any]:
+    """Return the text of an observation, whether the episode is done, and the reward.
+
+    The text is the only text of the observation, or else all of it as JSON.
+    """
+    observation = {k: v for k, v in data.get("observation", {}).items() if v not in (None, "")}
+    texts = [value for value in observation.values() if isinstance(value, str)]
+    alone = len(texts) == 1 and not any(isinstance(v, (dict, list)) for v in observation.values())
+    text = texts[0] if alone else json.dumps(observation, ensure_ascii=False)
+    return text, bool(data.get("done")), data.get("reward")
+
+
+async def load(url: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], Session]:
+    """Return what opens sessions; raises the worker's Problems."""
+    label = f"--environment openenv:{url}"
+    web = url.rstrip("/")
+    web = web if "://" in web else f"http://{web}"
+
+    def read_schema() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{web}/schema", timeout=SCHEMA_TIMEOUT_S) as answer:
+            action: dict[str, Any] = json.load(answer)["action"]
+            return action
+
+    try:
+        import websockets  # noqa: F401
+
+        schema = await asyncio.get_running_loop().run_in_executor(None, read_schema)
+    except (OSError, ValueError, KeyError) as error:
+        text = worker.describe_error(error)
+        raise worker.Problems(
+            f"{label}: {web}/schema does not answer: {text}. Start the server of the environment, "
+            "and name its address as in openenv:http://localhost:8000."
+        ) from None
+    properties = schema.get("properties", {})
+    required = [n for n in schema.get("required", ()) if properties[n].get("type") == "string"]
+    unknown = [name for name in kwargs if name != "field"]
+    field = kwargs.get("field", required[0] if len(required) == 1 else None)
+    if unknown:
+        raise worker.Problems(f"{label} has no environment.kwargs.{unknown[0]}; it has: field.")
+    if field not in properties:
+        raise worker.Problems(
+            f"{label}: choose the field of an action that takes the policy's text with "
+            f"environment.kwargs.field=NAME. The action has: {', '.join(properties) or 'none'}."
+        )
+    return lambda: Session(web.replace("http", "ws", 1), field)
