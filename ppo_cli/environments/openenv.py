@@ -120,4 +120,5 @@ async def load(url: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], Se
             f"{label}: choose the field of an action that takes the policy's text with "
             f"environment.kwargs.field=NAME. The action has: {', '.join(properties) or 'none'}."
         )
+    assert isinstance(field, str)
     return lambda: Session(web.replace("http", "ws", 1), field)

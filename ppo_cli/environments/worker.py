@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -411,10 +412,13 @@ def main() -> None:
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
     # `asyncio.run` would wait for threads of the user's code that do not end.
+    code = 1
     try:
         asyncio.new_event_loop().run_until_complete(Worker(requests, answers).serve())
-    finally:
-        os._exit(0)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
 
 
 if __name__ == "__main__":
