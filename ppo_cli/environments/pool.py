@@ -280,9 +280,10 @@ class _Process:
         try:
             while line := await process.stdout.readline():
                 answer = json.loads(line)
-                call = self._calls.get(answer["id"])
-                if call is not None and not call.done():
-                    call.set_result(answer)
+                call = self._calls[answer["id"]]
+                if call.done():
+                    raise ValueError("a second answer")
+                call.set_result(answer)
         except (ValueError, TypeError, KeyError, RecursionError):
             # readline() raises ValueError for a line above the limit.
             self._refuse_answer()
@@ -458,7 +459,8 @@ class EnvironmentPool:
 
     def release(self, episodes: Sequence[str]) -> None:
         """End episodes that are not needed any longer."""
-        self._loop.submit(self._release(episodes))
+        if not self._closed:
+            self._loop.submit(self._release(episodes))
 
     async def _release(self, episodes: Sequence[str]) -> None:
         for episode in episodes:

@@ -207,7 +207,8 @@ class Episode:
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer verifiers, and return its next messages, or the rewards at the end."""
         if message.get("error"):
-            return {"messages": f"Error: {message['error']}", "error": message["error"]}
+            reply = {"role": "tool", "content": f"Error: {message['error']}"}
+            return {"messages": [reply], "error": message["error"]}
         assert self._answer is not None and self._run is not None
         self._answer.set_result(message)
         body = await self._next_request()

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -219,8 +220,10 @@ def read_messages(value: Any, method: str, limit: int | None = None) -> list[dic
             content = ""
         if not isinstance(content, str):
             raise TypeError(f"{method} returned a message whose content is {_kind(content)}")
-        kept = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
-        messages.append({**kept, "content": content if limit is None else shorten(content, limit)})
+        fields = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
+        messages.append(
+            {**fields, "content": content if limit is None else shorten(content, limit)}
+        )
     return messages
 
 
@@ -283,7 +286,8 @@ class Worker:
     def __init__(self, requests: int, answers: int) -> None:
         self._requests = requests
         self._answers = answers
-        self._write_lock = threading.Lock()
+        # A thread of its own: the pool may not read for a moment, and calls may use all others.
+        self._writer = ThreadPoolExecutor(1)
         self._episodes: dict[str, Any] = {}
         self._make: Callable[[], Any] = lambda: None
         self._file = ""
@@ -324,7 +328,8 @@ class Worker:
         except Problems as error:
             answer = {"problems": list(error.lines)}
         except TimedOut as error:
-            answer = {"error": str(error), "stuck": error.stuck, "late": True}
+            text = f"timeout: took longer than {request['timeout']:g} s"
+            answer = {"error": text, "stuck": error.stuck, "late": True}
         except BaseException as error:
             answer = {"error": f"raised {describe_error(error, self._file)}"}
         try:
@@ -336,13 +341,11 @@ class Worker:
             data, text = b"", f"returned {len(data) >> 20} MiB, more than {MAX_LINE_BYTES >> 20}"
         if not data:
             data = json.dumps({"id": number, "error": text}).encode()
-        # In a thread: the pool may not read for a moment.
-        await asyncio.get_running_loop().run_in_executor(None, self._write, data + b"\n")
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._write, data + b"\n")
 
     def _write(self, data: bytes) -> None:
-        with self._write_lock:
-            while data:
-                data = data[os.write(self._answers, data) :]
+        while data:
+            data = data[os.write(self._answers, data) :]
 
     async def _describe(
         self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
@@ -379,9 +382,11 @@ class Worker:
         return {"tools": list(schemas or [])}
 
     async def _reset(self, episode: str, row: dict[str, Any], timeout: float) -> dict[str, Any]:
-        environment = await run_call(self._make, timeout=timeout)
-        self._episodes[episode] = environment
-        messages = read_messages(await run_call(environment.reset, row, timeout=timeout), "reset")
+        ends = time.monotonic() + timeout
+        environment = self._episodes[episode] = await run_call(self._make, timeout=timeout)
+        remaining = max(0.0, ends - time.monotonic())
+        value = await run_call(environment.reset, row, timeout=remaining)
+        messages = read_messages(value, "reset")
         return {"messages": messages or row["messages"]}
 
     async def _step(self, episode: str, message: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -114,6 +114,8 @@ DEATHS = {
     "do write_answer(b'garbage\\n')": "wrote what is not an answer of at most 8 MiB",
     "do write_answer(b'[1]\\n')": "wrote what is not an answer of at most 8 MiB",
     "do write_answer(b'[' * 100000 + b'\\n')": "wrote what is not an answer of at most 8 MiB",
+    # To nobody, as a flood of them would be.
+    """do write_answer(b'{"id": 4321, "result": 1}\\n')""": "wrote what is not an answer",
     """do [write_answer(b'{"id": %d, "result": {"messages": 7}}\\n' % n) for n in range(9)]""":
     "wrote what is not an answer of at most 8 MiB",
 }  # fmt: skip

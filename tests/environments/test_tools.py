@@ -169,7 +169,8 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     # A call that could not be read at all.
     message = {"role": "assistant", "content": "{", "error": "The tool call is not valid JSON."}
     reply = pool.step("a", message).result(60)
-    assert reply.messages[0]["content"] == "Error: The tool call is not valid JSON."
+    content = "Error: The tool call is not valid JSON."
+    assert reply.messages == ({"role": "tool", "content": content},)
     assert reply.error and not reply.done
 
 
