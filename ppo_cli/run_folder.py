@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.digests import NAMED_IN, require_intact, write_manifest
-from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean, plural
+from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean, plural, ppo
 from ppo_cli.redact import build_redactor
 from ppo_cli.spending import in_flight_file, merge_calls
 
@@ -48,6 +49,9 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"
 PRETRAINING_FILE = "pretraining.jsonl"
 PREFIXES = {"train": "step", "val": "val", "pretraining": "pretraining"}
+# Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
+FORMAT = 2
+FORMAT_BEFORE_NUMBERS = 1  # of checkpoints without a format number
 _ROLLOUT_NAME = re.compile(r"^(?:step|val)_(\d+)\.jsonl$")
 
 
@@ -535,6 +539,33 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
             f"{store.directory}/step_000010, or auto or never."
         )
     return path.resolve()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the saved state of a checkpoint; ModelError if it cannot be resumed.
+
+    Every resume calls this before it loads anything of the checkpoint.
+    """
+    path = folder / NAMED_IN
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        # The format comes first: other formats have other fields.
+        saved_format = state.get("format", FORMAT_BEFORE_NUMBERS)
+        if saved_format == FORMAT:
+            state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"The checkpoint {folder} is damaged: {path.name} cannot be read ({error}). Name "
+            "another one with --resume PATH, or start again with --resume never."
+        ) from error
+    if saved_format != FORMAT:
+        export = ppo(f"export {shlex.quote(str(folder))} --out DIR")
+        raise ModelError(
+            f"The checkpoint {folder} has format {saved_format}, and this version of ppo-cli only "
+            f"resumes format {FORMAT}: start again in another --output_dir, or use the version "
+            f"that wrote it. `{export}` still exports it as a model for --model."
+        )
+    return state
 
 
 def refuse_late_pretraining(config: Config, checkpoint: Path) -> None:

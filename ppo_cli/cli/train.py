@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -54,7 +54,6 @@ from ppo_cli.digests import require_resumable
 from ppo_cli.errors import (
     ConfigError,
     Interrupted,
-    ModelError,
     PpoError,
     UserError,
     collect_problems,
@@ -69,7 +68,7 @@ from ppo_cli.run_folder import (
     find_resume,
     find_source,
     read_metrics,
-    refuse_late_pretraining,
+    read_state,
     run_settings,
 )
 
@@ -97,9 +96,10 @@ def plan(arguments: Arguments) -> None:
         return
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     read = make_prompt_reader(resolved.config)
-    resolved = replace(resolved, notes=(*resolved.notes, *_describe_lr_jumps(resolved.config)))
+    notes, resume_problems = plan_resume(resolved.config)
+    resolved = replace(resolved, notes=(*resolved.notes, *notes))
     # Everything that would stop the run: settings and files, then rows, which take longer to read.
-    problems = [*find_refusals(resolved), *find_checkpoint_refusal(resolved.config)]
+    problems = [*find_refusals(resolved), *resume_problems]
     problems += _find_episode_refusals(resolved.config)
     problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
     if refused_settings(resolved):  # these settings have no plan
@@ -148,18 +148,6 @@ def _simulate(config: Config) -> Simulation:
         print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
     return run_simulation(config, report)
-
-
-def _describe_lr_jumps(config: Config) -> Iterator[str]:
-    """Yield notes on jumps of the learning rate if the run resumes from a checkpoint."""
-    from ppo_cli.report.metrics import find_lr_jumps
-
-    with suppress(ModelError):  # `find_checkpoint_refusal` reports it
-        checkpoint = find_resume(checkpoints_of(config), config.trainer.resume_mode)
-        total = batch_arithmetic(config)["total_steps"]
-        if checkpoint is not None and total:
-            for jump in find_lr_jumps(config, checkpoint, total):
-                yield f"The run resumes from {checkpoint}: {jump}."
 
 
 def checkpoints_of(config: Config) -> CheckpointStore:
@@ -295,21 +283,46 @@ def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iter
         )
 
 
-def find_checkpoint_refusal(config: Config) -> list[str]:
-    """Return the problems of the checkpoint named by `--resume` or `--fork`."""
-    mode = config.trainer.resume_mode
-    # auto resumes only what is complete, and other nodes follow node 0.
-    if config.trainer.node_rank or mode in ("auto", "never"):
-        return []
+def plan_resume(config: Config) -> tuple[list[str], list[str]]:
+    """Return what `train` does with the checkpoints of the run folder: notes, and problems.
+
+    The rows of the data are not compared with those of the checkpoint.
+    """
+    if config.trainer.node_rank:  # other nodes follow node 0
+        return [], []
+    from ppo_cli.report.metrics import find_lr_jumps
+    from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
+
+    mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
+    notes: list[str] = []
 
     def check() -> None:
-        output_dir = Path(config.trainer.output_dir).expanduser()
-        checkpoint = find_resume(CheckpointStore(output_dir / "checkpoints", None), mode)
-        assert checkpoint is not None
-        require_resumable(checkpoint, command_line())
-        refuse_late_pretraining(config, checkpoint)
+        checkpoint = find_resume(checkpoints_of(config), mode)
+        if checkpoint is None:
+            if mode == "never" and (folder / METRICS_FILE).exists():
+                notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")
+            return
+        identity = setting_values(config)
+        if other := find_changes(checkpoint, config, identity, command_line()):
+            notes.append(describe_new_run(other, checkpoint, identity))
+            return
+        # auto resumes only what is complete; digests of large checkpoints take minutes.
+        if mode != "auto":
+            require_resumable(checkpoint, command_line())
+        step = read_state(checkpoint)["run"]["step"]
+        total = batch_arithmetic(config)["total_steps"]
+        if total and step >= total:
+            notes.append(
+                f"The run in {folder} is complete: {step} of {total} steps. To go on, raise "
+                "--max_steps or --epochs; to start again, use --resume never or another "
+                "--output_dir."
+            )
+            return
+        jumps = find_lr_jumps(config, checkpoint, total) if total else []
+        notes.append("; ".join([f"The run resumes after step {step}, from {checkpoint}", *jumps]))
 
-    return [redact(line) for line in collect_problems([check])]
+    problems = collect_problems([check])
+    return notes, [redact(line) for line in problems]
 
 
 def find_row_refusals(config: Config, read: PromptReader) -> list[str]:

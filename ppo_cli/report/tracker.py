@@ -147,6 +147,7 @@ class Tracker:
         self._watch = HealthWatch(self._limits)
         # What is on the disk, and what waits for the next line.
         self._history = read_metrics(run_dir)
+        self._pretraining_steps = 0
         self._clock = _RunClock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
         self._validations: dict[int, dict[str, float]] = {}
@@ -176,6 +177,7 @@ class Tracker:
         with self._report_disk_errors():
             self._drop_lines_after(step)
             self._write_pretraining(pretraining)
+            self._pretraining_steps = len(pretraining)
             drop_rollouts_past(self._run_dir, step)
             critic = self._run_dir / CRITIC_FILE
             if critic.exists():
@@ -257,6 +259,10 @@ class Tracker:
         """Write the steps of critic pretraining to their own file, and show the last one."""
         with self._report_disk_errors():
             self._write_pretraining(lines)
+        self._pretraining_steps = len(lines)
+        numbers = _numeric_values(plain(dict(lines[-1])))
+        metrics = {f"pretrain/{name}": number for name, number in numbers.items()}
+        self._write_sinks(len(lines), metrics, resumed=bool(self._history) or len(lines) > 1)
         # The phases of these steps are not part of step 1.
         self._seconds = defaultdict(float)
         if self._console:
@@ -293,11 +299,9 @@ class Tracker:
                 self._drop_lines_after(step - 1)
             append_line(self._run_dir / METRICS_FILE, line)
         self._history.append(line)
-        for sink in self._sinks:
-            if not self._sinks_open:
-                sink.open(step, resumed=resumed)
-            sink.write(step, _numeric_values(line))
-        self._sinks_open = True
+        # On the axis of the loggers, which only goes up, critic pretraining is before step 1.
+        before = self._pretraining_steps if step else 0
+        self._write_sinks(step + before, _numeric_values(line), resumed=resumed or before > 0)
         if not self._console:
             return
         self.screen.step(step, self._total_steps, _numeric_values(line))
@@ -308,6 +312,14 @@ class Tracker:
                 self.screen.note(
                     "val is of greedy responses to other prompts, reward of sampled ones"
                 )
+
+    def _write_sinks(self, step: int, metrics: Mapping[str, float], *, resumed: bool) -> None:
+        """Add a point to each logger; the first one opens it, for a run that it may know."""
+        for sink in self._sinks:
+            if not self._sinks_open:
+                sink.open(step, resumed=resumed)
+            sink.write(step, metrics)
+        self._sinks_open = True
 
     def _drop_lines_after(self, last_step: int) -> None:
         """Remove the lines of later steps from metrics.jsonl and from the history."""

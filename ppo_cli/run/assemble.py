@@ -36,7 +36,7 @@ from ppo_cli.config.plan import config_yaml, restore_second_judge
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
-from ppo_cli.digests import NAMED_IN, require_resumable
+from ppo_cli.digests import require_resumable
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.device import require_gpus
@@ -55,7 +55,7 @@ from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.episodes import start_episodes
-from ppo_cli.run.identity import find_differences, run_identity
+from ppo_cli.run.identity import describe_new_run, find_changes, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder import (
     FORK_LINE,
@@ -67,7 +67,6 @@ from ppo_cli.run_folder import (
     find_resume,
     read_fork,
     read_metrics,
-    refuse_late_pretraining,
     replace_lines,
 )
 from ppo_cli.scoring.sources import read_labelled_rollouts
@@ -406,7 +405,10 @@ def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
     prompts, val_prompts = load_prompt_sets(config, tokenizer, screen)
     order = _build_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
-    changed = _find_changes(checkpoint, resolved, identity)
+    command = _resume_command(resolved)
+    changed = find_changes(checkpoint, config, identity, command) if checkpoint else ""
+    if checkpoint and not changed:
+        require_resumable(checkpoint, command)
     resolved = restore_second_judge(resolved, None if changed else checkpoint, screen.note)
     trainer = resolved.config.trainer
     return Start(
@@ -513,7 +515,7 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
         earlier = folder.set_aside(all_of_it=start.is_new_run)
         if start.checkpoint and earlier and start.changed:
             moved = earlier / "checkpoints" / start.checkpoint.name
-            screen.note(_new_run_note(start.changed, moved, start.identity))
+            screen.note(describe_new_run(start.changed, moved, start.identity))
         # The run goes on from a checkpoint of another one, or is a new one.
         match = resume_from and STEP_NAME.match(resume_from.name)
         fork = (resume_from.parents[1], int(match[1])) if resume_from and match else None
@@ -624,39 +626,6 @@ def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
         config.data.shuffle,
         fingerprint=fingerprint(prompts),
     )
-
-
-def _find_changes(resume_from: Path | None, resolved: Resolved, identity: Mapping[str, Any]) -> str:
-    """Describe how the run of a checkpoint differs from this one; empty if it does not.
-
-    Raises UserError for a damaged checkpoint, and for one of another run that --resume names.
-    """
-    if resume_from is None:
-        return ""
-    command = _resume_command(resolved)
-    # The fingerprint decides whether this is the same run: it has to be intact.
-    require_resumable(resume_from, command, NAMED_IN)
-    # A named checkpoint may have other settings, if it can be loaded with them.
-    by_name = resolved.config.trainer.resume_mode != "auto"
-    other = find_differences(resume_from, identity, bound=by_name)
-    if other and not by_name:
-        return other
-    if other:
-        raise UserError(
-            f"{resume_from} is of another run, which differs in {other}. Leave --resume out: a new "
-            "run then starts, and the earlier one is kept."
-        )
-    require_resumable(resume_from, command)
-    refuse_late_pretraining(resolved.config, resume_from)
-    return ""
-
-
-def _new_run_note(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> str:
-    """Say why a new run starts, where the earlier one is now, and how to continue that one."""
-    text = f"A new run: the one before had another {other}. It is in {checkpoint.parents[1]}."
-    if find_differences(checkpoint, identity, bound=True):
-        return text
-    return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 
 
 def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:

@@ -20,12 +20,11 @@ from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
-from ppo_cli.digests import digest_text
+from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
-from ppo_cli.run_folder import has_model, run_settings
-from ppo_cli.step.stages import read_state
+from ppo_cli.run_folder import has_model, read_state, refuse_late_pretraining, run_settings
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it
@@ -99,9 +98,41 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
         with suppress(UserError):
             saved = setting_values(run_settings(checkpoint.parents[1])) | saved
     if bound:
-        keys = (key for key, setting in table().items() if setting.identity == "checkpoint")
-        identity = {key: identity[key] for key in keys}
+        binding = {key for key, setting in table().items() if setting.identity == "checkpoint"}
+        identity = {key: value for key, value in identity.items() if key in binding}
     return describe_changes(saved, identity)
+
+
+def find_changes(
+    checkpoint: Path, config: Config, identity: Mapping[str, Any], command: str
+) -> str:
+    """Describe how the run of a checkpoint differs from this one; empty if `config` resumes it.
+
+    A plan's `identity` lacks the rows, so they are not compared there. Raises UserError for a
+    damaged checkpoint, with `command` in its advice, and for one of another run that --resume
+    names.
+    """
+    # The identity decides whether this is the same run: it has to be intact.
+    require_resumable(checkpoint, command, NAMED_IN)
+    # A named checkpoint may have other settings, if it can be loaded with them.
+    by_name = config.trainer.resume_mode != "auto"
+    other = find_differences(checkpoint, identity, bound=by_name)
+    if other and by_name:
+        raise UserError(
+            f"{checkpoint} is of another run, which differs in {other}. Leave --resume out: a new "
+            "run then starts, and the earlier one is kept."
+        )
+    if not other:
+        refuse_late_pretraining(config, checkpoint)
+    return other
+
+
+def describe_new_run(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> str:
+    """Say why a new run starts, where the earlier one is now, and how to continue that one."""
+    text = f"A new run: the one before had another {other}. It is in {checkpoint.parents[1]}."
+    if find_differences(checkpoint, identity, bound=True):
+        return text
+    return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

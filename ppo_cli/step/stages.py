@@ -7,7 +7,6 @@ and actor. Also the greedy baselines of ReMax, and checks of the reward and of v
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
@@ -30,22 +29,18 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.placement import sampler_name
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
-from ppo_cli.digests import MANIFEST
+from ppo_cli.digests import MANIFEST, NAMED_IN
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
-from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo, replace_flag
+from ppo_cli.errors import Interrupted, RewardError, UserError, ppo, replace_flag
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
-from ppo_cli.run_folder import CheckpointStore
+from ppo_cli.run_folder import FORMAT, CheckpointStore, read_state
 from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.thoughts import Detokenize
 
-STATE_FILE = "run.json"
-# Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
-FORMAT = 2
-FORMAT_BEFORE_NUMBERS = 1  # of checkpoints without a format number
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 
 
@@ -166,7 +161,7 @@ class RunState:
             "fingerprint": dict(fingerprint),
         }
         (folder / "state").mkdir(exist_ok=True)
-        (folder / "state" / STATE_FILE).write_text(json.dumps(state, indent=2))
+        (folder / NAMED_IN).write_text(json.dumps(state, indent=2))
 
     @classmethod
     def read(cls, folder: Path, *, order: PromptOrder, reward: Reward) -> RunState:
@@ -178,33 +173,6 @@ class RunState:
         names = {f.name for f in fields(cls)}
         run = {k: v for k, v in state["run"].items() if k in names}
         return cls(**run | {"moments": Moments.from_state(run.get("moments", {}))})
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return the saved state of a checkpoint; ModelError if it cannot be resumed.
-
-    Every resume calls this before it loads anything of the checkpoint.
-    """
-    path = folder / "state" / STATE_FILE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-        # The format comes first: other formats have other fields.
-        saved_format = state.get("format", FORMAT_BEFORE_NUMBERS)
-        if saved_format == FORMAT:
-            state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"The checkpoint {folder} is damaged: {path.name} cannot be read ({error}). Name "
-            "another one with --resume PATH, or start again with --resume never."
-        ) from error
-    if saved_format != FORMAT:
-        export = ppo(f"export {shlex.quote(str(folder))} --out DIR")
-        raise ModelError(
-            f"The checkpoint {folder} has format {saved_format}, and this version of ppo-cli only "
-            f"resumes format {FORMAT}: start again in another --output_dir, or use the version "
-            f"that wrote it. `{export}` still exports it as a model for --model."
-        )
-    return state
 
 
 def train_sampling(config: Config, step: int, turn: int = 0, stream: int = TRAIN) -> Sampling:

@@ -139,8 +139,9 @@ def test_export_takes_another_checkpoint_by_its_flag(newest: Path) -> None:
 def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     flip_bit(newest / MOMENTS)
     message = f"{newest} is damaged: {MOMENTS} is not what was saved."
-    for line in ("plan --fork run@3", f"plan --resume {newest}", "train --fork run@3"):
-        err = ppo(*line.split(), "--max_steps", "4", exit_code=2).stderr
+    plan = ("plan", *RUN[1:], "--resume", str(newest))
+    for line in (["plan", "--fork", "run@3"], plan, ["train", "--fork", "run@3"]):
+        err = ppo(*line, "--max_steps", "4", exit_code=2).stderr
         assert message in err
     command = shlex.split(err.split("to use it: ")[1])
     out = ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0).stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.step.stages import FORMAT
+from ppo_cli.run_folder import FORMAT
 from tests.cli.mistakes import ROW, TINY, TRAIN, contents, set_desk
 from tests.forked import PPO, run_forked
 
@@ -59,7 +59,16 @@ def test_other_settings_in_the_same_folder_are_a_new_run(
     typed = [*TRAIN.split(), "--output_dir", "old"]
     assert main(typed) == 0
     first = (desk / "old" / "metrics.jsonl").read_bytes()
-    capfd.readouterr()
+    # What a plan says of the folder is what the runs below do.
+    for extra_args, note in {
+        "": "is complete: 1 of 1 steps",
+        "--max_steps 2": "The run resumes after step 1, from old/checkpoints/step_000001",
+        "--lr 2e-4 --seed 7": "A new run: the one before had another actor.optim.lr",
+        "--resume never": "A new run; the earlier one is moved to a folder in old",
+    }.items():
+        capfd.readouterr()
+        assert main(["plan", *typed[1:], *extra_args.split()]) == 0
+        assert note in " ".join(capfd.readouterr().out.split())
     assert main([*typed, "--max_steps", "2", "--logger", "console,tensorboard"]) == 0
     assert "Going on after step 1" in capfd.readouterr().out
     metrics = (desk / "old" / "metrics.jsonl").read_bytes()

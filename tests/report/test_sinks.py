@@ -50,6 +50,26 @@ def test_tensorboard_shows_no_point_twice_after_a_resume(tmp_path: Path) -> None
     assert points(tmp_path / "tensorboard", "reward_mean") == expected
 
 
+def test_tensorboard_shows_critic_pretraining_before_step_1(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    lines = [{"explained_variance": x / 8} for x in (1, 2, 3)]
+    first = make(tmp_path, "tensorboard")
+    first.validation(0, {"val/reward_mean": 0.5})
+    for count in (1, 2, 3):
+        first.pretraining(lines[:count])
+    first.close()
+    second = make(tmp_path, "tensorboard")
+    second.resume_at(0, lines[:2])
+    second.pretraining(lines)
+    for step in (1, 2):
+        second.step(step, {"explained_variance": step / 4})
+    second.close()
+    folder = tmp_path / "tensorboard"
+    assert points(folder, "val/reward_mean") == [(0, 0.5)]
+    assert points(folder, "pretrain/explained_variance") == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert points(folder, "explained_variance") == [(4, 0.25), (5, 0.5)]
+
+
 def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
