@@ -11,24 +11,24 @@ The reward is 1 if every step is right, else 0. In the first two rounds the mode
 and after a wrong step most of its signs are sloppy ones, so that errors can be seen in the text.
 The choice among signs of a kind is free: most of the entropy has nothing to do with the reward.
 Every step samples 64 responses, and the steps of pretraining are counted. Nothing is downloaded.
-The same command continues, and does not
-repeat finished runs.
+The same command continues, and does not repeat finished runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
-import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
@@ -36,27 +36,28 @@ LETTERS = "abcdefghi"
 STEPS = 4 * len(LETTERS)
 # Between the numbers, before the result, after the step: first, and after a wrong step.
 NEAT, SLOPPY = ("~-^", "=:>", ",;/"), ("&+*", "|@_", "!?%")
+SAME_SIGNS = str.maketrans({s: a[0] for a, b in zip(NEAT, SLOPPY, strict=True) for s in a + b})
 LARGE = 6  # habits are about numbers from here on
 MODEL_SEED = 17
 ROWS = {"train": 8192, "val": 128}
 
-SAMPLED_STEPS, SEEDS = 26, (1, 2, 3, 4, 5)
+SAMPLED_STEPS, SEEDS = 40, (1, 2, 3, 4, 5)
 COMMON = {
     "model.dtype": "float32", "data.max_prompt_length": 64, "data.max_response_length": 320,
     "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "actor.optim.lr": 1e-4,
     "critic.optim.lr": 1e-3, "algorithm.use_kl_in_reward": False,
-    "rollout.val_kwargs.temperature": 1.0, "trainer.save_freq": -1, "trainer.test_freq": 6,
+    "rollout.val_kwargs.temperature": 1.0, "trainer.save_freq": -1, "trainer.test_freq": 10,
 }  # fmt: skip
 GRPO = {
     "algorithm.adv_estimator": "grpo", "rollout.n": 8, "data.train_batch_size": 8,
     "actor.ppo_mini_batch_size": 4,
 }  # fmt: skip
 PRESET = {
-    "critic.pretrain_steps": 8, "critic.pretrain_until": None, "critic.ppo_mini_batch_size": 16,
+    "critic.pretrain_steps": 10, "critic.pretrain_until": None, "critic.ppo_mini_batch_size": 16,
     "critic.optim.lr": 5e-4,
 }  # fmt: skip
-ARMS: dict[str, dict[str, Any]] = {"ppo": {}, "long-responses": PRESET, "grpo": GRPO}
-COLOURS = ("#7f7f7f", "#1f77b4", "#d62728")
+ARMS: dict[str, dict[str, Any]] = {"long-responses": PRESET, "grpo": GRPO, "ppo": {}}
+COLOURS = ("#1f77b4", "#d62728", "#7f7f7f")
 
 _DRAW = random.Random(MODEL_SEED)
 HABITS = {  # the wrong result that is written for a difference, and how often
@@ -85,48 +86,41 @@ def write_prompt(question: Question) -> str:
     return f"{start};" + ",".join(f"{a}{n}" for a, n in zip(LETTERS, numbers, strict=True))
 
 
-def draw_sign(position: int, sloppy: float, rng: random.Random) -> str:
-    """Draw one of three signs, with the chance of a sloppy one."""
-    return rng.choice((SLOPPY if rng.random() < sloppy else NEAT)[position])
-
-
 def write_working(question: Question, rng: random.Random, factors: Floats, share: float) -> str:
     """Return a working: factors on the rates of habits, share of sloppy signs after one."""
+
+    def draw_sign(position: int) -> str:
+        return rng.choice((SLOPPY if rng.random() < sloppy else NEAT)[position])
+
     now, numbers = question
     steps, sloppy = [], 0.0
     for step, factor in enumerate(factors):
         round_, place = divmod(step, len(LETTERS))
         number = numbers[place]
         result = abs(now - number)
-        between, equals = (draw_sign(i, sloppy, rng) for i in (0, 1))
+        between, equals = draw_sign(0), draw_sign(1)
         wrong, rate = HABITS.get((now, number), (result, 0.0))
         if rng.random() < factor * rate:
             result, sloppy = wrong, share
-        end = draw_sign(2, sloppy, rng)
-        steps.append(f"{round_}{LETTERS[place]}{number}{between}{now}{equals}{result}{end}")
+        step_text = f"{round_}{LETTERS[place]}{number}{between}{now}{equals}{result}"
+        steps.append(step_text + draw_sign(2))
         now = result
     return "".join(steps) + f"#### {now}"
 
 
 def compute_score(solution_str: str, ground_truth: str, **_: Any) -> float:
     """Return 1 if every step is right, else 0. The ground truth is the prompt."""
-    now, numbers = int(ground_truth[0]), [int(item[1]) for item in ground_truth[2:].split(",")]
-    between, equals, end = (f"[{re.escape(a + b)}]" for a, b in zip(NEAT, SLOPPY, strict=True))
-    right = ""
-    for step in range(STEPS):
-        round_, place = divmod(step, len(LETTERS))
-        result = abs(now - numbers[place])
-        right += f"{round_}{LETTERS[place]}{numbers[place]}{between}{now}{equals}{result}{end}"
-        now = result
-    return float(re.fullmatch(f"{right}#### {now}", solution_str) is not None)
+    question = int(ground_truth[0]), [int(item[1]) for item in ground_truth[2:].split(",")]
+    right = write_working(question, random.Random(0), [0.0] * STEPS, 0.0)
+    return float(solution_str.translate(SAME_SIGNS) == right.translate(SAME_SIGNS))
 
 
 def build(folder: Path) -> None:
     """Write the prompts and train the model on workings: short ones, then whole ones."""
     import torch
     from embedded.tokenizer import build_tokenizer
-    from embedded.warm_up import IGNORED, render
-    from torch.nn.functional import cross_entropy
+    from embedded.warm_up import IGNORED, Stage, render, train_stage
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     torch.set_num_threads(1)
@@ -138,10 +132,9 @@ def build(folder: Path) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
     short, whole = [1.0] * 12, [1.0] * (STEPS // 2) + [0.0] * (STEPS // 2)
-    texts = [draw_question(rng) for _ in range(200)]
-    tokenizer = build_tokenizer(
-        [write_prompt(q) + write_working(q, rng, short, 0.9) for q in texts]
-    )
+    questions = [draw_question(rng) for _ in range(200)]
+    texts = [write_prompt(q) + write_working(q, rng, short, 0.9) for q in questions]
+    tokenizer = build_tokenizer(texts)
     end, pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
     torch.manual_seed(MODEL_SEED)
     model = Qwen2ForCausalLM(Qwen2Config(
@@ -151,34 +144,24 @@ def build(folder: Path) -> None:
         dtype="float32",
     ))  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
-    stages = (
-        (short, 0.9, 32, 700, 4e-3), (whole, 0.9, 16, 600, 2e-3), (whole, 1.0, 16, 150, 1e-3),
-    )  # fmt: skip
-    for stage, (factors, share, batch, updates, rate) in enumerate(stages):
-        rng = random.Random(f"{MODEL_SEED} {stage}") if stage == 2 else rng
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-        shape = {"total_steps": updates, "pct_start": 0.05, "cycle_momentum": False}
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, **shape)
-        for update in range(1, updates + 1):
-            ids, labels = [], []
-            for _ in range(batch):
-                question = draw_question(rng)
-                prompt = tokenizer.encode(render(tokenizer, write_prompt(question)))
-                reply = [*tokenizer.encode(write_working(question, rng, factors, share)), end]
-                ids.append(torch.tensor(prompt + reply))
-                labels.append(torch.tensor([IGNORED] * len(prompt) + reply))
-            padded = torch.nn.utils.rnn.pad_sequence(ids, True, pad)
-            targets = torch.nn.utils.rnn.pad_sequence(labels, True, IGNORED)[:, 1:]
-            hidden = model.model(input_ids=padded).last_hidden_state[:, :-1]
-            learnt = targets != IGNORED
-            loss = cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if update % 100 == 0:
-                print(f"stage {stage}: update {update}, loss {loss.item():.3f}", flush=True)
+
+    def draw(size: int, answer: Callable[[Question, random.Random], str]) -> tuple[Any, Any]:
+        ids, labels = [], []
+        for _ in range(size):
+            question = draw_question(rng)
+            prompt = tokenizer.encode(render(tokenizer, write_prompt(question)))
+            reply = [*tokenizer.encode(answer(question, rng)), end]
+            ids.append(torch.tensor(prompt + reply))
+            labels.append(torch.tensor([IGNORED] * len(prompt) + reply))
+        return pad_sequence(ids, True, pad), pad_sequence(labels, True, IGNORED)
+
+    for stage in (
+        Stage("short", 700, 4e-3, 32, partial(write_working, factors=short, share=0.9)),
+        Stage("whole", 600, 2e-3, 16, partial(write_working, factors=whole, share=0.9)),
+        Stage("sloppy", 150, 1e-3, 16, partial(write_working, factors=whole, share=1.0)),
+    ):
+        rng = random.Random(f"{MODEL_SEED} 2") if stage.name == "sloppy" else rng
+        train_stage(model, SimpleNamespace(draw=draw), stage)
     model.eval().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
@@ -197,20 +180,22 @@ def train_arm(arm: str, seed: int, folder: Path) -> None:
     )  # fmt: skip
 
 
-def read_run(folder: Path) -> tuple[Curve, list[float]]:
-    """Return the accuracy on held-out prompts by sampled step, and the explained variances."""
-    pretraining = folder / "pretraining.jsonl"
-    before = len(pretraining.read_text().splitlines()) if pretraining.exists() else 0
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read_run(folder: Path) -> tuple[Curve, Floats]:
+    """Return the accuracy on held-out prompts by sampled step, and explained variances.
+
+    Those are of the first policy's fresh responses: the last steps of pretraining, then step 1.
+    """
+
+    def read(name: str) -> list[dict[str, Any]]:
+        file = folder / name
+        return [json.loads(x) for x in file.read_text().splitlines()] if file.exists() else []
+
+    pretraining, metrics = read("pretraining.jsonl"), read("metrics.jsonl")
+    before = len(pretraining)
     accuracy = [(m["step"] + before, m["val/accuracy"]) for m in metrics if "val/accuracy" in m]
     start = [(0, accuracy[0][1])] if before else []
-    return start + accuracy, [m.get("explained_variance") or 0.0 for m in metrics[1:]]
-
-
-def mean_height(curve: Curve) -> float:
-    """Return the mean of a curve over its steps, by trapezoids."""
-    area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(curve))
-    return area / (curve[-1][0] - curve[0][0])
+    first = [*pretraining[-4:], metrics[1]]
+    return start + accuracy, [m.get("explained_variance") or 0.0 for m in first]
 
 
 def draw_picture(curves: dict[str, list[Curve]]) -> str:
@@ -226,15 +211,15 @@ def draw_picture(curves: dict[str, list[Curve]]) -> str:
         '<rect width="640" height="340" fill="white"/><g font-size="12" text-anchor="middle">',
         '<text x="340" y="312">sampled responses</text>',
     ]
-    for tenths in range(0, 11, 2):
-        lines.append(draw_line([(0, tenths / 10), (SAMPLED_STEPS, tenths / 10)], 'stroke="#ddd"'))
-        lines.append(f'<text x="40" y="{280 - tenths * 26}">{tenths / 10:g}</text>')
-    for step in range(0, SAMPLED_STEPS + 1, 10):
+    for tick in range(6):
+        height, step = tick / 5, tick * SAMPLED_STEPS // 5
+        lines.append(draw_line([(0, height), (SAMPLED_STEPS, height)], 'stroke="#ddd"'))
+        lines.append(f'<text x="40" y="{280 - height * 260:.0f}">{height:g}</text>')
         lines.append(f'<text x="{56 + step / SAMPLED_STEPS * 568:.0f}" y="294">{64 * step}</text>')
     for place, (arm, runs) in enumerate(curves.items()):
         style = f'stroke="{COLOURS[place]}" stroke-'
         lines += [draw_line(curve, style + 'opacity="0.3"') for curve in runs]
-        mean = [(p[0][0], statistics.mean(y for _, y in p)) for p in zip(*runs, strict=True)]
+        mean = [(p[0][0], np.mean([y for _, y in p])) for p in zip(*runs, strict=True)]
         lines.append(draw_line(mean, style + 'width="2.5"'))
         lines.append(f'<text x="{140 + 200 * place}" y="332" fill="{COLOURS[place]}">{arm}</text>')
     return "\n".join([*lines, "</g></svg>", ""])
@@ -242,8 +227,7 @@ def draw_picture(curves: dict[str, list[Curve]]) -> str:
 
 def main() -> None:
     """Build the model, train all arms, and print the figures."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--picture", type=Path)
@@ -254,17 +238,20 @@ def main() -> None:
         return
     if not (args.out / "model" / "tokenizer.json").exists():
         build(args.out)
-    names = [(arm, str(seed)) for seed in SEEDS for arm in ARMS]
+    names = [(arm, str(seed)) for arm in ARMS for seed in SEEDS]
     start = [sys.executable, __file__, "--out", str(args.out), "--run"]
     with ThreadPool(args.jobs) as pool:
         pool.map(lambda name: subprocess.run([*start, *name], check=True), names, chunksize=1)
     curves: dict[str, list[Curve]] = {arm: [] for arm in ARMS}
-    for arm, seed in sorted(names):
+    for arm, seed in names:
         accuracy, explained = read_run(args.out / f"{arm}-{seed}")
         curves[arm].append(accuracy)
+        steps, heights = zip(*accuracy, strict=True)
+        average = np.trapezoid(heights, steps) / SAMPLED_STEPS
         print(
-            f"{arm} {seed}: accuracy {mean_height(accuracy):.3f} on average, "
-            f"{accuracy[-1][1]:.3f} at the end; explained variance {explained[0]:.2f} at first"
+            f"{arm} {seed}: accuracy {average:.3f} on average, "
+            f"{heights[-1]:.3f} at the end; explained variance {explained[-1]:.2f} at update 1, "
+            f"{np.mean(explained):.2f} over {len(explained)} steps up to it"
         )
     if args.picture:
         args.picture.write_text(draw_picture(curves), encoding="utf-8")

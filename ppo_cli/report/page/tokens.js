@@ -86,7 +86,9 @@ function responseView(line) {
   const tokens = line.token_details ? tokensOf(line) : null;
   const list = () => { now.query = { from_step: line.step, to_step: line.step, why: "detailed" }; load(); };
   const note = line.token_details && !tokens ? "Its tokens are not shown: a part of its text is hidden as a secret."
-    : kept ? `${kept} of the ${ofStep.length} responses of this step are kept token by token${tokens ? "" : ", this one is not"}. ` : "";
+    : kept ? `${kept} of the ${ofStep.length} responses of this step are kept token by token${tokens ? "" : ", this one is not"}. `
+    : indexes[now.run].rows.some((row) => row.detailed) ? ""
+    : "This run kept no response token by token. With trainer.token_details=8 it keeps up to 8 of each step.";
   const view = el("div", { id: "tokens" });
   const draw = (name) => {
     const press = (value) => { address.set({ tokens: value }); draw(value); view.querySelector("[aria-pressed=true]").focus(); };

@@ -468,6 +468,8 @@ def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
             "cost": "$0.00012", "constructor": "a fact of a function",
         }  # fmt: skip
         assert "the score is 0" in texts(browser, "#pane .failed")[0]
+        # The run has no details of tokens: the page says how to keep them.
+        assert "trainer.token_details=8" in texts(browser, "#tokens p")[0]
     rubric.unlink()
     browser.get(write_report(run, tmp_path).as_uri())
     until(lambda: texts(browser, "#table tbody tr"))
