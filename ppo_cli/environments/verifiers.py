@@ -148,7 +148,9 @@ class Taskset:
         """Return the task of a row; raises ValueError or IndexError."""
         index = row["extra_info"].get("task")
         if not isinstance(index, int):
-            raise ValueError("the row has no extra_info.task; see docs/environments.md")
+            raise ValueError(
+                "the row has no extra_info.task: write rows with scripts/setup_verifiers"
+            )
         self._tasks += itertools.islice(self._iterator, max(0, index + 1 - len(self._tasks)))
         return self._tasks[index]
 
