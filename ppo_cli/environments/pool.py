@@ -63,7 +63,7 @@ def check_environment(config: Environment) -> tuple[Schema, ...]:
         except TimeoutError:
             return ()
         except EnvironmentFailure as failure:
-            raise UserError(_describe_broken(config, str(failure))) from None
+            raise UserError(_describe_broken(config, str(failure), None)) from None
         finally:
             process.kill("the check has ended")
             await process.close()
@@ -75,9 +75,10 @@ def check_environment(config: Environment) -> tuple[Schema, ...]:
         loop.close()
 
 
-def _describe_broken(config: Environment, reason: str) -> str:
+def _describe_broken(config: Environment, reason: str, logs: Path | None) -> str:
     source = config.path or config.tools or ", ".join(config.mcp)
-    return f"The environment {source} does not run: {reason}. Its output is in logs/ of the run."
+    output = f" Its output is in {logs}." if logs else ""
+    return f"The environment {source} does not run: {reason.rstrip('.')}.{output}"
 
 
 def _build_spec(config: Environment) -> dict[str, Any]:
@@ -380,7 +381,7 @@ class EnvironmentPool:
         try:
             self.tools = self._loop.call(self._start())
         except EnvironmentFailure as failure:
-            raise UserError(_describe_broken(self._config, str(failure))) from None
+            raise UserError(_describe_broken(self._config, str(failure), self._logs)) from None
 
     async def _start(self) -> tuple[Schema, ...]:
         self._processes = [self._make_process(i) for i in range(self._config.num_workers)]
@@ -408,7 +409,7 @@ class EnvironmentPool:
             return
         self._deaths[index] = 0 if process.answered else self._deaths[index] + 1
         if self._deaths[index] == MAX_DEATHS:
-            self._error = UserError(_describe_broken(self._config, process.ended))
+            self._error = UserError(_describe_broken(self._config, process.ended, self._logs))
             return
         self._metrics["environment/restarts"] += 1
         self._processes[index] = self._make_process(index)

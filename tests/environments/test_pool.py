@@ -222,13 +222,18 @@ def test_a_flood_takes_little_memory_and_disk(
 
 def test_calls_run_side_by_side(start: Start, game: Path) -> None:
     pool = start(path=f"{game}:Game")
-    episodes = [str(number) for number in range(64)]
-    open_episodes(pool, *episodes)
-    started = time.monotonic()
     message = {"role": "assistant", "content": "do time.sleep(0.5)"}
-    for reply in [pool.step(episode, message) for episode in episodes]:
-        assert reply.result(60).messages
-    assert time.monotonic() - started < 1.0
+    times = []
+    for attempt in range(3):  # the machine may be busy with something else
+        episodes = [f"{attempt}/{number}" for number in range(64)]
+        open_episodes(pool, *episodes)
+        started = time.monotonic()
+        for reply in [pool.step(episode, message) for episode in episodes]:
+            assert reply.result(60).messages
+        times.append(time.monotonic() - started)
+        if times[-1] < 1.0:
+            break
+    assert min(times) < 1.0
 
 
 def test_episodes_are_dealt_evenly(start: Start, game: Path) -> None:
