@@ -290,9 +290,6 @@ def plan_resume(config: Config) -> tuple[list[str], list[str]]:
     """
     if config.trainer.node_rank:  # other nodes follow node 0
         return [], []
-    from ppo_cli.report.metrics import find_lr_jumps
-    from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
-
     mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
     notes: list[str] = []
 
@@ -302,6 +299,10 @@ def plan_resume(config: Config) -> tuple[list[str], list[str]]:
             if mode == "never" and (folder / METRICS_FILE).exists():
                 notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")
             return
+        # They import numpy, which a plan of a new run does without.
+        from ppo_cli.report.metrics import find_lr_jumps
+        from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
+
         identity = setting_values(config)
         if other := find_changes(checkpoint, config, identity, command_line()):
             notes.append(describe_new_run(other, checkpoint, identity))

@@ -42,6 +42,8 @@ MAY: dict[str, set[str]] = {
     # Writes what verl runs, scores for it, and reads its results: without engine and torch.
     "extras.bridge": GROUND | FLOOR_2 | {"rewards", "scoring"},
     "extras": set(),
+    # Tools of the bundled game, which an environment process runs.
+    "embedded": set(),
     # Runs parts of the engine and of rewards for their numbers alone.
     "self_test": GROUND | FLOOR_2 | {"algo", "engine", "cluster", "rewards"},
     "run": GROUND

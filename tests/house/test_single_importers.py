@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tests.house.test_floors import own_imports
 
-MOST = 25
+MOST = 27
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
@@ -31,6 +31,7 @@ STANDS = {
     "rewards.code.probe": "a separate program, inside the sandbox",
     "rewards.judge.providers.claude": "one provider of several, behind their declarations",
     "rewards.judge.providers.gemini": "one provider of several, behind their declarations",
+    "rewards.environment": "one kind of reward of several, which registry builds",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "a process pool with kill; function is the user's file",
     "secret_patterns": "what keys look like; redact is how they are removed",
