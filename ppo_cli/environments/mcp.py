@@ -6,7 +6,6 @@ the process: the pool replaces both.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -51,29 +50,15 @@ async def load(
 
 
 async def _start(mcp: Any, command: str, worker: Any) -> Any:
-    """Return a connected client of a server; its task keeps it until the process ends."""
+    """Return a connected client of a server."""
     program, *arguments = shlex.split(command)
     # Servers need keys; the package passes on only HOME, PATH and the like.
     server = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-    connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    async def run_client() -> None:
-        try:
-            async with mcp.Client(server) as client:
-                connected.set_result(client)
-                await asyncio.Event().wait()
-        except BaseException as error:
-            if connected.done():
-                raise
-            connected.set_exception(
-                worker.Problems(f"--mcp {command!r} does not start: {_describe(error, worker)}.")
-            )
-
-    _TASKS.append(asyncio.ensure_future(run_client()))
-    return await connected
-
-
-_TASKS: list[asyncio.Future[None]] = []  # the event loop itself does not keep them
+    try:
+        return await worker.enter(mcp.Client(server))
+    except BaseException as error:
+        text = _describe(error, worker)
+        raise worker.Problems(f"--mcp {command!r} does not start: {text}.") from error
 
 
 def _describe(error: BaseException, worker: Any) -> str:

@@ -154,23 +154,6 @@ class Taskset:
         self._tasks += itertools.islice(self._iterator, max(0, index + 1 - len(self._tasks)))
         return self._tasks[index]
 
-    async def serve(self) -> None:
-        """Start what the episodes share; it lives as long as the process."""
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        async def run() -> None:
-            try:
-                async with self.env.serving():
-                    started.set_result(None)
-                    await asyncio.Event().wait()
-            except BaseException as error:
-                if started.done():
-                    raise
-                started.set_exception(error)
-
-        self._serving = asyncio.ensure_future(run())
-        await started
-
 
 class Episode:
     """An episode under way: a task of verifiers that waits for the policy now and then."""
@@ -271,7 +254,7 @@ async def load(name: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], E
     """Return what makes episodes of a taskset; raises the worker's Problems."""
     try:
         taskset = await worker.run_call(Taskset, name, kwargs)
-        await taskset.serve()
+        await worker.enter(taskset.env.serving())
     except Exception as error:
         text = worker.describe_error(error)
         raise worker.Problems(f"--environment verifiers:{name} does not load: {text}.") from error

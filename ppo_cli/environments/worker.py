@@ -90,6 +90,28 @@ async def run_call(
     return value
 
 
+_HOLDERS: list[asyncio.Future[None]] = []  # the event loop does not keep its tasks
+
+
+async def enter(context: Any) -> Any:
+    """Enter an async context for as long as the process lives; returns its value, or raises."""
+    entered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    # A task of its own: some contexts must end in the task that entered them.
+    async def hold() -> None:
+        try:
+            async with context as value:
+                entered.set_result(value)
+                await asyncio.Event().wait()
+        except BaseException as error:
+            if entered.done():
+                raise
+            entered.set_exception(error)
+
+    _HOLDERS.append(asyncio.ensure_future(hold()))
+    return await entered
+
+
 def describe_error(error: BaseException, file: str = "") -> str:
     """Return `ValueError: text (file.py, line 12)` on one line; the line is in `file`."""
     try:
