@@ -68,6 +68,8 @@ def _explain_failures(failed: Sequence[Scored], total: int, look: Commands) -> t
     else:
         count_note = "" if count == len(failed) else f", {count} of them"
         text = f"{len(failed)} of {total} responses failed{count_note}{message}."
+    if example.rollout.failure:
+        return f"{text} Correct the environment; its output is in logs/ of the run.", example
     return f"{text}{_advice_for(reason, look)}", example
 
 

@@ -163,6 +163,14 @@ def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() 
         assert f"{name} cannot be set here" in refusal(key, switch), key
 
 
+def test_several_turns_need_an_environment_of_ours() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn.enable=True"
+    assert "name what the model talks to, with --environment" in refusal(turns)
+    settled = settle(turns, "environment.path=game.py:Game", "rollout.multi_turn.format=hermes")
+    assert settled.config.environment.is_set
+    assert "--tools FILE.py" in refusal(turns, "rollout.multi_turn.tool_config_path=tools.yaml")
+
+
 def test_gdpo_takes_the_parts_and_no_kl_in_the_reward() -> None:
     algorithm = settle(
         "algorithm.adv_estimator=gdpo", "rollout.n=4", "reward.reward_manager.name=gdpo",

@@ -13,6 +13,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch, m
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
+from ppo_cli.report.metrics import score_metrics
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.step.turns import split_scores, split_turns
 from tests.environments.scripted import config, tokenizer
@@ -114,6 +115,32 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     whole = episode(1, split=False)
     ((row, inner),) = split_scores(Scored(whole, score), placed, 0.5)
     assert (row.rollout, row.score, inner) == (whole, score, placed)
+
+
+def test_figures_of_episodes_by_hand() -> None:
+    first, *others = (episode(seed, split=False) for seed in range(3))
+    turns = (replace(first.turns[0], error="no tool x", seconds=2.0, cut=True), *first.turns[1:])
+    rollouts = [
+        replace(first, turns=turns, ended="turns"),
+        replace(others[0], failure="raised ValueError: x"),
+        replace(others[1], ended="tokens"),
+        replace(others[1], token_ids=(), turns=(), failure="timeout"),  # it never began
+    ]
+    scores = [Score(1.0), Score.failed("x"), Score(0.0), Score.failed("timeout")]
+    figures = score_metrics([*map(Scored, rollouts, scores)])
+    expected = {
+        "turns_mean": 3.0, "failed_share": 0.5, "tool_error_share": 1 / 12, "seconds_mean": 0.5,
+        "cut_turns_share": 0.25, "cut_turn_tokens_share": 0.25, "cut_episode_tokens_share": 0.25,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert figures[f"environment/{name}"] == pytest.approx(value), name
+    # Only the policy's tokens count: ten in each of three episodes.
+    assert figures["response_length_mean"] == 7.5 and figures["response_length/max"] == 10
+    # A place in the text is one in the last turn.
+    last = replace(first, text="ab")
+    spell = {ids: "ab"[: len(ids)] for n in (1, 2) for ids in [first.token_ids[-2:][:n]]}
+    placed = place_steps(last, [PlacedReward(2, 1.0)], lambda ids, context: spell[tuple(ids)])
+    assert placed == [(len(first.token_ids) - 1, 1.0)]
 
 
 def train_batch(annotated: AnnotatedBatch, advantages: list[float]) -> TrainBatch:

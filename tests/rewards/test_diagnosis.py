@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_a_function_that_gives_zero_or_fails() -> None:
     failed = text(Score.failed("raised KeyError: 'x'"))
     assert failed.startswith("All 1 responses failed with KeyError: 'x'. Correct the reward ")
     assert "raise reward.timeout" in text(Score.failed("timeout: took longer than 10 s"))
+    rollout, score = replace(make_rollout("a"), failure="raised X"), Score.failed("raised X")
+    assert "Correct the environment" in str(explain_no_reward([Scored(rollout, score)]))
 
 
 def test_failures_are_counted_by_their_cause() -> None:
