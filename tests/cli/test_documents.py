@@ -38,6 +38,7 @@ FOREIGN = {
 LACKS = (
     "no such file",
     "is not a checkpoint",
+    "state/run.json is missing",
     "there is no file",
     "there is no model folder",
     "there is no program",
@@ -201,14 +202,30 @@ def test_every_block_of_data_and_code_is_well_formed(place: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
-    script = "".join(text for page, text in blocks("bash") if page == "tutorial.md")
+    output = run_page("tutorial.md", tmp_path)
+    assert "step 4/4" in output and "step 3/3" in output and "step 5/5" in output
+    assert "reason" in output and "wrong" in output
+    assert (tmp_path / "first.html").stat().st_size > 1_000_000
+    assert (tmp_path / "my-model" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_page_of_environments_runs_as_it_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    output = run_page("environments.md", tmp_path)
+    assert "step 20/20" in output and "step 6/6" in output
+    before, after = map(float, re.findall(r"  reward +([\d.]+) → ([\d.]+)", output)[0])
+    assert after > before + 0.3
+
+
+def run_page(name: str, folder: Path) -> str:
+    """Run the bash blocks of a page from top to bottom; what pip installs is there already."""
+    script = "".join(text for page, text in blocks("bash") if page == name)
+    script = re.sub(r"^pip install .*\n", "", script, flags=re.M)
     variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=variables, timeout=600,
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=variables, timeout=600,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout
-    assert "step 4/4" in run.stdout and "step 3/3" in run.stdout and "step 5/5" in run.stdout
-    assert "reason" in run.stdout and "wrong" in run.stdout
-    assert (tmp_path / "first.html").stat().st_size > 1_000_000
-    assert (tmp_path / "my-model" / "config.json").is_file()
+    return run.stdout

@@ -29,9 +29,9 @@ LEFT_OUT = {
     "prompts rubric": "needs a judge that drafts criteria: tests/extras/trust/test_prompts.py",
     "NAME": "names nothing",
 }
-# Pages that are run from top to bottom: the tutorial in test_documents.py, the quickstart by hand,
+# Pages that are run from top to bottom: two in test_documents.py, the quickstart by hand,
 # as it installs a package with a model and trains for minutes.
-WHOLE_PAGES = {"tutorial.md", "quickstart.md"}
+WHOLE_PAGES = {"tutorial.md", "environments.md", "quickstart.md"}
 # What stands for the reader's own run, file or model.
 STAND_INS = {
     "RUN": "outputs", "RUN/labels.jsonl": "outputs/labels.jsonl",
