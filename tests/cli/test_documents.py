@@ -50,7 +50,7 @@ FOREIGN_FLAGS = {
     "--index-url", "--repo-type", "--no-deps", "--logdir", "--gpus", "--ipc", "--nv", "--shm-size",
     "--override-generation-config", "--nodes", "--ntasks-per-node", "--gpus-per-node",
     "--cpus-per-task", "--head", "--address", "--write", "--trl", "--quick", "--help", "--verl",
-    "--name", "--headless", "--print-to-pdf", "--help-all",
+    "--name", "--headless", "--print-to-pdf", "--help-all", "--install-completion",
 }  # fmt: skip
 PLACES = {"DIR_OR_HUB_OR_URL": "DIR", "MODEL": "qwen-plus", "RUN": "outputs"}
 ROW = {"prompt": "What is 2 + 3?", "ground_truth": "5", "data_source": "arithmetic"}
