@@ -51,9 +51,10 @@ def run_identity(
 
 
 def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
-    """Return the settings that identify a run, or those of the reward that identify an eval.
+    """Return the settings that identify a run, or those that score an eval.
 
-    Secrets are masked. Models and files that the reward reads are included with their digests.
+    An eval has those of its environment too, if it plays episodes. Secrets
+    are masked. Models and files that the reward reads are included with their digests.
     """
     free = {"start"} if of_eval else {"start", "eval"}
     # Settings of a free identity do not count; rows count by content.
@@ -61,7 +62,9 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         name: mask_secrets(value_of(config, name))
         for name, key in table().items()
         if key.identity not in free and name not in ROWS
-        if name.startswith("reward.") or not of_eval
+        if name.startswith("reward.")
+        or not of_eval
+        or (config.environment.is_set and name.startswith("environment."))
     }
     values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward, free))
     named = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,3 +162,28 @@ def test_the_reward_of_an_environment() -> None:
     }  # fmt: skip
     assert [step.end for step in score.steps] == [turn.end for turn in rollout.turns]
     assert sum(step.value for step in score.steps) == pytest.approx(score.value)
+
+
+class Demanding(Counting):
+    """Replies with a stop string, whose last character the policy writes as well."""
+
+    def step(self, message: Message) -> Any:
+        return (
+            [{"role": "user", "content": "How much is 14 plus 66? How much is 1"}],
+            super().step(message)[1],
+            {},
+        )
+
+
+def test_a_stop_string_in_a_reply_does_not_end_the_turn_after_it() -> None:
+    stopped = by_key(
+        play(
+            Scripted(Demanding), replace(SAMPLING, stop=("How much is 14 plus 66? How much is 1",))
+        )
+    )
+    plain = by_key(play(Scripted(Demanding)))
+    assert {k: r.token_ids for k, r in stopped.items()} == {
+        k: r.token_ids for k, r in plain.items()
+    }
+    texts = [turn.text for r in plain.values() for turn in r.turns[1:]]
+    assert any("1" in text[:-1] for text in texts)

@@ -12,7 +12,7 @@ import yaml
 
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.schema.keys import Key, nest_values, table, value_of
+from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.run.identity import (
     ROWS,
@@ -82,6 +82,18 @@ def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]
     changed = describe_changes(default, identity({name: other_value(key)}))
     assert (f"{name} (was " in changed or f"{name}." in changed) is by_name
     assert bool(changed) is by_name
+
+
+def test_an_eval_is_bound_to_its_environment(tmp_path: Path) -> None:
+    assert not any("environment" in name for name in setting_values(Config(), of_eval=True))
+    file = tmp_path / "game.py"
+    config = Config.model_validate({"environment": {"path": f"{file}:Game"}})
+    file.write_text("class Game: pass")
+    before = setting_values(config, of_eval=True)
+    file.write_text("class Game: level = 2")
+    assert "game.py" in describe_changes(before, setting_values(config, of_eval=True))
+    other = with_settings(config, {"environment.max_turns": 3})
+    assert "environment.max_turns" in describe_changes(before, setting_values(other, of_eval=True))
 
 
 def test_rows_count_by_what_they_hold() -> None:
