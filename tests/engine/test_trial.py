@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import trial
 from ppo_cli.engine.batches.rows import MicroBatch
@@ -64,15 +64,16 @@ def test_the_fastest_exact_way_is_chosen(kind: str, conditions: TrialConditions)
     assert (verdict.mode, verdict.differences, verdict.untried) == (FAMILIES[kind][1], {}, "")
 
 
+@pytest.mark.parametrize("name", MODELS)
 @BOTH
-def test_the_verdict_that_ships_is_that_of_a_trial(conditions: TrialConditions) -> None:
+def test_the_verdict_that_ships_is_that_of_a_trial(name: str, conditions: TrialConditions) -> None:
     """With the versions that are installed here: edit BUNDLED_VERSIONS with constraints.txt."""
-    config = load_config(model_folder("embedded"), "--model", False)
+    config = load_config(model_folder(name), "--model", False)
     for lean, recomputes in ((True, False), (False, True)):
         tried = replace(conditions, lean=lean, checkpointing=recomputes)
         assert run_trial(config, tried) == trial.BUNDLED_VERDICT
-    assert trial.is_bundled(model_folder("embedded"), conditions)
-    assert not trial.is_bundled(model_folder("embedded"), replace(conditions, kernel="eager"))
+    assert trial.is_bundled(model_folder(name), conditions)
+    assert not trial.is_bundled(model_folder(name), replace(conditions, kernel="eager"))
 
 
 def test_a_state_that_is_not_attention_keeps_a_critic_from_packing() -> None:
