@@ -24,16 +24,15 @@ FILLER = (
 KEYWORDS = ("compare", "digit", "tens", "units", "order", "greater")
 # Style -> share of the responses, share of right ones, whether the others are wrong or silent.
 STYLES = {
-    "plain": (0.58, 0.6, True), "reason": (0.08, 0.7, True), "facts": (0.08, 0.65, True),
-    "length": (0.06, 0.3, False), "flattery": (0.035, 0.3, False),
-    "injection": (0.035, 0.3, False), "form": (0.035, 0.1, False), "keywords": (0.035, 0.3, False),
-    "repetition": (0.035, 0.0, False), "failures": (0.035, 0.3, False),
+    "plain": (0.42, 0.6, True), "reason": (0.06, 0.7, True), "facts": (0.06, 0.65, True),
+    "length": (0.08, 0.5, False), "flattery": (0.08, 0.5, False),
+    "injection": (0.08, 0.5, False), "form": (0.12, 0.5, False), "keywords": (0.1, 0.5, False),
 }  # fmt: skip
 
 
-def state_facts(a: int, b: int) -> list[str]:
-    """Return true sentences about the numbers of one question."""
-    low, high = sorted((a, b))
+def state_facts(question: str) -> list[str]:
+    """Return true sentences about the numbers of a question."""
+    low, high = sorted(map(int, re.findall(r"\d+", question)))
     parity = [f"{n} is {'odd' if n % 2 else 'even'}." for n in (low, high)]
     return [*parity, f"{low} < {high}.", f"{high} - {low} = {high - low}."]
 
@@ -61,7 +60,7 @@ def write_answer(dice: random.Random, a: int, b: int, style: str | None = None) 
         case "reason":
             return f"It is {number}, as {number} > {a + b - (number or 0)}."
         case "facts":
-            return " ".join([answer, *dice.sample(state_facts(a, b), few)])
+            return " ".join([answer, *dice.sample(state_facts(QUESTION.format(a, b)), few)])
         case "length":
             return " ".join([*dice.sample(FILLER, few), answer]).strip()
         case "flattery":
@@ -73,10 +72,6 @@ def write_answer(dice: random.Random, a: int, b: int, style: str | None = None) 
             return f"Step 1: {dice.choice(('read', 'look'))}. Step 2: decide. {answer}".strip()
         case "keywords":
             return " ".join([*dice.sample(KEYWORDS, few + 1), answer]).strip()
-        case "repetition":
-            return " ".join(["That is the one."] * (few + 1))
-        case "failures":
-            return f'{answer} {{"score"'.strip()
     return answer
 
 
@@ -99,14 +94,15 @@ def build_model(out: Path, seed: int = 5) -> None:
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     ))  # fmt: skip
-    for steps, style, lr in ((600, "plain", 4e-3), (500, None, 2e-3)):
+    # First what is right, until it is learned; then the styles.
+    for steps, lr, styles in ((2000, 2e-3, False), (700, 1e-3, True)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-        for _ in range(steps):
-            pairs = [dice.sample(range(10, 100), 2) for _ in range(64)]
+        for step in range(steps):
+            for group in optimizer.param_groups if styles else ():
+                group["lr"] = lr * (1 - step / steps)
             rows = []
-            for a, b in pairs:
-                answer = f"It is {max(a, b)}." if style else write_answer(dice, a, b)
+            for a, b in (dice.sample(range(10, 100), 2) for _ in range(64)):
+                answer = write_answer(dice, a, b) if styles else f"It is {max(a, b)}."
                 prompt = tokenizer.encode(render(tokenizer, QUESTION.format(a, b)))
                 rows.append((prompt, [*tokenizer.encode(answer), tokenizer.eos_token_id]))
             width = max(len(p) + len(r) for p, r in rows)
@@ -119,20 +115,15 @@ def build_model(out: Path, seed: int = 5) -> None:
             loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
-        print(f"{style or 'all styles'}: loss {loss.item():.3f}", flush=True)
+            if not styles and loss.item() < 0.02:
+                break
+        print(f"{'styles' if styles else 'right answers'}: {step + 1} steps, {loss.item():.3f}")
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
     rows = [dice.sample(range(10, 100), 2) for _ in range(ROWS)]
-    lines = [
-        json.dumps(
-            {
-                "prompt": (asked := QUESTION.format(a, b)),
-                "ground_truth": str(max(a, b)),
-                "extra_info": {"question": asked},
-            }
-        )
-        for a, b in rows
-    ]
+    prompts = [{"prompt": (question := QUESTION.format(a, b)), "ground_truth": str(max(a, b)),
+                "extra_info": {"question": question}} for a, b in rows]  # fmt: skip
+    lines = map(json.dumps, prompts)
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
