@@ -44,6 +44,7 @@ LOG_PERIOD_S = 10.0
 TAIL_BYTES = 2000
 CHUNK_BYTES = 1 << 16
 MAX_REASON_CHARS = 500
+MAX_LAST_LINE = 200  # characters of what a process printed last
 METRICS = ("environment/restarts", "environment/timeouts")
 
 
@@ -297,7 +298,7 @@ class _Process:
         with suppress(ValueError):
             exit_kind = f"by signal {signal.Signals(256 - code).name}"
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        last = f": {lines[-1]}" if lines else ""
+        last = f": {lines[-1][:MAX_LAST_LINE]}" if lines else ""
         self.kill(_one_line(f"the environment process ended {exit_kind}{last}"))
 
     async def _read_prints(self, process: asyncio.subprocess.Process) -> None:
