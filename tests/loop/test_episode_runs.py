@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,59 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert all(row["score"] is None and len(row["turns"]) == 2 for row in failed)
     shares = [line["environment/failed_share"] for line in lines]
     assert sum(shares) / len(shares) == pytest.approx(len(failed) / len(written))
+
+
+# What an environment does in its second turn, by the seed of the episode.
+FAULTS = """
+import os, sys, time
+
+def garbage():
+    for descriptor in range(3, 32):
+        try:
+            os.write(descriptor, b"garbage\\n")
+        except OSError:
+            pass
+
+FAULTS = {
+    0: lambda: os.kill(os.getpid(), 9),
+    1: lambda: time.sleep(600),
+    2: lambda: print("flood" * 10_000_000),
+    3: garbage,
+    4: lambda: 1 / 0,
+}
+
+class Questions:
+    def reset(self, row):
+        self.seed, self.turn = row["seed"], 0
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 2:
+            FAULTS.get(self.seed % 25, lambda: None)()
+        return "next", self.turn == 2, 1.0
+"""
+
+
+def test_a_run_goes_on_when_environments_die_hang_flood_or_write_garbage(tmp_path: Path) -> None:
+    file = tmp_path / "faults.py"
+    file.write_text(FAULTS)
+    args = ("--environment", f"{file}:Questions", *EPISODES, "--tool_timeout", "1")
+    train(tmp_path / "run", *args)
+    written = rows(tmp_path / "run")
+    lines = [line for line in metrics(tmp_path / "run") if line["step"]]
+    reasons = Counter(row["failure"].partition(" (")[0] for row in written if row["failure"])
+    for reason in (
+        "the environment process ended by signal SIGKILL", "timeout: took longer than 1 s",
+        "the environment process wrote what is not an answer of at most 8 MiB",
+        "raised ZeroDivisionError: division by zero",
+    ):  # fmt: skip
+        assert reasons[reason], reasons
+    # Failed rows are masked and counted, the others have the reward of two turns.
+    assert {row["score"] for row in written} == {None, 2.0}
+    assert all((row["score"] is None) == bool(row["failure"]) for row in written)
+    failed = sum(line["environment/failed_share"] for line in lines) / len(lines)
+    assert failed == pytest.approx(sum(reasons.values()) / len(written))
+    assert sum(line["environment/restarts"] for line in lines) > 0
 
 
 def test_a_split_history_trains_a_row_for_each_turn(
