@@ -26,7 +26,8 @@ from ppo_cli.errors import ConfigError, ppo
 
 # Group of settings -> its heading in the help; other groups have their own name.
 PANELS = {
-    "model": "Model and data", "data": "Model and data", "actor": "Algorithm",
+    "model": "Model and data", "data": "Model and data", "environment": "Model and data",
+    "actor": "Algorithm",
     "critic": "Algorithm", "ref": "Algorithm", "rollout": "Algorithm", "trainer": "Run",
 }  # fmt: skip
 # Keys of click's `ctx.meta` under which the parser leaves messages about unknown flags, and notes.

@@ -88,7 +88,7 @@ PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 
 
 def plan(arguments: Arguments) -> None:
-    """Show what a run would do, and what would stop it: settings, memory, time, cost."""
+    """Show what a run would do, and what would stop it: memory, time, cost."""
     if arguments.on_verl:
         from ppo_cli.cli.bridge import print_verl_plan
 

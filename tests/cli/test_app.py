@@ -274,7 +274,7 @@ def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
         ("ppo presets sh", "show"),
         ("ppo train --adv_est", "--adv_estimator"),
         ("ppo train --adv_estimator grp", "grpo"),
-        ("ppo plan --preset embedd", "embedded"),
+        ("ppo plan --preset embedded-t", "embedded-tools"),
     ],
 )
 def test_bash_completes_commands_flags_and_values(line: str, words: str) -> None:

@@ -61,4 +61,6 @@ def test_every_setting_and_metric_is_explained() -> None:
 def test_presets_are_copied(desk: Path) -> None:
     for name in preset_names():
         assert main(["presets", "copy", name, f"{name}.yaml"]) == 0
-        assert (desk / f"{name}.yaml").read_bytes() == preset_path(name).read_bytes()
+        copied, preset = (desk / f"{name}.yaml").read_text(), preset_path(name).read_text()
+        # Only the place of the schema differs.
+        assert copied.splitlines()[1:] == preset.splitlines()[1:]

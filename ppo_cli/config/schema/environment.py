@@ -12,11 +12,12 @@ class Environment(Section):
 
     # Where the turns come from: one of these three.
     path: str | None = setting(
-        None, "Environment: FILE.py:NAME, verifiers:NAME or openenv:URL.", flag="--environment",
+        None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME or openenv:URL.",
+        flag="--environment",
         env="ENVIRONMENT", unused="", common=True,
     )  # fmt: skip
     tools: str | None = setting(
-        None, "Tools: the functions of a Python file, FILE.py or FILE.py:NAME,NAME.",
+        None, "Python functions that the model may call. FILE.py or FILE.py:NAME,NAME.",
         flag="--tools", env="TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
@@ -39,9 +40,7 @@ class Environment(Section):
         "left out.", ge=16,
     )  # fmt: skip
     # Limits of an episode; its tokens are limited by data.max_response_length.
-    max_turns: int = setting(
-        8, "Maximum turns of the policy.", flag="--max_turns", ge=1, common=True
-    )
+    max_turns: int = setting(8, "Maximum turns of the policy.", flag="--max_turns", ge=1)
     max_turn_tokens: int | None = setting(
         None, "Maximum tokens of one turn. Unset: those that the episode has left.",
         flag="--max_turn_tokens", ge=1,

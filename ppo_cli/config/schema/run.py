@@ -211,7 +211,7 @@ class Rollout(Section):
     )  # fmt: skip
     temperature: float = setting(
         1.0, "Sampling temperature.", flag="--temperature", env="ROLLOUT_TEMPERATURE",
-        usual=(0.3, 1.5), gt=0.0, le=10.0, common=True,
+        usual=(0.3, 1.5), gt=0.0, le=10.0,
         advice="Keep 1.0. Raise it if all responses to a prompt are alike; lower it if "
         "responses are noise.",
     )  # fmt: skip
