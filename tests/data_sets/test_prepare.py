@@ -249,7 +249,7 @@ def test_dialogues_become_pairs_and_each_prompt_once(source: Path, out: Path) ->
     assert rows_of(out / "train.parquet")[1]["extra_info"] == {"split": "train", "index": 1}
     # Both readers take them as they are.
     pairs = load_pairs([str(out / "pairs_train.parquet")]).pairs
-    assert [p.responses for p in pairs][:2] == [("In water.", ""), ("Enjoy.", "No.")]
+    assert [p.texts for p in pairs][:2] == [("In water.", ""), ("Enjoy.", "No.")]
     prompts = load_rows(str(out / "train.parquet"))
     assert (len(prompts.rows), prompts.problems, prompts.notes) == (2, (), ())
     assert {row.data_source for row in prompts.rows} == {"Anthropic/hh-rlhf"}
