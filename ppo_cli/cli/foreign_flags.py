@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
@@ -32,6 +33,12 @@ def load_foreign_flags() -> dict[str, dict[str, Any]]:
     import tomllib
 
     return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
+
+
+@cache
+def own_flags() -> frozenset[str]:
+    """Return the flags of our settings."""
+    return frozenset(key.flag for key in table().values() if key.flag)
 
 
 @dataclass
@@ -83,7 +90,7 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
         meanings = flags["values"][name]
         if value in meanings:
             return list(meanings[value].split())
-        if name in flags["pointers"] or typed == "top_k" or not values:
+        if name in flags["pointers"] or f"--{name}" in own_flags() or not values:
             return None
         known = ", ".join(meanings)
         done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {known}.")
