@@ -83,7 +83,8 @@ class ToolEnvironment:
         return {
             "messages": replies, "done": not calls,
             "error": "; ".join(run.text for run in runs if run.failed),
-            "tools": [(run.name, run.seconds) for run in runs],
+            # A name that is no tool's has run nothing.
+            "tools": [(run.name, run.seconds) for run in runs if run.name in self._tools],
             "timeouts": sum(run.late for run in runs), "stuck": any(run.stuck for run in runs),
         }  # fmt: skip
 

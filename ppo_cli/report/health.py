@@ -53,6 +53,7 @@ class Limits:
     grad_clip: float = 1.0
     updates_per_step: int = 4
     max_response_length: int = 512
+    has_episodes: bool = False  # responses are episodes of several turns
     warmup_steps: int = 0
     kl_setting: str = "--kl_coef"
     logprob_diff: float = 1e-3
@@ -83,6 +84,7 @@ def make_limits(config: Config) -> Limits:
         grad_clip=actor.grad_clip,
         updates_per_step=actor.ppo_epochs * mini_batches,
         max_response_length=config.data.max_response_length,
+        has_episodes=config.environment.is_set,
         warmup_steps=config.trainer.critic_warmup,
         kl_setting="actor.kl_loss_coef" if in_loss_only else "--kl_coef",
         logprob_diff=0.2 if config.trainer.async_steps else 0.05 if rough else 1e-3,
@@ -392,6 +394,12 @@ def _check_cut_off(steps: History, limits: Limits) -> str:
     cut = _last_values(steps, "response_length/clip_ratio", 3)
     if not cut or min(cut) <= limits.truncated_share:
         return ""
+    if limits.has_episodes:
+        return (
+            f"The last turn of {cut[-1]:.0%} of the episodes is cut off. Raise --max_turn_tokens, "
+            "or --max_response_length, which counts all turns and replies "
+            f"({limits.max_response_length} tokens)."
+        )
     return (
         f"{cut[-1]:.0%} of the responses are cut off at {limits.max_response_length} tokens, "
         "perhaps before the answer. Raise --max_response_length, or ask for shorter answers in "

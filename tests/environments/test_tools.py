@@ -161,6 +161,7 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
         "fail."
     )
     assert "'seconds' must be a number, not \"0.1\"" in contents[2]
+    assert "rout" not in dict(reply.tools)
     # Type and message alone: no traceback, no path.
     assert contents[3:5] == ["Error: KeyError: 'of the user'", "Error: SystemExit"]
     assert contents[5] == "Error: TypeError: Object of type set is not JSON serializable"

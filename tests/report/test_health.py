@@ -295,6 +295,9 @@ def test_advice_to_allow_longer_responses_is_not_given_next_to_the_alarm() -> No
     cut = {"response_length/clip_ratio": 0.95}
     assert kinds(4, lambda s: grows(s, length=0.5) | cut) == {"hacking"}
     assert kinds(4, lambda s: cut) == {"too_long"}
+    limits = Limits(has_episodes=True)
+    (advice,) = find_troubles(history(4, lambda s: cut), limits).values()
+    assert "--max_turn_tokens" in advice and "in the prompt" not in advice
 
 
 def test_a_second_opinion_that_rises_with_the_reward_silences_texts_alone() -> None:
