@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppo_cli.library import Run, load_run, plan, train
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["Run", "__version__", "load_run", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what the library offers when it is asked for: `import ppo_cli` alone is quick."""
-    # The library imports most of the program, so it waits until it is used.
+    # The version asks git in a checkout, and the library imports most of the program: both wait
+    # until they are used.
+    if name == "__version__":
+        from ppo_cli.version import read_version
+
+        return read_version()
     if name in ("Run", "load_run", "plan", "train"):
         from ppo_cli import library
 

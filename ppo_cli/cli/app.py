@@ -18,7 +18,6 @@ from typing import Any
 
 import typer
 
-from ppo_cli import __version__
 from ppo_cli.cli.help import HELP_ALL_WORDS, App, HelpCommand, HelpGroup, normalize_flag
 from ppo_cli.errors import (
     DISK_ERRNOS,
@@ -239,7 +238,9 @@ app = App(
 def _print_version(requested: bool) -> None:
     """Print the version and exit, if `--version` is on the line."""
     if requested:
-        typer.echo(f"ppo-cli {__version__}")
+        from ppo_cli.version import read_version
+
+        typer.echo(f"ppo-cli {read_version()}")
         raise typer.Exit()
 
 

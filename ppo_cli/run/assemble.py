@@ -23,7 +23,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
 
-from ppo_cli import __version__
 from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.checks.judge_server import with_judge_devices
 from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
@@ -72,6 +71,7 @@ from ppo_cli.run_folder import (
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.step.stages import Job, RunState, train_sampling
+from ppo_cli.version import read_version
 
 Build = Callable[[], Engine]
 
@@ -80,7 +80,7 @@ def describe_machine() -> str:
     """Return the versions that a run uses, and the machine that it starts on."""
     import torch
 
-    versions = [f"ppo-cli {__version__}", f"Python {platform.python_version()}"]
+    versions = [f"ppo-cli {read_version()}", f"Python {platform.python_version()}"]
     for package in ("torch", "transformers", "ray", "vllm"):
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")

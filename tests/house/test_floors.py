@@ -14,7 +14,7 @@ import pytest
 
 GROUND = {
     "allocator", "atomic", "digests", "errors", "estimates", "reaper", "moments", "records",
-    "redact", "secret_patterns", "signals", "spending", "thoughts",
+    "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "step"}
@@ -65,7 +65,7 @@ MAY: dict[str, set[str]] = {
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND | FLOOR_2 | {"run"},
-    "__init__": {"library"},
+    "__init__": {"library", "version"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
 UPPER = ("run", "extras", "cluster", "scoring", "self_test")

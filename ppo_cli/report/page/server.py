@@ -28,7 +28,6 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from ppo_cli import __version__
 from ppo_cli.errors import UserError, ppo
 from ppo_cli.redact import build_redactor
 from ppo_cli.report.labels import read_labels_by_place
@@ -42,6 +41,7 @@ from ppo_cli.report.page.rollouts import (
 )
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
+from ppo_cli.version import read_version
 
 MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs
 SCRIPTS = ("base.js", "critic.js", "curves.js", "tokens.js", "turns.js", "rollouts.js")
@@ -79,7 +79,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     scripts = [package.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
     overview, later = scripts[0], "\n".join(scripts[1:])
     blocks = [overview, *(path.read_text(encoding="utf-8") for path in find_bokeh_files()), later]
-    facts = {"version": __version__} | dict(data)
+    facts = {"version": read_version()} | dict(data)
     # Fill the {{NAME}} places of the template.
     values = {
         "CSP": make_security_policy(blocks, live=bool(data["live"])),
