@@ -7,13 +7,14 @@ with an empty mask (its score failed) is left out of its group and of all statis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_same_shape
+from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_finite, require_same_shape
+from ppo_cli.errors import ConfigError
+from ppo_cli.plugins import call_function
 
 _STD_EPS = 1e-6  # as in verl
 
@@ -61,7 +62,9 @@ def compute_advantages(
     response to each row's prompt) for remax, `parts_BK` and `weights` for gdpo. Rows of one group
     have the same number in `group_B`. Statistics are computed over all rows passed in, so call
     this on the whole rollout batch.
-    Raises ValueError for an unknown estimator, shapes that differ, and a missing input.
+    Another name is an estimator of a package or file: a function of ESTIMATOR_INPUTS.
+    Raises ValueError for shapes that differ and a missing input; ConfigError for an unknown
+    estimator, and for one that returns other shapes, NaN or inf.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, mask_BT=mask_BT)
     match estimator:
@@ -100,7 +103,26 @@ def compute_advantages(
             if parts_BK is None:
                 raise ValueError("gdpo needs parts_BK")
             return gdpo(parts_BK, mask_BT, group_B, weights, norm_by_std)
-    raise ValueError(f"unknown estimator {estimator!r}, known are {', '.join(ESTIMATORS)}")
+    inputs = {
+        "token_rewards_BT": token_rewards_BT, "group_B": group_B, "values_BT": values_BT,
+        "baseline_B": baseline_B, "parts_BK": parts_BK, "weights": weights, "gamma": gamma,
+        "lam": lam, "critic_lam": critic_lam, "gamma_turn": gamma_turn, "whiten": whiten,
+        "norm_by_std": norm_by_std,
+    }  # fmt: skip
+    return _call_estimator(estimator, mask_BT, inputs)
+
+
+def _call_estimator(
+    name: str, mask_BT: Tensor, inputs: Mapping[str, object]
+) -> tuple[Tensor, Tensor]:
+    """Return what an estimator of a package or file returns, 0 outside the mask."""
+    returned = call_function("estimators", name, {"mask_BT": mask_BT, **inputs})
+    label = f"The advantage estimator {name}"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ConfigError(f"{label} must return (advantages_BT, returns_BT).")
+    require_finite(label, mask_BT, advantages_BT=returned[0], returns_BT=returned[1])
+    advantages_BT, returns_BT = (torch.where(mask_BT, x_BT, 0.0) for x_BT in returned)
+    return advantages_BT, returns_BT
 
 
 def gae(

@@ -1,12 +1,42 @@
 """Advantage estimators and policy losses by name, and the inputs that each needs.
 
 Without torch, so that `config/` can import it. A new one is a row here and a function in
-advantages.py or losses.py.
+advantages.py or losses.py; or a function of a package or file (plugins.py), whose parameters say
+which inputs it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from ppo_cli.plugins import inputs_of
+
+T = TypeVar("T")
+
+
+class Declarations(dict[str, T]):
+    """Declarations by name: the built-in ones, and those that `declare` makes of other names."""
+
+    def __init__(self, declare: Callable[[str], T], built_in: dict[str, T]) -> None:
+        super().__init__(built_in)
+        self._declare = declare
+
+    def __missing__(self, name: str) -> T:
+        return self._declare(name)
+
+
+# Inputs by name of an estimator and of a policy loss from a package or file. docs/plugins.md
+# describes them.
+ESTIMATOR_INPUTS = (
+    "token_rewards_BT", "mask_BT", "group_B", "values_BT", "baseline_B", "parts_BK", "weights",
+    "gamma", "lam", "critic_lam", "gamma_turn", "whiten", "norm_by_std",
+)  # fmt: skip
+LOSS_INPUTS = (
+    "new_logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT", "clip_low", "clip_high",
+    "dual_clip",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,8 +55,16 @@ class Estimator:
     parts: bool = False
 
 
+def _declare_estimator(name: str) -> Estimator:
+    inputs = inputs_of("estimators", name, ESTIMATOR_INPUTS)
+    return Estimator(
+        "From a package or file.", critic="values_BT" in inputs, grouped="group_B" in inputs,
+        baseline="baseline_B" in inputs, parts="parts_BK" in inputs,
+    )  # fmt: skip
+
+
 # Values of `algorithm.adv_estimator`; the names are verl's.
-ESTIMATORS = {
+ESTIMATORS = Declarations(_declare_estimator, {
     "gae": Estimator("A critic predicts the reward at each token.", critic=True),
     "grpo": Estimator("Score minus the prompt's mean, divided by its spread.", grouped=True),
     "reinforce_plus_plus": Estimator("Discounted reward, normalized over the batch."),
@@ -39,7 +77,7 @@ ESTIMATORS = {
     "opo": Estimator("Score minus the prompt's mean, weighted by length.", grouped=True),
     "gpg": Estimator("Score minus the prompt's mean, scaled up for scores of 0.", grouped=True),
     "gdpo": Estimator("grpo for each part of the reward, then a sum.", grouped=True, parts=True),
-}
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +104,16 @@ class PolicyLossKind:
         return self.dual or self.truncates
 
 
+def _declare_loss(name: str) -> PolicyLossKind:
+    inputs = inputs_of("losses", name, LOSS_INPUTS)
+    clips = not {"clip_low", "clip_high"}.isdisjoint(inputs)
+    return PolicyLossKind(
+        "From a package or file.", clips=clips, around_one=False, dual="dual_clip" in inputs
+    )
+
+
 # Values of `actor.policy_loss.loss_mode`; `geo_mean` is GMPO.
-POLICY_LOSSES = {
+POLICY_LOSSES = Declarations(_declare_loss, {
     "vanilla": PolicyLossKind("PPO's clipped surrogate; with gae, PPO with a critic.", dual=True),
     "dppo_tv": PolicyLossKind("Bounds a total variation.", around_one=False, truncates=True),
     "dppo_kl": PolicyLossKind("Bounds a KL, not the ratio.", around_one=False, truncates=True),
@@ -78,4 +124,4 @@ POLICY_LOSSES = {
     "clip_cov": PolicyLossKind("Leaves out tokens that cost most entropy.", chooses=True),
     "kl_cov": PolicyLossKind("KL on tokens that cost most entropy.", clips=False, chooses=True),
     "geo_mean": PolicyLossKind("GMPO: geometric mean.", around_one=False, per_sequence=True),
-}
+})  # fmt: skip

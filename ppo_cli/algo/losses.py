@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.estimators import POLICY_LOSSES
-from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
+from ppo_cli.algo.tokens import masked_mean, masked_sum, require_finite, require_same_shape
+from ppo_cli.errors import ConfigError
+from ppo_cli.plugins import call_function
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -118,8 +120,9 @@ def policy_loss(
     `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov, `kl_coef` for kl_cov. With
     geo_mean and sapo `mode` is ignored: each sequence's mean counts once. `is_weight_BT`
     multiplies each token's loss, as a constant.
-    Raises ValueError for an unknown kind, dual_clip <= 1, a missing `chosen_BT`, and as
-    `aggregate` does.
+    Another kind is a loss of a package or file (`_call_loss`).
+    Raises ValueError for dual_clip <= 1, a missing `chosen_BT`, and as `aggregate` does;
+    ConfigError for an unknown kind, and as `_call_loss` does.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
@@ -133,7 +136,8 @@ def policy_loss(
     rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
     clip = clip_low, clip_high
     token_loss = _token_loss(kind, rows, clip, dual_clip, chosen_BT, kl_coef, taus)
-    mode = "seq-mean-token-mean" if POLICY_LOSSES[kind].per_sequence else mode
+    if kind in POLICY_LOSSES and POLICY_LOSSES[kind].per_sequence:
+        mode = "seq-mean-token-mean"
     loss_BT = token_loss.loss_BT
     if is_weight_BT is not None:
         require_same_shape(is_weight_BT=is_weight_BT, mask_BT=mask_BT)
@@ -200,12 +204,11 @@ def _token_loss(
 ) -> _TokenLoss:
     """Return the loss of each token by the formula of `kind`, not yet weighted or averaged.
 
-    `clip` is (low, high). Raises ValueError for an unknown kind, and if clip_cov or kl_cov gets no
-    `chosen_BT`.
+    `clip` is (low, high). Raises ValueError if clip_cov or kl_cov gets no `chosen_BT`.
     """
     # The losses that need no chosen tokens come first.
     if kind not in POLICY_LOSSES:
-        raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")
+        return _call_loss(kind, rows, clip, dual_clip)
     if kind in ("dppo_tv", "dppo_kl"):
         return _dppo(kind, rows, clip, dual_clip)
     if kind == "gspo":
@@ -225,6 +228,30 @@ def _token_loss(
     if kind == "clip_cov":
         return _clip_cov(rows, clip, chosen_BT)
     return _kl_cov(rows, kl_coef, chosen_BT)
+
+
+def _call_loss(
+    name: str, rows: _Rows, clip: tuple[float, float], dual_clip: float | None
+) -> _TokenLoss:
+    """The loss of a package or file: a function of LOSS_INPUTS that returns each token's loss.
+
+    It returns loss_BT, or (loss_BT, clip_BT) with True at the tokens that it clips. Raises
+    ConfigError for other shapes, for NaN or inf, and for a loss without a gradient.
+    """
+    returned = call_function("losses", name, {
+        "new_logprobs_BT": rows.new_BT, "old_logprobs_BT": rows.old_BT,
+        "advantages_BT": rows.advantages_BT, "mask_BT": rows.mask_BT,
+        "clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual_clip,
+    })  # fmt: skip
+    none_BT = torch.zeros_like(rows.mask_BT)
+    loss_BT, clip_BT = returned if isinstance(returned, tuple) else (returned, none_BT)
+    label = f"The policy loss {name}"
+    # Log-probs that are not finite already come from the model.
+    mask_BT = rows.mask_BT & rows.new_BT.isfinite()
+    require_finite(label, mask_BT, loss_BT=loss_BT, clip_BT=clip_BT)
+    if rows.new_BT.requires_grad and not loss_BT.requires_grad:
+        raise ConfigError(f"{label} has no gradient: compute it from new_logprobs_BT.")
+    return _TokenLoss(loss_BT, clip_BT.bool(), none_BT)
 
 
 def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) -> _TokenLoss:

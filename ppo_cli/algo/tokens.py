@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ppo_cli.errors import ConfigError
+
 Head = Callable[[Tensor], Tensor]
 R = TypeVar("R")
 
@@ -23,6 +25,22 @@ def require_same_shape(**tensors: Tensor) -> None:
     if len({tuple(t.shape) for t in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise ValueError(f"shapes differ: {shapes}")
+
+
+def require_finite(label: str, mask_BT: Tensor, **results: object) -> None:
+    """Raise ConfigError for a result, by name, that is not finite numbers (B, T) under the mask."""
+    for name, result in results.items():
+        if not isinstance(result, Tensor) or result.shape != mask_BT.shape:
+            shape = f"{tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
+            raise ConfigError(
+                f"{label} returned {name} {shape}; return a tensor {tuple(mask_BT.shape)}, a value "
+                "for each token of each response."
+            )
+        if count := int((mask_BT & ~result.detach().isfinite()).sum()):
+            raise ConfigError(
+                f"{label} returned {name} with NaN or inf for {count} of {int(mask_BT.sum())} "
+                "tokens that count."
+            )
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

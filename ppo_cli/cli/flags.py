@@ -344,7 +344,11 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
         metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
-        autocompletion=complete_from(lambda: offered_choices(key.choices)) if key.choices else None,
+        autocompletion=complete_from(
+            lambda: key.names.offered if key.names else offered_choices(key.choices)
+        )
+        if key.choices
+        else None,
     )
     return _keyword_parameter(name, kind | None, option)
 

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.plugins import make_stub
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     STEPS,
@@ -177,9 +178,9 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
             case ast.ClassDef(decorator_list=[]):
                 _check_is_function(type, str(path), name)
             case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
-                _check_signature(_make_stub(node, node, path), str(path), name, kwargs)
+                _check_signature(make_stub(node, node, path), str(path), name, kwargs)
             case ast.Assign(targets=[ast.Name()], value=ast.Lambda() as value):
-                _check_signature(_make_stub(node, value, path), str(path), name, kwargs)
+                _check_signature(make_stub(node, value, path), str(path), name, kwargs)
             case ast.Assign(targets=[ast.Name()], value=value):
                 with suppress(ValueError):
                     _check_is_function(ast.literal_eval(value), str(path), name)
@@ -251,37 +252,6 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
         if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
             return True
     return False
-
-
-def _make_stub(
-    node: ast.stmt, definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, path: Path
-) -> Callable[..., Any]:
-    """Return an empty function with the parameters of a definition, the statement `node`.
-
-    Its signature can be inspected without running the file at `path`. Annotations are dropped, and
-    defaults other than constants become None.
-    """
-    # Annotations may refer to names that are not defined here.
-    arguments = definition.args
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    # A default may be any code: only constants are kept, for messages; others become None.
-    arguments.defaults = [_constant(value) for value in arguments.defaults]
-    arguments.kw_defaults = [value and _constant(value) for value in arguments.kw_defaults]
-    if isinstance(definition, ast.Lambda):
-        definition.body = ast.copy_location(ast.Constant(None), node)
-    else:
-        definition.body, definition.returns = [ast.copy_location(ast.Pass(), node)], None
-    namespace: dict[str, Any] = {}
-    module = ast.fix_missing_locations(ast.Module([node], []))
-    exec(compile(module, str(path), "exec"), namespace)
-    return next(value for value in namespace.values() if inspect.isfunction(value))
-
-
-def _constant(default: ast.expr) -> ast.expr:
-    constant = default if isinstance(default, ast.Constant) else ast.Constant(None)
-    return ast.copy_location(constant, default)
 
 
 def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -365,6 +335,19 @@ def _check_signature(
             f"{', '.join(ARGUMENTS)}: {error}. Write it as "
             f"{name}(data_source, solution_str, ground_truth, extra_info=None).{extra}"
         ) from error
+
+
+def check_function(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return why a function of this process cannot be a reward; empty if it can."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = code.co_filename if code else "this call"
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        _check_is_function(function, file, name)
+        _check_signature(function, file, name, kwargs)
+    except Refused as error:
+        return [str(error)]
+    return []
 
 
 # Limits of one comparison in a worker: sympy may take for ever, or all memory.

@@ -70,7 +70,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
     named = [
         v
         for k, v in values.items()
-        if k.startswith(("reward.", "environment.")) or k.endswith(".path")
+        if k.startswith(("reward.", "environment.")) or k.endswith(".path") or ".py:" in str(v)
     ]
     values[CONTENTS] = dict(_digest_contents(named))
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))

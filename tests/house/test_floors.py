@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 GROUND = {
-    "allocator", "atomic", "digests", "errors", "estimates", "reaper", "moments", "records",
-    "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
+    "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper", "moments",
+    "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "step"}
@@ -23,7 +23,7 @@ MAY: dict[str, set[str]] = {
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
     # The page shows what judges were asked, as the reward reads it.
     "report.page": GROUND | FLOOR_2 | {"rewards.judge.prompt"},
-    "algo": {"records"},
+    "algo": {"records", "errors", "plugins"},
     # A plan counts the rows of prompt files; settings take the names of estimators.
     "config": GROUND | {"algo.estimators", "data_sets.files"},
     "rewards": GROUND | {"config"},
@@ -64,7 +64,8 @@ MAY: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
-    "library": GROUND | FLOOR_2 | {"run"},
+    "library": GROUND | FLOOR_2 | {"run", "algo.estimators", "rewards.function", "callables"},
+    "callables": GROUND,
     "__init__": {"library", "version"},
 }
 # What a command imports only inside a function: heavy, or not for every command.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
+from ppo_cli.algo.estimators import ESTIMATOR_INPUTS, ESTIMATORS, LOSS_INPUTS, POLICY_LOSSES
+from ppo_cli.config.schema.names import Names
 
 # How far a value is fixed. checkpoint: a checkpoint loads with no other value. run: another value
 # makes another run. eval: it makes another eval, though a run may continue (an address: the judge
@@ -121,13 +122,8 @@ def _check_betas(betas: tuple[float, float]) -> None:
         )
 
 
-# Choices come from the tables of estimators and losses; type checkers see plain text.
-if TYPE_CHECKING:
-    EstimatorName = str
-    LossName = str
-else:
-    EstimatorName = Literal[tuple(ESTIMATORS)]
-    LossName = Literal[tuple(POLICY_LOSSES)]
+EstimatorName = Annotated[str, Names(ESTIMATORS, "estimators", ESTIMATOR_INPUTS)]
+LossName = Annotated[str, Names(POLICY_LOSSES, "losses", LOSS_INPUTS)]
 # verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
 AggregationMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",

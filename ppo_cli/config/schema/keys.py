@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_cli.config.schema.algorithm import Conflict, Identity, Section
+from ppo_cli.config.schema.names import Names
 from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import did_you_mean
@@ -48,6 +49,7 @@ class Key:
     consent: bool = False
     common: bool = False
     advice: str = ""
+    names: Names | None = None  # of a setting whose names packages may add to
     unused: tuple[str, ...] = ()  # conditions under which it has no effect, its own first
 
     @property
@@ -58,7 +60,9 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words of a setting with a fixed choice; empty for others."""
+        """The words of a setting with a choice, without those of packages; empty for others."""
+        if self.names:
+            return tuple(self.names.table)
         item = get_args(self.kind)[0] if self.is_list else self.kind
         return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
 
@@ -239,7 +243,9 @@ def validation_messages(error: ValidationError, keys: Mapping[str, Key]) -> dict
 def describe_range(key: Key) -> str:
     """Return the range of a setting in words: `above 0, at most 1`."""
     if key.choices:
-        return "one of " + ", ".join(offered_choices(key.choices))
+        return "one of " + ", ".join(
+            key.names.offered if key.names else offered_choices(key.choices)
+        )
     comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     # pydantic keeps limits in metadata objects with one attribute each.
     limits = [
@@ -299,7 +305,8 @@ def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[st
         if getattr(rule, word, None) is not None
     ]
     # The other facts have the names of the fields of a key.
-    facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused}
+    names = next((rule for rule in field.metadata if isinstance(rule, Names)), None)
+    facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused, "names": names}
     return Key(
         name=name, kind=kind, optional=optional, help=field.description or "",
         default=field.get_default(call_default_factory=True), limits=tuple(limits), **facts,

@@ -17,16 +17,16 @@ from ppo_cli.config.schema.algorithm import (
     section,
     setting,
 )
+from ppo_cli.config.schema.names import Names
 from ppo_cli.errors import did_you_mean
 from ppo_cli.redact import redact, redact_url
 
-# Choices come from the tables of adapters and judges; type checkers see plain text.
+# Choices come from the table of adapters; type checkers see plain text.
 if TYPE_CHECKING:
     Adapter = str
-    JudgeType = str
 else:
     Adapter = Literal[(*HEADS, *SERVED)]
-    JudgeType = Literal[tuple(JUDGES)]
+JudgeType = Annotated[str, Names(JUDGES, "providers")]
 
 
 # Blanks and control characters, which urlsplit drops without an error.

@@ -60,6 +60,8 @@ def read_value(key: Key, raw: Any) -> Any:
         return None if key.optional else ()
     if raw is None:
         raise ValueError("cannot be null")
+    if key.names:
+        return key.names.read(_read_scalar(raw, "one word"))
     return _read_kind(key.kind, list_files(raw) if key.files else raw)
 
 
