@@ -132,7 +132,7 @@ def test_both_refuse_what_cannot_cross(desk: Path) -> None:
         ({"reward": str}, r"'str' .* is a class, not a function"),
         ({"loss": scores}, r"'advantage_BT' is not an input. Did you mean 'advantages_BT'"),
         ({"rows": rows}, r"(?s)row 9, key 'ground_truth': .* set .*row 10 is of type str"),
-        ({"rows": ROWS, "train_files": "f"}, r"train_files and argument rows both set"),
+        ({"rows": ROWS, "train_files": "f"}, r"argument rows and argument train_files both set"),
         ({"lr": abs, "loss": "gspoo"}, r"(?s)lr is a function, .*Did you mean 'gspo'"),
     ]:
         texts = set()
