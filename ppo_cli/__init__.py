@@ -1,6 +1,6 @@
 """ppo-cli: train language models with PPO, with an LLM judge as the reward.
 
-As a library: `from ppo_cli import train, plan, load_run`; see docs/library.md.
+As a library: `from ppo_cli import train, session, plan, load_run`; see docs/library.md.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppo_cli.library import Run, load_run, plan, train
+    from ppo_cli.library import Run, load_run, plan, session, train
 
     __version__: str
 
-__all__ = ["Run", "__version__", "load_run", "plan", "train"]
+__all__ = ["Run", "__version__", "load_run", "plan", "session", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
         from ppo_cli.version import read_version
 
         return read_version()
-    if name in ("Run", "load_run", "plan", "train"):
+    if name in ("Run", "load_run", "plan", "session", "train"):
         from ppo_cli import library
 
         return getattr(library, name)

@@ -1,4 +1,4 @@
-"""The Python interface, `from ppo_cli import …`: train, plan and load_run, runs as data frames.
+"""The Python interface, `from ppo_cli import …`: train, session, plan, load_run; data frames.
 
 Settings, checks and errors are those of the commands: a mistake raises a UserError that says what
 to do, a run that stopped early and can be resumed raises Interrupted.
@@ -21,6 +21,7 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.checks.run import refused_in_session
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import Plan, add_second_judge, make_plan
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from ppo_cli.callables import InputFile
     from ppo_cli.report.tracker import Screen
+    from ppo_cli.run.session import Session
 
 # Arguments that are not flags -> settings.
 ARGUMENTS = {
@@ -105,14 +107,18 @@ def plan(
     preset: str | None = None,
     config: Sequence[str | os.PathLike[str]] = (),
     overrides: Mapping[str, Any] | None = None,
+    stepwise: bool = False,
     **settings: Any,
 ) -> Plan:
     """Plan a run with these settings, as `ppo plan` does; nothing is loaded.
 
-    See `train` for the arguments. Raises ConfigError with all problems of the settings, functions
-    and `rows`; problems of files and of the rows in them are only found by `train`.
+    See `train` for the arguments; `stepwise` plans a `session`. Raises ConfigError with all
+    problems of the settings, functions and `rows`; problems of files and of the rows in them are
+    only found by `train`.
     """
     with _resolving(preset, config, overrides or {}, settings) as draft:
+        if stepwise and (refusals := list(refused_in_session(draft.resolved.config))):
+            raise ConfigError(refusals)
         planned: Plan = draft.rename(make_plan(draft.resolved))
         return planned
 
@@ -142,6 +148,28 @@ def train(
     return load_run(resolved.config.trainer.output_dir)
 
 
+def session(
+    *,
+    preset: str | None = None,
+    config: Sequence[str | os.PathLike[str]] = (),
+    overrides: Mapping[str, Any] | None = None,
+    screen: Screen | None = None,
+    **settings: Any,
+) -> Session:
+    """Open a run to train it step by step with your own scores; use it in a `with` block.
+
+    See `train` for the arguments, `Session` for the methods. The configured reward, by default the
+    rules by data_source, scores the validations and `Session.reward`; a session may have none.
+    Raises UserError as `train` does, also for settings that need the scores while sampling.
+    """
+    resolved = _resolve(preset, config, overrides or {}, settings, function="session")
+    # Imported here, because this loads torch.
+    from ppo_cli.report.tracker import Screen
+    from ppo_cli.run.session import Session
+
+    return Session(resolved, screen or Screen())
+
+
 @dataclass(frozen=True)
 class _Draft:
     """Resolved settings whose functions and rows are files of the temporary folder `scratch`."""
@@ -165,15 +193,19 @@ def _resolve(
     config: Sequence[str | os.PathLike[str]],
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
+    *,
+    function: str = "train",
 ) -> Resolved:
-    """Resolve the arguments of `train`, and write functions and rows to the run folder.
+    """Resolve the arguments of `train` or `session`, which `function` names.
 
-    Raises ConfigError with all problems, those that `ppo train` finds before it starts too.
+    Functions and rows are written to the run folder. Raises ConfigError with all problems, those
+    that `ppo train` finds before it starts too.
     """
     with _resolving(preset, config, overrides, settings) as draft:
-        resolved = draft.resolved
+        resolved = replace(draft.resolved, function=function)
         # The checks of `ppo train`, before anything heavy is imported.
         problems = [
+            *(refused_in_session(resolved.config) if function == "session" else ()),
             *missing_gpus(resolved.config),
             *missing_keys(resolved.config, os.environ),
             *missing_parts(resolved),

@@ -9,13 +9,14 @@ Each training step has four parts (`train_step`):
 4. Update critic and actor in epochs of mini-batches, then publish the weights to the samplers.
 
 Around it, `finish_step` validates, reports and saves. `step/stages.py` has the stages,
-`step/shaping.py` the arithmetic of part 3; `run/assemble.py` builds the `Job` and calls `run`.
+`step/shaping.py` the arithmetic of part 3; `run/assemble.py` builds the `Job` and calls `run`,
+`run/session.py` drives `steps` for a caller with its own scores.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,18 @@ from ppo_cli.step.turns import split_scores, split_turns
 
 def run(job: Job, state: RunState) -> None:
     """Train from `state` to the last step; raises Interrupted when asked to stop early."""
-    if state.unfinished is None and _out_of_patience(job, state):
+    for _ in steps(job, state):
+        pass
+
+
+def steps(job: Job, state: RunState) -> Generator[StepSample | None]:
+    """Train step by step, for a caller that scores the responses itself (`run/session.py`).
+
+    Yields None before each step, and then its sample, whose scores the rest of the step waits for.
+    An Interrupted that the caller throws in there undoes the step and saves the run.
+    """
+    complete = state.step >= job.total_steps
+    if state.unfinished is None and (complete or _out_of_patience(job, state)):
         return
     with job.store.open():
         # Before the first step: reference responses and a validation, if configured.
@@ -77,11 +89,11 @@ def run(job: Job, state: RunState) -> None:
         if state.step == 0:
             pretrain_critic(job, state)
         # A resumed run may start with a step that is trained but not validated.
-        while state.step < job.total_steps or state.unfinished is not None:
-            if state.unfinished is None:
-                take_step(job, state)
-            if finish_step(job, state):
-                break
+        over = state.unfinished is not None and finish_step(job, state)
+        while not over and state.step < job.total_steps:
+            yield None
+            yield from take_step(job, state)
+            over = finish_step(job, state)
         wait_for_save(job)
 
 
@@ -138,7 +150,7 @@ def pretrain_step(job: Job, state: RunState, step: int) -> tuple[list[Scored], d
     return list(scores.logged), metrics | shaped.metrics | sums.means()
 
 
-def take_step(job: Job, state: RunState) -> None:
+def take_step(job: Job, state: RunState) -> Generator[StepSample]:
     """Train one step and put its metrics into `state.unfinished`, for `finish_step`.
 
     A step that cannot be finished (judge down, budget used up) is undone, and the run is saved.
@@ -148,14 +160,12 @@ def take_step(job: Job, state: RunState) -> None:
     state.step += 1
     started = time.perf_counter()
     try:
-        scored, metrics, tokens = train_step(job, state)
+        scored, metrics, tokens = yield from train_step(job, state)
     except Interrupted as stop:
         state.step -= 1
         job.order.load_state_dict(order)
         job.reward.load_state_dict(scales)
-        wait_for_save(job)
-        if job.store.newest_step() != state.step:
-            save(job, state, last=True)
+        save_once(job, state)
         raise _with_resume_command(job, state, stop) from stop
     # Stop or warn if the reward does not work.
     seconds = time.perf_counter() - started
@@ -196,12 +206,18 @@ def finish_step(job: Job, state: RunState) -> bool:
     return done
 
 
-def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:
-    """One PPO step: returns the responses with scores, the metrics, and the number of tokens."""
+def train_step(
+    job: Job, state: RunState
+) -> Generator[StepSample, None, tuple[list[Scored], dict[str, float], int]]:
+    """One PPO step: returns the responses with scores, the metrics, and the number of tokens.
+
+    Yields the sample: a session scores it meanwhile.
+    """
     config, tracker = job.config, job.tracker
     # 1. Sample. Rewards start as responses finish; ReMax also samples greedy baselines.
     job.reward.begin_step(state.step)
     sample = sample_step(job, state.step)
+    yield sample
     # 2. and 3. Annotate, shape the scores, estimate advantages.
     scored, scores, shaped = prepare_batch(job, state, config, sample)
     state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
@@ -303,6 +319,13 @@ def save(job: Job, state: RunState, *, last: bool) -> None:
 
     with job.tracker.phase("save"):
         job.store.begin_save(state.step, fill, best=state.is_best)
+
+
+def save_once(job: Job, state: RunState) -> None:
+    """Save the run, unless its newest checkpoint is of this step."""
+    wait_for_save(job)
+    if job.store.newest_step() != state.step:
+        save(job, state, last=True)
 
 
 def wait_for_save(job: Job) -> None:

@@ -20,7 +20,10 @@ class StopOnSignal:
     """Context in which signals are recorded; `reason` names the first one.
 
     The handler calls `tell` with its name. `elsewhere` reports a signal of another node of the run.
+    While `at_once` is true, Ctrl-C raises KeyboardInterrupt: a session's caller is at work.
     """
+
+    at_once = False
 
     def __init__(
         self, tell: Callable[[str], None], elsewhere: Callable[[], str | None] = lambda: None
@@ -56,7 +59,7 @@ class StopOnSignal:
             _leave_terminal()
             if self._name is not None:
                 return  # the shell and the system may both send it: not a second Ctrl-C
-        elif self._name is not None:
+        elif self._name is not None or (self.at_once and number == signal.SIGINT):
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
         # An exception here would end the step that has to be saved: the reader of the output may be

@@ -41,12 +41,16 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked configuration, where each value came from, and remarks to print."""
+    """A checked configuration, where each value came from, and remarks to print.
+
+    `function` is the Python function that was called with them, "" for a command line.
+    """
 
     config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
     verl: bool = False
+    function: str = ""
 
 
 # The settings that a run folder keeps, and the origin of values from there.

@@ -78,7 +78,7 @@ class FunctionReward(Reward):
         prompt = rollout.prompt
         extra_info = {**prompt.extra_info, **describe_episode(rollout)}
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, extra_info)
-        return self._pool.submit(call, partial(_check_placed_rewards, rollout))
+        return self._pool.submit(call, partial(check_placed_rewards, rollout))
 
     def close(self) -> None:
         """Stop the workers."""
@@ -100,7 +100,7 @@ def describe_episode(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _check_placed_rewards(rollout: Rollout, score: Score) -> Score:
+def check_placed_rewards(rollout: Rollout, score: Score) -> Score:
     """Return the score, or a failure if its placed rewards do not fit into the response.
 
     Those of an episode are for the tokens and characters of its last turn.

@@ -13,9 +13,9 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -33,6 +33,7 @@ from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
 from ppo_cli.config.plan import config_yaml, restore_second_judge
 from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.digests import require_resumable
@@ -50,7 +51,7 @@ from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.rewards.base import Host, Reward
+from ppo_cli.rewards.base import Host, HostMaker, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.episodes import start_episodes
@@ -74,6 +75,7 @@ from ppo_cli.step.stages import Job, RunState, train_sampling
 from ppo_cli.version import read_version
 
 Build = Callable[[], Engine]
+MakeReward = Callable[[RewardSettings, Sequence[Prompt], HostMaker | None], Reward]
 
 
 def describe_machine() -> str:
@@ -92,7 +94,7 @@ def describe_machine() -> str:
 
 def run_with_restarts(
     job: Job,
-    begin: Callable[[Job], RunState | None],
+    begin: Callable[[Job], RunState],
     *,
     build: Build,
     max_restarts: int,
@@ -101,11 +103,10 @@ def run_with_restarts(
 ) -> None:
     """Run to the end, with at most `max_restarts` new starts after lost workers.
 
-    `begin` returns the state to start from, None if there is nothing to do. After a lost engine
-    is closed, `gather` waits until all nodes are back and `build` builds another; both may raise
-    WorkerLost. Without a checkpoint the run starts again from `origin`, the checkpoint that it
-    started from, or from the first step. Raises Interrupted after too many losses, or if a lost
-    node does not come back.
+    `begin` returns the state to start from. After a lost engine is closed, `gather` waits until all
+    nodes are back and `build` builds another; both may raise WorkerLost. Without a checkpoint the
+    run starts again from `origin`, the checkpoint that it started from, or from the first step.
+    Raises Interrupted after too many losses, or if a lost node does not come back.
     """
     # What a start from the first step restores.
     initial = job.order.state_dict(), job.reward.state_dict()
@@ -125,11 +126,11 @@ def run_with_restarts(
                 _close_lost_engine(job)
                 job = replace(job, engine=_renew_engine(job, gather, build))
                 state = _restart_from_scratch(job, initial) if newest is None else load(job, newest)
-            return None if state is None else run(job, state)
+            return run(job, state)
         except WorkerLost as error:
             lost = error
     refusal = f"That is one loss more than --max_restarts {max_restarts} allows."
-    raise _interrupt_run(job, _describe_loss(lost, refusal)) from lost
+    raise interrupt_run(job, _describe_loss(lost, refusal)) from lost
 
 
 def start_engine(
@@ -176,11 +177,11 @@ def _renew_engine(job: Job, gather: Callable[[], None], build: Build) -> Engine:
     try:
         gather()
     except (WorkerLost, Interrupted) as gone:
-        raise _interrupt_run(job, str(gone)) from gone
+        raise interrupt_run(job, str(gone)) from gone
     try:
         return build()
     except Interrupted as stop:
-        raise _interrupt_run(job, str(stop)) from stop
+        raise interrupt_run(job, str(stop)) from stop
 
 
 def _close_lost_engine(job: Job) -> None:
@@ -213,7 +214,8 @@ def _restart_from_scratch(job: Job, initial: tuple[dict[str, Any], dict[str, Any
     return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
 
 
-def _interrupt_run(job: Job, reason: str) -> Interrupted:
+def interrupt_run(job: Job, reason: str) -> Interrupted:
+    """Return the error of a run that cannot go on, with what is saved and how to resume."""
     saved = job.store.newest_step()
     progress = f"Step {saved} of {job.total_steps} is saved." if saved else "Nothing is saved yet."
     return Interrupted(f"{reason} {progress} Go on with: {job.resume_command}")
@@ -344,20 +346,13 @@ class Cluster(Protocol):
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
-    config = resolved.config
-    if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
-        require_gpus(gpus_per_node(config))
-    gc.freeze()  # loaded modules are not scanned for garbage in every step
-    check_loggers(config.trainer.logger)
-    # An empty folder of a run that failed at the start is removed again.
-    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
-    try:
-        folder.prepare()
-        with folder.alone():
-            _train_in_folder(folder, resolved, screen, cluster)
-    except UserError:
-        folder.drop_if_empty()
-        raise
+    with open_run(resolved, screen, cluster) as opened:
+        job = opened.job
+        run_with_restarts(
+            job, opened.begin, build=opened.engines.renew, origin=opened.start.resume_from,
+            **opened.losses,
+        )  # fmt: skip
+        _show_summary(screen, job, opened.start.folder.path)
 
 
 @dataclass(frozen=True)
@@ -419,50 +414,85 @@ def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
     )  # fmt: skip
 
 
-def _train_in_folder(
-    folder: RunFolder, resolved: Resolved, screen: Screen, cluster: Cluster | None
-) -> None:
-    """Run a training in a folder that this process has locked, and print the summary.
+def reward_for(
+    settings: RewardSettings, prompts: Sequence[Prompt], host: HostMaker | None
+) -> Reward:
+    """Return the reward of the settings for these prompts."""
+    sources = {prompt.data_source for prompt in prompts}
+    return build_reward(settings, sources=sources, host=host)
 
-    Closes everything that it opened, also after an error.
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that has locked its folder and built everything: `job`, which `begin` loads.
+
+    `losses` are arguments of `run_with_restarts`.
     """
-    start = prepare(folder, resolved, screen)
-    config = start.config
-    with ExitStack() as closing:
+
+    start: Start
+    job: Job
+    begin: Callable[[Job], RunState]
+    engines: EngineFactory
+    stop: StopOnSignal
+    losses: Mapping[str, Any]
+
+
+@contextmanager
+def open_run(
+    resolved: Resolved,
+    screen: Screen,
+    cluster: Cluster | None = None,
+    make_reward: MakeReward = reward_for,
+) -> Iterator[OpenRun]:
+    """Check this machine, lock the run folder and build a run; close all of it at the end.
+
+    `make_reward` replaces the function that makes the reward.
+    """
+    config = resolved.config
+    if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
+        require_gpus(gpus_per_node(config))
+    gc.freeze()  # loaded modules are not scanned for garbage in every step
+    check_loggers(config.trainer.logger)
+    # An empty folder of a run that failed at the start is removed again.
+    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
+    try:
+        folder.prepare()
         # Everything that is opened is closed at the end, the engine last.
-        stop = _stop_on_signal(screen, cluster)
-        engines = EngineFactory(
-            config, start.tokenizer, start.prompts, start.order, start.total_steps,
-            logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
-            address=cluster.address if cluster else None,
-            episodes=start_episodes(config, start.tokenizer, folder.logs, closing),
-        )  # fmt: skip
-        closing.callback(engines.close)
-        losses: dict[str, Any] = {
-            "max_restarts": config.trainer.max_restarts,
-            "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
-            if cluster
-            else lambda: None,
-        }
-        job = _open_job(start, engines, stop, screen, closing, losses)
-        begin = partial(_load_initial_state, resume_from=start.resume_from, screen=screen)
-        run_with_restarts(job, begin, build=engines.renew, origin=start.resume_from, **losses)
-        _show_summary(screen, job, folder.path)
+        with folder.alone(), ExitStack() as closing:
+            start = prepare(folder, resolved, screen)
+            config = start.config
+            stop = _stop_on_signal(screen, cluster)
+            engines = EngineFactory(
+                config, start.tokenizer, start.prompts, start.order, start.total_steps,
+                logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
+                address=cluster.address if cluster else None,
+                episodes=start_episodes(config, start.tokenizer, folder.logs, closing),
+            )  # fmt: skip
+            closing.callback(engines.close)
+            losses: dict[str, Any] = {
+                "max_restarts": config.trainer.max_restarts,
+                "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
+                if cluster
+                else lambda: None,
+            }
+            job = _open_job(start, engines, stop, screen, closing, losses, make_reward)
+            begin = partial(_load_initial_state, resume_from=start.resume_from, screen=screen)
+            yield OpenRun(start, job, begin, engines, stop, losses)
+    except UserError:
+        folder.drop_if_empty()
+        raise
 
 
 def _open_job(
     start: Start, engines: EngineFactory, stop: StopOnSignal, screen: Screen, closing: ExitStack,
-    losses: Mapping[str, Any],
+    losses: Mapping[str, Any], make_reward: MakeReward,
 ) -> Job:  # fmt: skip
     """Start the reward and the engine, then claim the run folder; `closing` ends all of them."""
     config, folder = start.config, start.folder
     # The reward first: a wrong key or address is cheap to find.
     all_prompts = [*start.prompts, *start.val_prompts]
-    reward = build_reward(
-        with_judge_devices(config),
-        sources={prompt.data_source for prompt in all_prompts},
-        host=engines.host if engines.hosts_rewards() else None,
-    )
+    host = engines.host if engines.hosts_rewards() else None
+    reward = make_reward(with_judge_devices(config), all_prompts, host)
     closing.callback(reward.close)
     if not start.is_new_run:
         reward.attach(folder.path)  # the budget includes the spending of earlier starts
@@ -561,8 +591,8 @@ def _start_reward(
         raise Interrupted(f"{stop} Go on with: {command}") from stop
 
 
-def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> RunState | None:
-    """Return the state to start from; None, with a note, if the run is complete."""
+def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> RunState:
+    """Return the state to start from, with a note on it if it is not the first step."""
     if resume_from is None:
         return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
     state = load(job, resume_from)
@@ -571,7 +601,7 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
             f"This run is complete: {state.step} of {job.total_steps} steps. To go on, raise "
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
-        return None
+        return state
     jumps = find_lr_jumps(job.config, resume_from, job.total_steps)
     screen.note("; ".join([f"Going on after step {state.step}, from {resume_from}", *jumps]))
     return state
@@ -629,15 +659,19 @@ def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
 
 
 def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:
-    """Return the command line that continues this run.
+    """Return the command line that continues this run, or the call of the Python function.
 
     After the run has begun, `--resume auto` replaces an older checkpoint or "never".
     """
+    elsewhere = begun and resolved.config.trainer.resume_mode != "auto"
+    if resolved.function:
+        change = " with resume='auto'" if elsewhere else ""
+        return f"the same call of {resolved.function}(){change}"
     # Settings from variables are included: another shell may not have them.
     names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
     variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]
     arguments = [*shlex.split(ppo()), *sys.argv[1:]]
-    if begun and resolved.config.trainer.resume_mode != "auto":
+    if elsewhere:
         # "never" or an older checkpoint would discard what is saved by now.
         arguments = [w for w in arguments if not w.startswith("trainer.resume_mode=")]
         arguments += ["--resume", "auto"]

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 
 from tests.house.test_floors import own_imports
 
-MOST = 27
+MOST = 26
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
     "cli.reward_tables": "how results look; reward is the commands",
     "cluster.engine": "the engine itself; driver_process is the process around it",
     "cluster.node_facts": "what is compared; nodes is how nodes meet",
-    "config.checks.run": "the checks of one subject of several, behind the runner",
     "engine.sharding.tensor_parallel": "another way to split a model than load's pieces",
     "engine.training.experts": "what routers do; with it, actor_critic holds two ideas",
     "engine.simulation.counters": "counters for any code; benchmarks use them on other trainers",

@@ -602,10 +602,10 @@ def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: 
 
 def test_how_old_responses_are_is_told_only_where_sampling_runs_ahead(make: Make) -> None:
     stage = make(steps=1).build()
-    take_step(stage.job, stage.state)
+    list(take_step(stage.job, stage.state))
     assert not any(key.startswith("rollout/staleness") for key in stage.state.unfinished or {})
     ahead = make("ahead", trainer={"async_steps": 1}).build()
     ahead.state.step = 2
-    take_step(ahead.job, ahead.state)
+    list(take_step(ahead.job, ahead.state))
     assert (ahead.state.unfinished or {})["rollout/staleness_mean"] == 2.0
     assert ahead.engine.minibatches[0][1].batch.response_len_B.tolist() == [LENGTH] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import (
     critic_mini_batch,
     rejections,
@@ -119,6 +120,24 @@ def unsupported_settings(config: Config) -> Iterator[str]:
         yield (
             "model.attn_implementation flash_attention_2 cannot be used: it needs half-precision "
             "weights, and weights are kept in float32. Use sdpa."
+        )
+
+
+def refused_in_session(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that needs scores before the caller of a session has any.
+
+    Sessions are in `run/session.py`.
+    """
+    if config.algorithm.filter_groups.enable:
+        yield (
+            "algorithm.filter_groups.enable: dynamic sampling needs the scores while it samples, "
+            "and a session gets them afterwards; leave it out, or use train()."
+        )
+    estimator = config.algorithm.adv_estimator
+    if ESTIMATORS[estimator].baseline:
+        yield (
+            f"algorithm.adv_estimator {estimator} also needs scores of greedy responses, which are "
+            "not in the batches of a session; use grpo or rloo, or train()."
         )
 
 
