@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tests.house.test_floors import own_imports
 
-MOST = 26
+MOST = 27
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
