@@ -101,12 +101,13 @@ class Session:
         self._batch: StepBatch | None = None
         self._state = opened.begin(self._job)
         self._steps = steps(self._job, self._state)
+        self._trained = 0
         self._advance()
 
     @property
     def step(self) -> int:
         """The number of trained steps."""
-        return self._state.step - (self._batch is not None)
+        return self._trained
 
     @property
     def total_steps(self) -> int:
@@ -136,7 +137,8 @@ class Session:
                 "scores) before sample()."
             )
         if reason := self._job.stop_requested():
-            raise Interrupted(f"Stopped after step {self.step} ({reason}).")
+            self.close()
+            raise interrupt_run(self._job, f"Stopped after step {self.step} ({reason}).")
         sample = self._advance()
         assert sample is not None
         self._batch = StepBatch(self._state.step, sample)
@@ -216,9 +218,12 @@ class Session:
         """Run the loop up to its next pause; return the sample if it waits for scores."""
         with self._deferred_signals():
             try:
-                return next(self._steps, None)
+                sample = next(self._steps, None)
             except WorkerLost as lost:
                 raise interrupt_run(self._job, str(lost)) from lost
+        if sample is None:
+            self._trained = self._state.step
+        return sample
 
     @contextmanager
     def _deferred_signals(self) -> Iterator[None]:
@@ -289,6 +294,9 @@ def _read_score(rollout: Rollout, value: Any) -> Score:
     """Return the score of a rollout from what the caller gave for it."""
     if rollout.failure:
         return Score.failed(rollout.failure)
-    if isinstance(value, Score):
-        return value
-    return check_placed_rewards(rollout, read_returned(value))
+    if not isinstance(value, Score):
+        return check_placed_rewards(rollout, read_returned(value))
+    # The caller may have changed its value.
+    number = read_returned(value.value)
+    changed = replace(value, value=number.value) if number.judged else number
+    return value if value.value is None else changed

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from ppo_cli import plan, session, train
 from ppo_cli.errors import ConfigError, Interrupted, RewardError, UserError
+from ppo_cli.records import Score
 from tests.forked import Forked
 from tests.loop.runs import ROOT, assert_same_run, environment, metrics, rows, stored
 
@@ -153,16 +155,24 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
         session(**OWN | {"adv_estimator": "gae"}, critic_pretrain_steps=1, output_dir="run")
 
 
-def test_signals(desk: Path) -> None:
-    """Ctrl-C is the caller's between steps; other signals end the session after a step."""
+def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ctrl-C is the caller's between steps; other signals end the session after a step.
     settings = SMALL | {"overrides": FEW}
     with pytest.raises(KeyboardInterrupt):
         drive(desk / "run", settings, lambda step: step and signal.raise_signal(signal.SIGINT))
     assert sorted(os.listdir("run/checkpoints")) == ["latest", "step_000001"]
     with pytest.raises(Interrupted, match=r"Stopped after step 2 .*the same call of session\(\)"):
         drive(desk / "run", settings, lambda _: signal.raise_signal(signal.SIGTERM))
+    # A budget that ends while the reward scores: the step is undone and sampled again.
+    s = session(**settings, output_dir=desk / "run")
+    batch, failed = s.sample(), Future[Score]()
+    failed.set_exception(Interrupted("The budget is used up."))
+    monkeypatch.setattr(s._job.reward, "submit", lambda _: failed)
+    with pytest.raises(Interrupted, match=r"up\. Everything up to step 2 of 4 is saved\. Go on w"):
+        s.reward(batch)
+    s.close()
     with session(**settings, output_dir=desk / "run") as s:
-        assert s.step == 2
+        assert s.step == 2 and s.sample().responses == batch.responses
 
 
 def test_what_cannot_be_stepped_is_refused_by_plan_and_session() -> None:

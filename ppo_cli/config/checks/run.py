@@ -124,10 +124,15 @@ def unsupported_settings(config: Config) -> Iterator[str]:
 
 
 def refused_in_session(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that needs scores before the caller of a session has any.
+    """Yield a sentence for each setting that a session (`run/session.py`) cannot honour.
 
-    Sessions are in `run/session.py`.
+    Its caller has scores only after sampling, and is one process.
     """
+    if config.trainer.nnodes > 1:
+        yield (
+            f"trainer.nnodes {config.trainer.nnodes}: a session runs on one machine; leave it out, "
+            "or use `ppo train`."
+        )
     if config.algorithm.filter_groups.enable:
         yield (
             "algorithm.filter_groups.enable: dynamic sampling needs the scores while it samples, "
