@@ -12,21 +12,21 @@ from typing import Any
 
 from ppo_cli.config.memory.devices import RESERVE, ModelShapes
 from ppo_cli.config.memory.plan import estimate_memory, with_settings
+from ppo_cli.config.models.remote_configs import read_table
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
-# Published shapes: hidden, inner, layers, heads, key-value heads, vocabulary, tied.
 MODELS = {
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
-    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064, False),
-    "Llama-3-8B": (4096, 14336, 32, 32, 8, 128256, False),
-    "Llama-3-70B": (8192, 28672, 80, 64, 8, 128256, False),
+    "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B",
+    "Qwen2.5-1.5B": "Qwen/Qwen2.5-1.5B",
+    "Qwen2.5-3B": "Qwen/Qwen2.5-3B",
+    "Qwen2.5-7B": "Qwen/Qwen2.5-7B",
+    "Qwen2.5-14B": "Qwen/Qwen2.5-14B",
+    "Qwen2.5-32B": "Qwen/Qwen2.5-32B",
+    "Qwen2.5-72B": "Qwen/Qwen2.5-72B",
+    "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B",
 }
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 SIZES = (8, 12, 16, 24, 40, 80, 141)  # GB, as GPUs are sold
@@ -55,7 +55,13 @@ ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
 Add `--device_memory 12GB` to plan for another GPU than yours. For small ones, see
 [GPUs with less than 24 GB](small_gpus.md).
 
-The plan reads the shape of the model from `config.json` and counts:
+The plan reads the shape of the model from `config.json` and counts what the table below has. The
+model need not be on the machine, such as a login node: `config.json` of a hub model is fetched
+within three seconds and kept in `~/.cache/ppo-cli/configs`; `HF_ENDPOINT`, `HF_TOKEN` and
+`HF_HUB_OFFLINE` count. If the hub does not give it, a table of {len(read_table())} known models
+answers ([shapes.toml](../ppo_cli/config/models/shapes.toml)). The plan's last line of memory says
+which it was; `ppo doctor` with the flags of a run shows the same sum. Fine-tunes are not guessed by
+their names.
 
 | on each device | precision |
 |---|---|
@@ -113,15 +119,15 @@ This page is written by `python scripts/write_memory.py` from published shapes.
 
 def shape_of(name: str) -> Shape:
     """The shape of a known model."""
-    hidden, inner, layers, heads, keys, vocabulary, tied = MODELS[name]
-    size = hidden // heads
-    return Shape(hidden, inner, layers, heads, heads * size, keys * size, vocabulary, tied)
+    shape = Shape.from_config(read_table()[MODELS[name]])
+    assert shape is not None
+    return shape
 
 
 def settings(name: str, devices: int) -> Config:
     """A run on that many GPUs; a sampler spans as few as hold its weights well."""
     nodes = max(1, devices // 8)
-    heads = MODELS[name][3]
+    heads = shape_of(name).heads
     span = 1
     while 2 * span <= min(8, devices) and heads % (2 * span) == 0:
         if 2 * shape_of(name).parameters() / span < 4e9:

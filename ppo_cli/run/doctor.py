@@ -32,13 +32,14 @@ from ppo_cli.config.machine.gpus import (
 )
 from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import GIB, host_memory
+from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward, Code
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import UserError, first_line
+from ppo_cli.errors import UserError, first_line, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run.network import find_network
 
@@ -335,6 +336,17 @@ def _check_memory(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
+def _check_run_memory(machine: Machine) -> Findings:
+    """Count the memory of the run that the flags describe, as `ppo plan` does."""
+    part = memory_plan(machine.config)
+    sources = [line for line in part.sentences if line.startswith("shape of ")]
+    summary = "; ".join([part.sentences[0], *sources])
+    if part.facts.get("fits") is False:
+        yield "warn", summary, f"`{ppo('plan')}` with the same flags names the smallest change"
+    else:
+        yield "ok", summary, ""
+
+
 def _check_shared_memory(machine: Machine) -> Findings:
     """Check that /dev/shm is large enough for workers to exchange tensors."""
     folder = Path("/dev/shm")
@@ -508,6 +520,7 @@ CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "nodes": _check_nodes,
     "ray": _check_ray,
     "memory": _check_memory,
+    "run memory": _check_run_memory,
     "shared memory": _check_shared_memory,
     "disk": _check_disk,
     "open files": _check_open_files,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.config.memory import devices
 from ppo_cli.config.memory.devices import (
     CONTEXT_BYTES,
     DeviceNeeds,
@@ -145,7 +146,11 @@ def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
     assert estimate_memory(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
 
 
-def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
+def test_memory_beside_gpus_that_are_elsewhere_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert host_of_gpus() is None, "a login node is not the node of the GPUs"
+    monkeypatch.setattr(devices, "list_gpus", lambda: (object(),))
     assert host_of_gpus() == host_memory()
     with assume_gpu_memory("80GB"):
         assert host_of_gpus() is None

@@ -388,17 +388,27 @@ def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> Dev
     return DeviceNeeds(name, capacity, {k: v for k, v in shares.items() if any(astuple(v))}, phases)
 
 
-def read_shapes(config: Config) -> ModelShapes | tuple[str, ...]:
-    """Read the shapes of all models from their config.json, or return the unreadable paths."""
+def model_paths(config: Config) -> dict[str, str]:
+    """Return the folders or hub names of actor, critic and reference, used or not, by role."""
     paths = {"actor": config.model.path, "critic": critic_path(config)}
-    paths["reference"] = config.ref.path or config.model.path
-    rewards = [str(model.settings.path) for model in models_of(config.reward)]
+    return paths | {"reference": config.ref.path or config.model.path}
+
+
+def counted_models(config: Config) -> list[str]:
+    """Return the folders or hub names of the models that take memory in a run, each once."""
     used = {"actor"}
     used |= {"critic"} if uses_critic(config) else set()
     used |= {"reference"} if uses_reference(config) else set()
-    needed = [paths[name] for name in paths if name in used]
-    needed += [path for path in rewards if not is_url(path)]
-    shapes = {path: Shape.from_config(read_config(path)) for path in dict.fromkeys(needed)}
+    needed = [path for name, path in model_paths(config).items() if name in used]
+    rewards = [str(model.settings.path) for model in models_of(config.reward)]
+    return list(dict.fromkeys([*needed, *(path for path in rewards if not is_url(path))]))
+
+
+def read_shapes(config: Config) -> ModelShapes | tuple[str, ...]:
+    """Read the shapes of all models from their config.json, or return the unreadable paths."""
+    paths = model_paths(config)
+    rewards = [str(model.settings.path) for model in models_of(config.reward)]
+    shapes = {path: Shape.from_config(read_config(path)) for path in counted_models(config)}
     if unread := tuple(path for path, shape in shapes.items() if shape is None):
         return unread
     readable = {path: shape for path, shape in shapes.items() if shape is not None}
@@ -444,7 +454,7 @@ def assume_gpu_memory(text: str | None) -> Iterator[None]:
 
 def host_of_gpus() -> int | None:
     """Return the host's bytes next to the GPUs of a plan; None if these are in another machine."""
-    return host_memory() if ASSUMED_MEMORY.get() is None else None
+    return host_memory() if ASSUMED_MEMORY.get() is None and list_gpus() else None
 
 
 def host_memory(root: Path = Path("/")) -> int:

@@ -28,11 +28,13 @@ from ppo_cli.config.memory.devices import (
     count_judge_server,
     count_memory,
     count_vllm,
+    counted_models,
     device_memory,
     host_of_gpus,
     read_shapes,
     sampled_rows,
 )
+from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.placement import (
     PlanPart,
@@ -177,7 +179,7 @@ def memory_plan(config: Config) -> PlanPart:
     # Nothing can be counted if a model's config.json is not readable.
     if not isinstance(shapes, ModelShapes):
         lines = [
-            f"memory of {path}: unknown (no config.json here, or not a plain decoder)"
+            f"memory of {path}: unknown (no config.json here or at the hub, or not a plain decoder)"
             for path in shapes
         ]
         lines += [UNKNOWN_STEP] if checkpointing is None else as_set
@@ -196,11 +198,16 @@ def memory_plan(config: Config) -> PlanPart:
             lines.append("the smallest change that makes it fit: " + _format_overrides(changes))
     lines += as_set if checkpointing is not None else []
     lines += _explain_choices(config, chosen, capacity)
+    # Shapes that are not read from the model's own files on this machine.
+    sources = {path: find_config(path)[1] for path in counted_models(config)}
+    sources = {path: source for path, source in sources.items() if source}
+    lines += [f"shape of {path}: from {source}" for path, source in sources.items()]
     facts = {
         "fits": chosen.fits,
         "devices": [place.facts() for place in places],
         "gradient_checkpointing": chosen.config.model.enable_gradient_checkpointing,
         "changes": changes,
+        "shapes": sources,
     }
     return PlanPart(tuple(lines), facts, layout)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import describe_missing_folder, hub_cache
+from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.weight_files import read_json, text_config, weights_problem
 from ppo_cli.errors import ModelError
 
@@ -17,17 +17,8 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return a model's config.json, from a folder or as the hub gave it before; {} without one."""
-    folder = Path(model_folder(path)).expanduser()
-    file: object = folder / "config.json"
-    try:
-        if not folder.is_dir():
-            from huggingface_hub import try_to_load_from_cache
-
-            file = try_to_load_from_cache(path, "config.json")
-        return read_json(Path(file)) if isinstance(file, str | Path) else {}
-    except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
-        return {}
+    """Return a model's config.json; {} without one."""
+    return find_config(path)[0]
 
 
 def vocabulary_size(path: str) -> int | None:
