@@ -55,7 +55,10 @@ from ppo_cli.engine.checkpoint import (
     restore,
     stored_tensors,
     take_snapshot,
+    to_file_layout,
     tokenizer_files,
+    write_files,
+    write_tensors,
 )
 from ppo_cli.engine.cpu.prepare import Preparation
 from ppo_cli.engine.cpu.products import set_matmul_library
@@ -263,6 +266,18 @@ class Learner:
         state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
         snapshot = take_snapshot(self._trained(), state, self._ranks, writers, last=last)
         return snapshot.write_in_background(directory)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of the actor."""
+        return self._actor.optimizer
+
+    def write_policy(self, directory: Path) -> None:
+        """Write the actor alone, as a Hugging Face folder or a PEFT adapter (single process)."""
+        actor = self._trained()[0]
+        write_files(directory, actor.files)
+        name = f"{Path(actor.stem).name}.safetensors"
+        write_tensors(directory / name, to_file_layout(actor.model, dict(actor.weights)))
 
     def load(self, directory: Path) -> list[int | None]:
         """Restore weights, optimizers, budgets and the weight version exactly.

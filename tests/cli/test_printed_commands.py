@@ -19,6 +19,7 @@ from tests.judge_server import JudgeServer
 # Why a command is not run here: a part of the line -> the reason.
 LEFT_OUT = {
     " view ": "serves until Ctrl-C: tests/report/page",
+    " serve ": "serves until Ctrl-C: tests/tinker",
     "Qwen/": "needs the hub",
     "gsm8k": "needs the hub",
     "--self-test": "takes minutes: tests/self_test",

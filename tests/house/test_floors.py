@@ -50,6 +50,8 @@ MAY: dict[str, set[str]] = {
     | FLOOR_2
     | LOOP
     | {"algo", "engine", "cluster", "environments", "rewards", "scoring"},
+    # Models and rewards behind HTTP calls, for loops of other programs.
+    "tinker": GROUND | FLOOR_2 | {"algo", "engine", "rewards", "scoring"},
     # Commands reach the upper rooms through these, and only inside a function.
     "cli": GROUND
     | FLOOR_2
@@ -59,6 +61,7 @@ MAY: dict[str, set[str]] = {
         "cluster",
         "scoring",
         "self_test",
+        "tinker",
         "engine.pretrained",
         "algo.estimators",
     },
@@ -69,12 +72,13 @@ MAY: dict[str, set[str]] = {
     "__init__": {"library", "version"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("run", "extras", "cluster", "scoring", "self_test")
+UPPER = ("run", "extras", "cluster", "scoring", "self_test", "tinker")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at any depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": (
         *LOOP, "algo", "engine", "cluster", "run", "extras.fitting", "rewards.models", "self_test",
+        "tinker",
     ),
     "torch.distributed": ("engine", "self_test.checks"),
     "transformers": (
@@ -87,6 +91,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("engine.samplers",),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
+    "google": ("rewards.judge.providers", "tinker.wire"),  # google.protobuf
 }  # fmt: skip
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
@@ -96,6 +101,7 @@ HEAVY = {
 }  # fmt: skip
 HEAVY_AT_TOP = {
     *LOOP, "algo", "engine", "cluster", "extras.fitting", "rewards.models", "self_test.checks",
+    "tinker",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tests.house.test_floors import own_imports
 
-MOST = 27
+MOST = 28
 STANDS = {
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
@@ -37,6 +37,7 @@ STANDS = {
     "self_test.checks.kernels": "one check of several, behind their declarations",
     "self_test.checks.samplers": "one check of several, behind their declarations",
     "self_test.declarations": "where a check is declared; runner is how checks run",
+    "tinker.models": "models and their calls; server is HTTP, sessions and files",
     "rewards.models.protocols": "how requests look; served is the client and the reward",
     "rewards.remote.admission": "when calls may leave; client is what happens to one of them",
 }

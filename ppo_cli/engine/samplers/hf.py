@@ -521,12 +521,16 @@ def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRo
 
 
 def build_shared_sampler(
-    model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
-) -> HFSampler:
-    """Build the hf sampler on a loaded model; it uses the model's live weights."""
+    model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False,
+    end_ids: frozenset[int] | None = None,
+) -> HFSampler:  # fmt: skip
+    """Build the hf sampler on a loaded model; it uses the model's live weights.
+
+    `end_ids` are the tokens that end a response; None: those of the model.
+    """
     if problem := column_problem(model.config.to_dict(), config.model.path, config.data):
         raise ModelError(problem)
-    end_ids = stop_token_ids(model, tokenizer)
+    end_ids = stop_token_ids(model, tokenizer) if end_ids is None else end_ids
     return HFSampler(
         model,
         eos_token_ids=end_ids,

@@ -95,6 +95,16 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
+    def configure(
+        self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float
+    ) -> None:
+        """Set the numbers of the next steps; `clip` 0 does not clip the norm of the gradient."""
+        self._grad_clip = clip
+        for group in self._adamw.param_groups:
+            group |= {"lr": lr, "betas": betas, "eps": eps}
+            if group["params"][0].ndim >= 2:
+                group["weight_decay"] = weight_decay
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in (*self._parameters.values(), *self._pieces.values()):

@@ -1,0 +1,54 @@
+"""`ppo serve --tinker`: a model for training loops that speak the Tinker protocol."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import typer
+
+from ppo_cli.allocator import pause_garbage_collection
+from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
+from ppo_cli.cli.help import App
+from ppo_cli.errors import ConfigError, UserError
+
+# One process holds all models; the settings of the command line come later.
+ENGINE = ("trainer.engine=local", "rollout.name=hf")
+
+
+def serve(arguments: Arguments) -> None:
+    """Serve a model to training loops of your own, over the Tinker protocol; Ctrl-C ends it.
+
+    What clients save is below --output_dir. Settings are those of `ppo train`: the models of
+    clients take those of model, critic and reference, and /ppo/score takes those of the reward.
+    """
+    extras = arguments.extras
+    if not extras["tinker"]:
+        raise ConfigError("Name the protocol: --tinker.")
+    config = replace(arguments, overrides=(*ENGINE, *arguments.overrides)).resolve_node().config
+    try:
+        listener = socket.create_server(("127.0.0.1", extras["port"]))
+    except OSError as error:
+        raise UserError(
+            f"The server cannot listen on --port {extras['port']} ({error.strerror}): choose "
+            "another one."
+        ) from error
+    with pause_garbage_collection():
+        from ppo_cli.tinker.server import open_server
+    with listener, open_server(config, extras["served_name"], typer.echo) as server:
+        typer.echo(f"Serving on http://127.0.0.1:{listener.getsockname()[1]}. Ctrl-C ends it.")
+        server.serve(listener)
+
+
+serve_app = App()
+add_command(
+    serve_app,
+    serve,
+    "ppo serve --tinker --model embedded --port 8765",
+    [
+        make_switch("tinker", "Speak the protocol of the Tinker SDK."),
+        make_flag("port", int, 8765, "Port on this machine; 0: a free one.", "PORT", min=0),
+        make_flag("served_name", str, None, "Name by which clients may ask for --model.", "NAME"),
+    ],
+    ("model.path", "trainer.seed", "trainer.output_dir", "algorithm.adv", "critic.", "reward."),
+)

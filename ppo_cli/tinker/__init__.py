@@ -1,0 +1,1 @@
+"""Serves models to training loops of other programs, over the Tinker protocol."""

@@ -1,0 +1,320 @@
+"""The HTTP side of `ppo serve --tinker`: sessions, queued requests and saved models.
+
+Requests that compute wait in a queue for the one thread that owns the models; clients read their
+results by id. A seed that a request does not give comes from the server's seed and the counters of
+the SDK, so that the same program gets the same samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from ppo_cli.atomic import delete
+from ppo_cli.config.memory.plan import fill_dtype
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
+from ppo_cli.data_sets.files import Place, RowError
+from ppo_cli.data_sets.rows import Columns
+from ppo_cli.engine.base import Sampling, stream_key
+from ppo_cli.engine.pretrained import load_tokenizer
+from ppo_cli.errors import UserError, first_line
+from ppo_cli.rewards.base import Reward
+from ppo_cli.scoring.rows import read_response_row
+from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
+from ppo_cli.tinker.models import FACTS, ServedModel
+from ppo_cli.tinker.wire import read_batch, write_logprobs, write_samples
+
+POLL_S = 30.0  # the SDK waits 45 s for the reply to a poll
+KEPT_MODELS = 8
+KEPT_RESULTS = 10_000
+KEPT_SAMPLERS = 4  # unnamed sampler weights of a model
+NAME = re.compile(r"\w[\w.:-]*")
+# A chunk of a batch is sent when the one before it is queued, so that they add up in order.
+CONSTANT_REPLIES: Mapping[str, Any] = {
+    "client/config": {"parallel_fwdbwd_chunks": False}, "client/dynamic_config": {},
+    "telemetry": {"status": "accepted"}, "healthz": {"status": "ok"}, "session_heartbeat": {},
+}  # fmt: skip
+# Fields of `asample` that are refused, and why.
+UNSERVED = dict.fromkeys(
+    ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
+     "prompt_alt_tokens_k"), ""
+) | {"record_stability_info": ", as the objective of stable_reinforce is not published: choose "
+     "loss_fn=importance_sampling, ppo, cispo or gspo"}  # fmt: skip
+# A sampler has neither critic nor reference.
+SAMPLER_SETTINGS = {
+    "algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": False,
+    "actor.use_kl_loss": False,
+}  # fmt: skip
+Body = Mapping[str, Any]
+
+
+class TinkerServer:
+    """Serves one base model under `names`."""
+
+    def __init__(self, config: Config, names: tuple[str, ...], reward: Reward) -> None:
+        model = config.model
+        self._config, self._names, self._reward = fill_dtype(config), names, reward
+        self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self._folder = Path(config.trainer.output_dir).resolve()
+        self._models: dict[str, ServedModel] = {}
+        self._samplers: dict[str, tuple[str, Path | None]] = {}  # id -> base model, its folder
+        self._results: dict[str, Future[Any]] = {}
+        self._worker, self._judge = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._open = lru_cache(maxsize=2)(self._open_sampler)
+        self._direct: dict[str, Callable[[Body], Any]] = {
+            "create_session": lambda body: {"session_id": secrets.token_hex(4)},
+            "get_server_capabilities": self._list_models,
+            "create_sampling_session": self._create_sampler,
+            "get_info": self._describe,
+        }
+        self._queued: dict[str, Callable[[Any], Any]] = {
+            "create_model": self._create_model, "unload_model": self._unload,
+            "forward_backward": self._run_batch, "optim_step": self._step, "asample": self._sample,
+            "save_weights": self._save, "save_weights_for_sampler": self._save,
+            "load_weights": self._load,
+        }  # fmt: skip
+        # Calls beside the protocol, answered when they are done.
+        self._extra: dict[str, Callable[[Body], Any]] = {
+            "ppo/annotate": lambda body: self._model(body).annotate(body["rows"]),
+            "ppo/train_critic": lambda body: self._model(body).train_critic(body["rows"]),
+            "ppo/score": self._score,
+        }
+
+    def serve(self, listener: socket.socket) -> None:
+        """Answer requests until Ctrl-C or SIGTERM."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
+        for executor in (self._worker, self._judge):
+            executor.shutdown(cancel_futures=True)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request; a client's mistake is a 4xx with a sentence, which is not retried."""
+        route = request.path.removeprefix("/api/v1/")
+        # A page in a browser cannot send this header to another site.
+        if "X-API-Key" not in request.headers:
+            return _reply({"detail": "Send the header X-API-Key, with any value."}, 401)
+        try:
+            data = await request.read()
+            if route in CONSTANT_REPLIES:
+                return _reply(CONSTANT_REPLIES[route])
+            is_batch = route == "forward_backward"
+            body = read_batch(data) if is_batch else json.loads(data or b"{}")
+            if route == "retrieve_future":
+                return await self._retrieve(body["request_id"])
+            if route in self._queued:
+                return _reply(self._queue(route, body))
+            if route in self._direct:
+                return _reply(self._direct[route](body))
+            if route in self._extra:
+                executor = self._judge if route == "ppo/score" else self._worker
+                done = executor.submit(self._extra[route], body)
+                return _reply(await asyncio.wrap_future(done))
+            if (name := route.removeprefix("samplers/")) in self._samplers:
+                return _reply({"sampler_id": name, "base_model": self._samplers[name][0]})
+        except (UserError, RowError) as error:
+            return _reply({"detail": str(error)}, 422)
+        except (KeyError, TypeError, ValueError) as error:
+            return _reply({"detail": f"{route}: the request is not complete: {error!r}."}, 422)
+        return _reply({"detail": f"{request.method} {request.path} is not served."}, 404)
+
+    def _queue(self, route: str, body: Body) -> Body:
+        """Queue a request once: when the SDK repeats it, it has the same owner and number."""
+        owner = body.get("model_id") or body.get("sampling_session_id") or body["session_id"]
+        number = body.get("seq_id", body.get("model_seq_id", secrets.token_hex(4)))
+        name = f"{owner}:{route}:{number}"
+        if name not in self._results:
+            self._results[name] = self._worker.submit(self._queued[route], body)
+        for oldest in [*self._results][:-KEPT_RESULTS]:
+            del self._results[oldest]
+        return {
+            "request_id": name,
+            "sample_sequence_ids": [f"{name}:{i}" for i in range(body.get("num_samples") or 1)],
+        }
+
+    async def _retrieve(self, name: str) -> web.Response:
+        """Return a result; after `POLL_S` the client is told to poll again."""
+        if name not in self._results:
+            raise UserError(f"This server has no request {name}: it was started anew.")
+        result = asyncio.wrap_future(self._results[name])
+        done, _ = await asyncio.wait([result], timeout=POLL_S)
+        if not done:
+            return _reply({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+        error = result.exception()
+        if isinstance(error, UserError):
+            return _reply({"error": str(error), "category": "user"})
+        if error is not None:  # a bug: others are still served
+            traceback.print_exception(error)
+            return _reply({"error": f"bug in ppo-cli: {first_line(error)}", "category": "server"})
+        return _reply(result.result())
+
+    def _model(self, body: Body) -> ServedModel:
+        if body["model_id"] not in self._models:
+            raise UserError(f"There is no model {body['model_id']}: create it, or load its state.")
+        return self._models[body["model_id"]]
+
+    def _list_models(self, body: Body) -> Body:
+        return {"supported_models": [{"model_name": name} for name in self._names]}
+
+    def _describe(self, body: Body) -> Body:
+        model, name = self._model(body), self._names[-1]
+        # The SDK loads the tokenizer from this machine.
+        folder = str(Path(model_folder(self._config.model.path)).resolve())
+        data = {"model_name": name, "tokenizer_id": folder}
+        lora = {"is_lora": model.rank > 0, "lora_rank": model.rank}
+        return {"model_id": body["model_id"], "model_name": name, "model_data": data, **lora}
+
+    def _create_model(self, body: Body) -> Body:
+        """Build a model for training; rank 0 trains all weights."""
+        self._check_base(body["base_model"])
+        lora = body.get("lora_config") or {"rank": 0}
+        if not (lora.get("train_mlp", True) and lora.get("train_attn", True)):
+            raise UserError("Adapters go to all linear layers: leave train_mlp, train_attn out.")
+        return self._add_model(body, lora["rank"], lora.get("seed"))
+
+    def _add_model(self, body: Body, rank: int, seed: int | None) -> Body:
+        name = f"{body['session_id']}:train:{body['model_seq_id']}"
+        seed = self._config.trainer.seed if seed is None else seed
+        self._models[name] = ServedModel(self._config, self._tokenizer, rank, seed)
+        for oldest in [*self._models][:-KEPT_MODELS]:
+            del self._models[oldest]
+        return {"model_id": name}
+
+    def _unload(self, body: Body) -> Body:
+        self._models.pop(body["model_id"], None)
+        return {"model_id": body["model_id"]}
+
+    def _step(self, body: Body) -> Body:
+        if "adam_params" not in body:
+            raise UserError("The optimizer is AdamW: give optim_step AdamParams.")
+        return {"metrics": self._model(body).step(body["adam_params"])}
+
+    def _check_base(self, name: str | None) -> None:
+        if name not in self._names:
+            raise UserError(f"This server has {' or '.join(self._names)}, not {name}.")
+
+    def _run_batch(self, body: Body) -> bytes:
+        logprobs, loss = self._model(body).run_batch(
+            body["data"], body["loss_fn"], body["config"], backward=not body["forward_only"]
+        )
+        return write_logprobs(logprobs, {"loss:sum": loss})
+
+    def _save(self, body: Body) -> Body:
+        """Save a state, or sampler weights; unnamed ones also become a sampler."""
+        model, sampler = self._model(body), body["type"] == "save_weights_for_sampler"
+        kind, number = "sampler_weights" if sampler else "weights", body.get("seq_id", 0)
+        if body.get("kind") == "inflight":
+            raise UserError("Samplers with weights that change are not served: take snapshots.")
+        path = f"tinker://{body['model_id']}/{kind}/{body.get('path') or f'unnamed.{number:08}'}"
+        folder = self._find(path, kind, exists=False)
+        if folder.exists() and not body.get("overwrite"):
+            raise UserError(f"{path} is there already: choose another name, or overwrite it.")
+        facts = {"base_model": self._names[-1], "user_metadata": body.get("user_metadata")}
+        model.save(folder, facts, sampler=sampler)
+        if body.get("path"):
+            return {"path": path, "type": body["type"]}
+        for old in sorted(folder.parent.glob("unnamed.*"))[:-KEPT_SAMPLERS]:
+            delete(old)
+        session = {"session_id": body["model_id"].split(":")[0], "model_path": path}
+        return {"type": body["type"], **self._create_sampler({**body, **session})}
+
+    def _load(self, body: Body) -> Body:
+        """Load a state into a model, or into a new one."""
+        folder = self._find(body["path"], "weights")
+        facts = json.loads((folder / FACTS).read_text())
+        if body.get("session_id"):
+            body = {**body, **self._add_model(body, facts["rank"], None)}
+        self._model(body).load(folder, optimizer=body["optimizer"])
+        return {"path": body["path"], "model_id": body["model_id"], "type": "load_weights"}
+
+    def _find(self, path: str, kind: str, *, exists: bool = True) -> Path:
+        """Return the folder of tinker://RUN/weights/NAME, or of sampler_weights."""
+        run, middle, name = [*path.removeprefix("tinker://").split("/"), "", ""][:3]
+        if middle != kind or path.count("/") != 4 or not all(map(NAME.fullmatch, (run, name))):
+            raise UserError(f"'{path}' is not a path such as tinker://RUN/{kind}/NAME.")
+        folder = self._folder / run / kind / name
+        if exists and not (folder / FACTS).exists():
+            raise UserError(f"There is no {path} in {self._folder}.")
+        return folder
+
+    def _create_sampler(self, body: Body) -> Body:
+        folder, base = None, body.get("base_model")
+        if body.get("model_path"):
+            folder = self._find(body["model_path"], "sampler_weights")
+            base = json.loads((folder / FACTS).read_text())["base_model"]
+        self._check_base(base)
+        name = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
+        self._samplers[name] = str(base), folder
+        return {"sampling_session_id": name}
+
+    def _open_sampler(self, folder: Path | None) -> ServedModel:
+        """Return the base model, or that of saved sampler weights."""
+        config, seed = with_settings(self._config, SAMPLER_SETTINGS), self._config.trainer.seed
+        rank = json.loads((folder / FACTS).read_text())["rank"] if folder else 0
+        if folder and not rank:
+            config = with_settings(config, {"model.path": str(folder)})
+        return ServedModel(config, self._tokenizer, rank, seed, folder if rank else None)
+
+    def _sample(self, body: Body) -> bytes:
+        """Draw samples, and score the prompt if the request asks for it."""
+        if unserved := [name for name in UNSERVED if body.get(name)]:
+            raise UserError(f"{unserved[0]} is not served{UNSERVED[unserved[0]]}.")
+        name, settings = body["sampling_session_id"], body["sampling_params"]
+        tokens = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+        stop, seed = settings.get("stop"), settings.get("seed")
+        stop = [stop] if isinstance(stop, str) else stop
+        if seed is None:
+            seed = stream_key(self._config.trainer.seed, name.split(":")[-1], body["seq_id"])
+        sampling = Sampling(
+            settings["temperature"], settings["top_p"], settings["top_k"], body["num_samples"],
+            settings.get("max_tokens") or self._config.data.max_response_length, seed,
+            tuple(text for text in stop or () if isinstance(text, str)),
+        )  # fmt: skip
+        model, logprobs = self._open(self._samplers[name][1]), None
+        if body.get("prompt_logprobs"):
+            logprobs = model.score_prompt(tokens)
+            logprobs[: -(body.get("prompt_logprobs_last_n") or len(tokens))] = nan
+        end_ids = None if stop == [] else [token for token in stop or () if isinstance(token, int)]
+        return write_samples(model.sample(tokens, sampling, end_ids), logprobs)
+
+    def _score(self, body: Body) -> list[Body]:
+        """Score rows (`prompt`, `response`, perhaps `ground_truth`) with the server's reward."""
+        columns = Columns("prompt", "ground_truth", "data_source", ())
+        rows = [
+            read_response_row("request", Place("rows", number), record, columns)
+            for number, record in enumerate(body["rows"], 1)
+        ]
+        scores = score_all(self._reward, [row.rollout for row in rows], Callbacks()).scores
+        return [scored_row(row, score) for row, score in zip(rows, scores, strict=True)]
+
+
+@contextmanager
+def open_server(
+    config: Config, name: str | None, note: Callable[[str], None]
+) -> Iterator[TinkerServer]:
+    """Start the reward of the settings and yield a server of their model, also under `name`."""
+    names = (config.model.path, *([name] if name else []))
+    with open_reward(config.reward, [], Callbacks(note=note)) as reward:
+        yield TinkerServer(config, names, reward)
+
+
+def _reply(body: Any, status: int = 200) -> web.Response:
+    """Return a reply of JSON, or of protobuf for bytes."""
+    if isinstance(body, bytes):
+        return web.Response(body=body, content_type="application/x-protobuf")
+    return web.json_response(body, status=status)
