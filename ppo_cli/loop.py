@@ -74,8 +74,8 @@ def run(job: Job, state: RunState) -> None:
 def steps(job: Job, state: RunState) -> Generator[StepSample | None]:
     """Train step by step, for a caller that scores the responses itself (`run/session.py`).
 
-    Yields None before each step, and then its sample, whose scores the rest of the step waits for.
-    An Interrupted that the caller throws in there undoes the step and saves the run.
+    Yields None before a step, then its sample, whose scores the rest of it waits for. An
+    Interrupted that the caller throws in undoes the step and saves the run.
     """
     complete = state.step >= job.total_steps
     if state.unfinished is None and (complete or _out_of_patience(job, state)):
@@ -91,7 +91,6 @@ def steps(job: Job, state: RunState) -> Generator[StepSample | None]:
         # A resumed run may start with a step that is trained but not validated.
         over = state.unfinished is not None and finish_step(job, state)
         while not over and state.step < job.total_steps:
-            yield None
             yield from take_step(job, state)
             over = finish_step(job, state)
         wait_for_save(job)
@@ -150,22 +149,25 @@ def pretrain_step(job: Job, state: RunState, step: int) -> tuple[list[Scored], d
     return list(scores.logged), metrics | shaped.metrics | sums.means()
 
 
-def take_step(job: Job, state: RunState) -> Generator[StepSample]:
+def take_step(job: Job, state: RunState) -> Generator[StepSample | None]:
     """Train one step and put its metrics into `state.unfinished`, for `finish_step`.
 
     A step that cannot be finished (judge down, budget used up) is undone, and the run is saved.
     """
     # Remember what sampling changes, to undo the step.
-    order, scales = job.order.state_dict(), job.reward.state_dict()
-    state.step += 1
-    started = time.perf_counter()
+    order, scales, before = job.order.state_dict(), job.reward.state_dict(), state.step
     try:
+        yield None
+        state.step += 1
+        started = time.perf_counter()
         scored, metrics, tokens = yield from train_step(job, state)
     except Interrupted as stop:
-        state.step -= 1
+        state.step = before
         job.order.load_state_dict(order)
         job.reward.load_state_dict(scales)
-        save_once(job, state)
+        wait_for_save(job)
+        if job.store.newest_step() != state.step:
+            save(job, state, last=True)
         raise _with_resume_command(job, state, stop) from stop
     # Stop or warn if the reward does not work.
     seconds = time.perf_counter() - started
@@ -319,13 +321,6 @@ def save(job: Job, state: RunState, *, last: bool) -> None:
 
     with job.tracker.phase("save"):
         job.store.begin_save(state.step, fill, best=state.is_best)
-
-
-def save_once(job: Job, state: RunState) -> None:
-    """Save the run, unless its newest checkpoint is of this step."""
-    wait_for_save(job)
-    if job.store.newest_step() != state.step:
-        save(job, state, last=True)
 
 
 def wait_for_save(job: Job) -> None:

@@ -346,13 +346,9 @@ class Cluster(Protocol):
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
-    with open_run(resolved, screen, cluster) as opened:
-        job = opened.job
-        run_with_restarts(
-            job, opened.begin, build=opened.engines.renew, origin=opened.start.resume_from,
-            **opened.losses,
-        )  # fmt: skip
-        _show_summary(screen, job, opened.start.folder.path)
+    with open_run(resolved, screen, cluster) as (job, begin, _, restarts):
+        run_with_restarts(job, begin, **restarts)
+        _show_summary(screen, job, Path(job.config.trainer.output_dir).expanduser())
 
 
 @dataclass(frozen=True)
@@ -422,31 +418,15 @@ def reward_for(
     return build_reward(settings, sources=sources, host=host)
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """A run that has locked its folder and built everything: `job`, which `begin` loads.
-
-    `losses` are arguments of `run_with_restarts`.
-    """
-
-    start: Start
-    job: Job
-    begin: Callable[[Job], RunState]
-    engines: EngineFactory
-    stop: StopOnSignal
-    losses: Mapping[str, Any]
-
-
 @contextmanager
 def open_run(
-    resolved: Resolved,
-    screen: Screen,
-    cluster: Cluster | None = None,
+    resolved: Resolved, screen: Screen, cluster: Cluster | None = None,
     make_reward: MakeReward = reward_for,
-) -> Iterator[OpenRun]:
-    """Check this machine, lock the run folder and build a run; close all of it at the end.
+) -> Iterator[tuple[Job, Callable[[Job], RunState], StopOnSignal, dict[str, Any]]]:  # fmt: skip
+    """Lock the run folder and build a run; close all of it at the end.
 
-    `make_reward` replaces the function that makes the reward.
+    Yields the job, the function that loads its state, its signals, and the arguments of
+    `run_with_restarts`.
     """
     config = resolved.config
     if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
@@ -477,7 +457,7 @@ def open_run(
             }
             job = _open_job(start, engines, stop, screen, closing, losses, make_reward)
             begin = partial(_load_initial_state, resume_from=start.resume_from, screen=screen)
-            yield OpenRun(start, job, begin, engines, stop, losses)
+            yield job, begin, stop, losses | {"build": engines.renew, "origin": start.resume_from}
     except UserError:
         folder.drop_if_empty()
         raise

@@ -110,7 +110,7 @@ def test_scores_of_the_caller_after_a_kill(desk: Path) -> None:
     with session(**settings, output_dir="session") as s:
         assert s.step == 2
         for batch in s:
-            pairs = zip(batch.responses, batch.ground_truths, strict=True)
+            pairs = [(r.text, r.prompt.ground_truth) for r in batch]
             s.update(batch, (scope["compute_score"]("", *pair) for pair in pairs))
     a, b = Path("train"), Path("session")
     assert metrics(a) == metrics(b)
@@ -124,14 +124,12 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
     with pytest.warns(UserWarning, match="does not validate, as it has no reward. The prompts ha"):
         s = session(**settings)
     batch = s.sample()
-    assert len(batch) == len(batch.prompts) == 16 and batch[0].prompt is batch[1].prompt
+    assert len(batch) == 16 and batch[0].prompt is batch[1].prompt
     assert batch[0].sampler_logprobs.shape == (len(batch[0].token_ids),)
-    with pytest.raises(UserError, match="The batch of step 1 has no scores yet"):
+    with pytest.raises(UserError, match="The last batch has no scores"):
         s.sample()
     with pytest.raises(UserError, match="got 3 scores for 16 responses"):
         s.update(batch, [1.0] * 3)
-    with pytest.raises(UserError, match=r"update\(batch, scores\) first"):
-        s.save()
     with pytest.raises(UserError, match=r"has no reward. The prompts have no data_source"):
         s.reward(batch)
     with pytest.raises(UserError, match="belongs to a run that is still active"):
@@ -142,16 +140,15 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
     written = rows(Path("run"), 1)
     assert [row["score"] for row in written[:8]] == [1, 0.5, 0.25, None, None, None, 2, 0]
     assert "returned nan" in written[4]["failure"]
-    with pytest.raises(UserError, match=r"takes the batch of the last sample\(\), once"):
+    with pytest.raises(UserError, match=r"not the batch of the last sample\(\), or it has its"):
         s.update(batch, torch.zeros(16))
-    s.save()
     assert s.update(s.sample(), torch.zeros(16))["step"] == 2 and s.done
     with pytest.raises(UserError, match="This session is over, 2 of 2 steps are trained"):
         s.sample()
     s.close()
     s.close()
     assert not Path("run/.lock").exists()
-    with pytest.raises(RewardError, match="Critic pretraining scores responses before the first"):
+    with pytest.raises(RewardError, match=r"Critic pretraining needs a reward\. The prompts"):
         session(**OWN | {"adv_estimator": "gae"}, critic_pretrain_steps=1, output_dir="run")
 
 
@@ -172,7 +169,7 @@ def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) 
         s.reward(batch)
     s.close()
     with session(**settings, output_dir=desk / "run") as s:
-        assert s.step == 2 and s.sample().responses == batch.responses
+        assert s.step == 2 and [r.text for r in s.sample()] == [r.text for r in batch]
 
 
 def test_what_cannot_be_stepped_is_refused_by_plan_and_session() -> None:
@@ -180,9 +177,9 @@ def test_what_cannot_be_stepped_is_refused_by_plan_and_session() -> None:
         "adv_estimator": "remax", "overrides": {"algorithm.filter_groups.enable": True},
     }  # fmt: skip
     for call in (session, lambda **s: plan(stepwise=True, **s)):
-        with pytest.raises(ConfigError, match="dynamic sampling needs the scores while") as error:
+        with pytest.raises(ConfigError, match="enable needs scores while it samples") as error:
             call(**settings)
-        assert "adv_estimator remax also needs scores of greedy" in str(error.value)
+        assert "remax needs scores of greedy responses" in str(error.value)
 
 
 def test_the_page_runs_as_it_stands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,26 +124,17 @@ def unsupported_settings(config: Config) -> Iterator[str]:
 
 
 def refused_in_session(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that a session (`run/session.py`) cannot honour.
-
-    Its caller has scores only after sampling, and is one process.
-    """
+    """Yield a sentence for each setting that a session (`run/session.py`) cannot honour."""
     if config.trainer.nnodes > 1:
         yield (
             f"trainer.nnodes {config.trainer.nnodes}: a session runs on one machine; leave it out, "
             "or use `ppo train`."
         )
+    estimator, afterwards = config.algorithm.adv_estimator, "which a session gets afterwards"
     if config.algorithm.filter_groups.enable:
-        yield (
-            "algorithm.filter_groups.enable: dynamic sampling needs the scores while it samples, "
-            "and a session gets them afterwards; leave it out, or use train()."
-        )
-    estimator = config.algorithm.adv_estimator
+        yield f"algorithm.filter_groups.enable needs scores while it samples, {afterwards}."
     if ESTIMATORS[estimator].baseline:
-        yield (
-            f"algorithm.adv_estimator {estimator} also needs scores of greedy responses, which are "
-            "not in the batches of a session; use grpo or rloo, or train()."
-        )
+        yield f"{estimator} needs scores of greedy responses, {afterwards}; use grpo or rloo."
 
 
 def check_batches(scene: Scene) -> Iterator[Clash]:
