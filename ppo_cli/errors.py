@@ -111,24 +111,21 @@ class WorkerLost(PpoError):
     exit_code = EXIT_RESUMABLE
 
 
-URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `Path` drops the second slash
+URL_PATTERN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def refuse_address(path: object) -> None:
-    """Raise ValueError for s3://… and the like where a local folder or file is expected."""
-    if URL_PATTERN.match(str(path)):
-        raise ValueError(
-            f"{path} is an address, and files are written to a disk of this machine: name a "
-            "folder on it, and copy that afterwards"
-        )
+def is_address(path: object) -> bool:
+    """Whether a path is s3://… and the like; a `Path` of it has lost the second slash."""
+    return URL_PATTERN.match(str(path)) is not None
 
 
 def refuse_out_address(path: object) -> None:
     """Raise UserError if a command's --out is an address instead of a local path."""
-    try:
-        refuse_address(path)
-    except ValueError as error:
-        raise UserError(f"--out {error}.") from None
+    if is_address(path):
+        raise UserError(
+            f"--out {path} is an address, and files are written to a disk of this machine: name a "
+            "folder on it, and copy that afterwards."
+        )
 
 
 def collect_problems(checks: Iterable[Callable[[], object]]) -> Iterator[str]:

@@ -39,6 +39,7 @@ from ppo_cli.run_folder import (
     rollout_steps,
     run_settings,
 )
+from ppo_cli.store import localise
 
 if TYPE_CHECKING:
     import pandas
@@ -96,8 +97,11 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run folder (an `output_dir`); raises DataError if it is not one."""
-    folder = Path(path).expanduser()
+    """Open a run folder (an `output_dir`); raises DataError if it is not one.
+
+    The run at an address (s3://…) is copied to this machine, without its checkpoints.
+    """
+    folder = localise(path, small=True)
     check_run_folder(folder)
     return Run(folder)
 

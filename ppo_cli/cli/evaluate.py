@@ -35,12 +35,14 @@ from ppo_cli.errors import (
     Interrupted,
     MissingPart,
     RewardError,
+    is_address,
     plural,
     ppo,
     replace_path,
 )
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
+from ppo_cli.store import localise
 
 if TYPE_CHECKING:
     from ppo_cli.run.evaluate import SampledModel
@@ -155,7 +157,7 @@ def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSo
 
 def _find_intact_model(word: str) -> ModelSource:
     """Return the model of a word (folder, hub name, run); ModelError if its files are damaged."""
-    source = find_source(word)
+    source = find_source(str(localise(word)) if is_address(word) else word)
 
     # The advice of the error is this command line with another model.
     def retry(model: Path) -> str:
@@ -428,7 +430,7 @@ def export(source: str, out: Path, json: bool, **options: Any) -> None:
     from ppo_cli.cli.screen import print_result
     from ppo_cli.run.export import export as run_export
 
-    record = run_export(Path(source), out, **options)
+    record = run_export(localise(source), out, **options)
     print_result(record, lambda: format_export(record), as_json=json)
 
 

@@ -21,6 +21,7 @@ from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
+from ppo_cli.store import localise
 
 # On another --host the page is open to the network.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,7 +48,7 @@ def view(
     for `ppo reward calibrate`. The address contains a token: whoever has it can read the runs.
     """
     # Refuse wrong folders before the import of the server.
-    folders = runs or [Path("outputs")]
+    folders = [localise(run, small=True) for run in runs or [Path("outputs")]]
     check_runs(folders, begun=True)
     from ppo_cli.report.page.server import PageServer, find_bokeh_files, open_runs
 
@@ -102,6 +103,7 @@ def report(
     """
     from ppo_cli.cli.screen import print_result
 
+    runs = [localise(run, small=True) for run in runs]
     check_runs(runs, begun=False)
     # One run has an obvious place for its report.
     if out is None:

@@ -61,6 +61,7 @@ from ppo_cli.run_folder import (
     run_settings,
     run_state,
 )
+from ppo_cli.store import localise
 
 # Rows that are shown unless a flag says otherwise.
 DEFAULT_STEPS = 20
@@ -90,7 +91,7 @@ def show(
     responses without a score come last. With several runs: settings that differ, metrics side by
     side, and answers to the same prompts.
     """
-    folders = [Path(run) for run in runs or ["outputs"]]
+    folders = [localise(run, small=True) for run in runs or ["outputs"]]
     for folder in folders:
         check_run_folder(folder)
     run = folders[0]
@@ -393,6 +394,7 @@ def describe_resume(run: Path, history: Sequence[Line]) -> str:
         return "Paid verdicts are reused when the command of this run is run again."
     config = run_settings(run)
     arguments = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
+    arguments += [f"trainer.store={config.trainer.store}"] if config.trainer.store else []
     command, api, calls = ppo(shlex.join(arguments)), config.reward.api, paid_calls(run)
     # Compare what is left of each budget with what the whole run needs.
     sums = batch_arithmetic(config)
@@ -551,6 +553,7 @@ def runs(
 ) -> None:
     """List the runs in a folder and its subfolders, the newest first."""
     run_list: list[dict[str, Any]] = []
+    folder = localise(folder, small=True)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder. Name one that contains run folders.")
     for run in find_runs(folder):

@@ -58,6 +58,7 @@ from ppo_cli.errors import (
     UserError,
     collect_problems,
     command_line,
+    is_address,
     ppo,
 )
 from ppo_cli.records import Prompt
@@ -71,6 +72,7 @@ from ppo_cli.run_folder import (
     read_state,
     run_settings,
 )
+from ppo_cli.store import localise
 
 if TYPE_CHECKING:
     from ppo_cli.data_sets.rows import RowSet
@@ -174,14 +176,15 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
             ) from error
     if not word.strip():
         raise ConfigError("--fork has no run: name one, or RUN@STEP, or leave --fork out.")
-    source = find_source(word)
+    source = find_source(str(localise(word)) if is_address(word) else word)
     if source.run is None:
         raise ConfigError(f"--fork {word} is not a run with a config.yaml; name one, or RUN@STEP.")
     # The flags of the line win over the fork's checkpoint and folder.
     checkpoint = Path(source.path).parent
+    beside = source.run.name if is_address(word) else source.run
     flags = {
         "trainer.resume_mode": (str(checkpoint), f"--fork {word}"),
-        "trainer.output_dir": (f"{source.run}-{checkpoint.name}", f"--fork {word}"),
+        "trainer.output_dir": (f"{beside}-{checkpoint.name}", f"--fork {word}"),
         **arguments.flags,
     }
     resolved = replace(arguments, flags=flags, run=source.run).resolve_node()
@@ -217,6 +220,8 @@ def find_refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     missing = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in missing if line not in allowed]
+    if (config.trainer.store or "").startswith("memory:"):
+        problems.append("memory:// is gone when this process ends: name a store that stays.")
     problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 

@@ -17,6 +17,7 @@ from typing import Any, get_origin
 
 import yaml
 
+from ppo_cli.addresses import refuse_address
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.bundled import EMBEDDED, preset_path
 from ppo_cli.config.models.known_models import JUDGES
@@ -56,7 +57,11 @@ class Resolved:
 # The settings that a run folder keeps, and the origin of values from there.
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
 INHERITED = "fork"  # origin of a value that a fork has from its run
-PLACE_KEYS = ("trainer.output_dir", "trainer.resume_mode")  # of each run, never worth comparing
+PLACE_KEYS = (
+    "trainer.output_dir",
+    "trainer.store",
+    "trainer.resume_mode",
+)  # of each run, never worth comparing
 MAX_FILE_BYTES = 2**20  # bytes; the largest preset has 3,000
 
 
@@ -116,6 +121,7 @@ def read_settings_text(path: Path, label: str) -> str:
     Never waits for a pipe, and never reads more than MAX_FILE_BYTES.
     """
     try:
+        refuse_address(path)
         # Look before opening: a pipe would block.
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ppo_cli.addresses import VERDICTS, cache_folder
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.checks.runner import find_clashes
 from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
@@ -43,8 +44,8 @@ from ppo_cli.config.schema.keys import (
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import NO
 from ppo_cli.config.verl.translator import translate
-from ppo_cli.errors import ConfigError, plural
-from ppo_cli.redact import hide_settings, redact
+from ppo_cli.errors import ConfigError, is_address, plural
+from ppo_cli.redact import hide_settings, redact, redact_url
 
 # Sizes that are lowered to the number of training rows when nobody chose them.
 BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
@@ -174,6 +175,7 @@ def _build_config(draft: _Draft) -> Config:
     _default_judge_model(draft)
     _default_kl_in_reward(draft)
     _default_environment_reward(draft)
+    _place_run_folder(draft)
     _check_free_keys(draft)
     return _validate_config(draft)
 
@@ -222,6 +224,32 @@ def _default_environment_reward(draft: _Draft) -> None:
         for name, raw in (("kind", "environment"), ("scaling", "none"), ("weight", "1")):
             key = f"reward.composite.parts.environment.{name}"
             _set_default(draft, key, raw, "default with --environment")
+
+
+def _place_run_folder(draft: _Draft) -> None:
+    """Where an address names the run folder, the run is in a local one with a copy there."""
+    folder, url = "trainer.output_dir", draft.values.get("trainer.output_dir")
+    # A copy belongs to one folder: the settings of a run bring none to another folder.
+    origins = [draft.entries[name].origin.partition(" line ")
+               for name in ("trainer.store", folder) if name in draft.entries]  # fmt: skip
+    if draft.values.get("trainer.store") and origins[0][1] and origins[0][0] != origins[-1][0]:
+        del draft.entries["trainer.store"]
+        draft.values.pop("trainer.store", None)
+    if is_address(url):
+        origin = draft.entries[folder].origin
+        if (draft.values.get("trainer.store") or url) != url:
+            _reject(draft, folder, f"{origin}: {folder} and trainer.store name two addresses.")
+            return
+        _set_default(draft, "trainer.store", str(url), origin)
+        _set_default(draft, folder, cache_folder("runs", str(url)), f"{origin} (local folder)")
+    if store := draft.values.get("trainer.store"):
+        # Verdicts that were paid for survive the machine too.
+        place = draft.values.get(folder) or table()[folder].default
+        if "reward.api.cache" not in draft.entries:
+            _set_default(draft, "reward.api.cache", f"{place}/{VERDICTS}", "default with a store")
+        draft.notes.append(
+            f"The run folder is {place}, and its copy {redact_url(store)}: the newer one goes on."
+        )
 
 
 def _set_default(draft: _Draft, name: str, raw: str, origin: str) -> None:

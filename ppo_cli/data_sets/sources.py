@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_cli.addresses import download
 from ppo_cli.config.models.known_models import announce_download, hub_cache
 from ppo_cli.data_sets.files import (
     SPLITS,
@@ -22,7 +23,7 @@ from ppo_cli.data_sets.files import (
     saved_folder,
     saved_splits,
 )
-from ppo_cli.errors import DataError, first_line
+from ppo_cli.errors import DataError, first_line, is_address
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
@@ -45,10 +46,12 @@ class HubName:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether a source is not a local file and can be the name of a hub set.
+    """Whether a source is not a local file: it can be the name of a hub set, or is an address.
 
     A word without a slash is a mistyped file, unless that set is in the cache.
     """
+    if is_address(source):
+        return True
     if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
         return False
     if saved_folder(source) is not None:
@@ -78,6 +81,8 @@ def parse_hub_name(source: str) -> HubName:
 
 def read_hub(source: str) -> Records:
     """Load one split of a hub set; every failure is reported in one sentence."""
+    if is_address(source):
+        return read_file(str(download(source)))
     hub = parse_hub_name(source)
     announce_download(hub.name)
     from datasets import load_dataset

@@ -72,6 +72,7 @@ from ppo_cli.run_folder import (
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.step.stages import Job, RunState, train_sampling
+from ppo_cli.store import mirrored
 from ppo_cli.version import read_version
 
 Build = Callable[[], Engine]
@@ -438,7 +439,10 @@ def open_run(
     try:
         folder.prepare()
         # Everything that is opened is closed at the end, the engine last.
-        with folder.alone(), ExitStack() as closing:
+        copy = mirrored(
+            config.trainer.store, folder, screen.note, _resume_command(resolved, begun=False)
+        )
+        with folder.alone(), copy, ExitStack() as closing:
             start = prepare(folder, resolved, screen)
             config = start.config
             stop = _stop_on_signal(screen, cluster)

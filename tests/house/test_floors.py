@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 
 GROUND = {
-    "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper", "moments",
-    "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
+    "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper",
+    "moments", "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
-FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
+FLOOR_2 = {"config", "data_sets", "report", "run_folder", "store"}
 LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),

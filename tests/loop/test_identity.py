@@ -38,6 +38,7 @@ OTHER_VALUES: dict[str, Any] = {
     "reward.composite.weights": {"rule": 2},
     "reward.model.device": "cpu",
     "reward.model.template": "{prompt} {response}",
+    "trainer.store": "memory://run",
     "reward.parts": ("rule:1",),
     "trainer.profile_steps": ("2",),
 }

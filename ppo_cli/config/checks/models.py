@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.addresses import refuse_address
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
 from ppo_cli.config.models.bundled import MODELS, model_folder
@@ -31,6 +32,7 @@ from ppo_cli.errors import (
     UserError,
     collect_problems,
     command_line,
+    is_address,
     ppo,
     replace_flag,
     replace_path,
@@ -179,9 +181,9 @@ def _check_path(model: Scorer) -> Iterator[Clash]:
             f"'{path}' is a small model to train, not a reward model; "
             f"`{ppo('reward fit')}` makes one from it.",
         )
-    elif "://" in path:
+    elif is_address(path):
         try:
-            check_address(path)
+            (check_address if is_url(path) else refuse_address)(path)
         except ValueError as error:
             yield Clash(model.keys("path"), f"{model.key}.path {error}.")
     # Adapters of servers need an address, those of heads a folder.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ppo_cli.addresses import refuse_address
 from ppo_cli.algo.estimators import ESTIMATOR_INPUTS, ESTIMATORS, LOSS_INPUTS, POLICY_LOSSES
 from ppo_cli.config.schema.names import Names
 
@@ -103,6 +104,10 @@ def checked(check: Callable[[Any], object]) -> AfterValidator:
         return value
 
     return AfterValidator(refuse)
+
+
+# A file or folder of this machine.
+LocalPath = Annotated[str | None, checked(refuse_address)]
 
 
 def check_not_zero(number: int) -> None:
@@ -430,7 +435,7 @@ DEFAULT_PRETRAIN_STEPS = 50  # at most, if only a target is set
 class CriticModel(Section):
     """Which backbone the critic starts from."""
 
-    path: str | None = setting(
+    path: LocalPath = setting(
         None, "Model that the critic starts from. Unset: the actor's.", flag="--critic_model",
         env="CRITIC_MODEL_PATH", identity="checkpoint",
     )  # fmt: skip
@@ -495,7 +500,7 @@ class Critic(Trained):
 class Ref(Section):
     """The frozen reference policy."""
 
-    path: str | None = setting(
+    path: LocalPath = setting(
         None,
         "Reference model, or the teacher of a distillation. Unset: the actor's initial weights.",
         flag="--ref_model", unused="no_reference",

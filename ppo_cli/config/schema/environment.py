@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from ppo_cli.config.schema.algorithm import Conflict, Section, setting
+from ppo_cli.config.schema.algorithm import Conflict, LocalPath, Section, setting
 
 
 class Environment(Section):
     """Episodes of several turns, with an environment or tools."""
 
     # Where the turns come from: one of these three.
-    path: str | None = setting(
+    path: LocalPath = setting(
         None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME or openenv:URL.",
         flag="--environment",
         env="ENVIRONMENT", unused="", common=True,
     )  # fmt: skip
-    tools: str | None = setting(
+    tools: LocalPath = setting(
         None, "Python functions that the model may call. FILE.py or FILE.py:NAME,NAME.",
         flag="--tools", env="TOOLS", unused="", common=True,
     )  # fmt: skip
@@ -26,7 +26,7 @@ class Environment(Section):
     )  # fmt: skip
     kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
     # Its processes.
-    python: str | None = setting(
+    python: LocalPath = setting(
         None, "Python that runs the environment. Unset: the one that runs this program.",
         identity="start",
     )  # fmt: skip

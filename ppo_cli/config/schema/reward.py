@@ -12,6 +12,7 @@ from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
 from ppo_cli.config.schema.algorithm import (
     Conflict,
     Identity,
+    LocalPath,
     Section,
     checked,
     section,
@@ -194,7 +195,7 @@ class Monitor(Section):
         0.1, "Share of the responses that the second judge scores too.", flag="--rm_monitor_share",
         gt=0.0, le=1.0, unused="no_monitor",
     )  # fmt: skip
-    labels: str | None = setting(
+    labels: LocalPath = setting(
         None, "File of labelled responses (columns prompt, response, label) that the judge scores "
         "again from time to time; up to 32 rows.", flag="--rm_monitor_labels",
     )  # fmt: skip
@@ -287,7 +288,7 @@ class ApiReward(Section):
     type: JudgeType = setting(
         "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE", common=True
     )
-    model: str | None = setting(
+    model: LocalPath = setting(
         None, "Model of the judge, such as qwen-plus. For local: a folder or hub name.",
         flag="--rm_model", env="RM_MODEL", common=True,
     )  # fmt: skip
@@ -304,7 +305,7 @@ class ApiReward(Section):
         "dialogue", "Bundled judge prompt.",
         flag="--rm_prompt_preset", env="RM_PROMPT_PRESET", unused="own_judge_prompt", common=True,
     )  # fmt: skip
-    prompt_file: str | None = setting(
+    prompt_file: LocalPath = setting(
         None, "Your judge prompt: a YAML file like those in reward_prompts/.",
         flag="--rm_prompt_file",
     )  # fmt: skip
@@ -315,7 +316,7 @@ class ApiReward(Section):
         None, "Scoring prompt, instead of the preset's, with {prompt}, {response}, {ground_truth}, "
         "{extra_info.*}.", flag="--rm_scoring_prompt",
     )  # fmt: skip
-    rubric: str | None = setting(
+    rubric: LocalPath = setting(
         None,
         "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each row.",
         flag="--rm_rubric",
@@ -422,7 +423,7 @@ class ApiReward(Section):
         1800.0, "Seconds to wait for a judge that is down.", flag="--rm_outage_wait", ge=0.0,
         identity="start",
     )  # fmt: skip
-    cache: str | None = setting(
+    cache: LocalPath = setting(
         None, "File of cached verdicts, or `off`. Unset: one file for all runs of this user.",
         flag="--rm_cache", env="RM_CACHE", identity="start",
     )  # fmt: skip
@@ -434,7 +435,7 @@ class ApiReward(Section):
     budget_tokens: int | None = setting(
         None, "Maximum tokens of the judge.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
-    prices: str | None = setting(
+    prices: LocalPath = setting(
         None, "YAML file with your prices.", flag="--rm_prices", env="RM_PRICES", identity="start",
         unused="own_prices",
     )  # fmt: skip
@@ -604,7 +605,7 @@ class ModelReward(Section):
     revision: str | None = setting(
         None, "Commit, tag or branch of a hub model.", unused="model_is_served"
     )
-    tokenizer: str | None = setting(
+    tokenizer: LocalPath = setting(
         None, "Tokenizer, if it is not in the model's folder; for served models, that of the "
         "template.",
     )  # fmt: skip
@@ -756,7 +757,7 @@ class Reward(Section):
     """Where scores come from; unset, rules chosen by each row's data_source."""
 
     # Rules and functions, and the processes that run them.
-    function: str | None = setting(
+    function: LocalPath = setting(
         None, "Python file with compute_score, FILE[:NAME].", flag="--reward_function",
         env="REWARD_FUNCTION", unused="every_rule_its_own", common=True,
     )  # fmt: skip
@@ -779,7 +780,7 @@ class Reward(Section):
         (), "Part of a mixture, KIND[:NAME]:WEIGHT, repeatable (judge, model, rule, environment).",
         flag="--reward", unused="mixture_off",
     )  # fmt: skip
-    config_file: str | None = setting(
+    config_file: LocalPath = setting(
         None, "YAML file with the settings of a judge or another reward.", flag="--reward_config",
         identity="start",
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
+from ppo_cli.addresses import check_data_files, check_store, refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.schema.algorithm import (
     Actor,
@@ -25,7 +26,6 @@ from ppo_cli.config.schema.algorithm import (
 )
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.errors import refuse_address
 
 # The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -38,7 +38,7 @@ class Model(Section):
     """The model to train."""
 
     # The model and the precision that it computes in.
-    path: str = setting(
+    path: Annotated[str, checked(refuse_address)] = setting(
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
         identity="checkpoint", common=True,
     )  # fmt: skip
@@ -105,11 +105,11 @@ class Data(Section):
     """Prompts in."""
 
     # Files and batches.
-    train_files: tuple[str, ...] = setting(
+    train_files: Annotated[tuple[str, ...], checked(check_data_files)] = setting(
         (), "Training prompts: files or hub sets.", flag="--train_files", env="TRAIN_FILES",
         files=True, identity="checkpoint", common=True,
     )  # fmt: skip
-    val_files: tuple[str, ...] = setting(
+    val_files: Annotated[tuple[str, ...], checked(check_data_files)] = setting(
         (), "Validation prompts: files or hub sets.", flag="--val_files", env="VAL_FILES",
         files=True, common=True,
     )  # fmt: skip
@@ -299,10 +299,15 @@ class Trainer(Section):
         advice="critic.pretrain_steps does this before the first step, with unbiased targets.",
     )  # fmt: skip
     # The run folder, and what happens to an earlier run in it.
-    output_dir: Annotated[str, checked(refuse_address)] = setting(
-        "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1, common=True
+    output_dir: str = setting(
+        "./outputs", "Run folder, or where its copy is kept: s3://bucket/run.", flag="--output_dir",
+        env="OUTPUT_DIR", min_length=1, common=True,
+    )  # fmt: skip
+    store: Annotated[str | None, checked(check_store)] = setting(
+        None,
+        "Address that keeps a copy of the run folder. --output_dir s3://bucket/run sets it.",
     )
-    resume_mode: str = setting(
+    resume_mode: Annotated[str, checked(refuse_address)] = setting(
         "auto", "auto, never, or a checkpoint folder.", flag="--resume", common=True
     )
     seed: int = setting(

@@ -1,0 +1,108 @@
+"""Addresses (s3://bucket/run, any scheme of fsspec): which are served, and the folders for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ppo_cli.atomic import atomic_replace
+from ppo_cli.digests import digest_text
+from ppo_cli.errors import DataError, first_line, is_address
+
+VERDICTS = "verdicts.sqlite"  # the judge's cache in a run folder with a store
+# Schemes that nothing can be written to.
+READ_ONLY = ("http", "https", "data", "zip", "tar", "github", "git", "reference")
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
+COPY = {
+    "s3": "aws s3 cp --recursive", "s3a": "aws s3 cp --recursive",
+    "gs": "gcloud storage cp --recursive", "gcs": "gcloud storage cp --recursive",
+    "hdfs": "hdfs dfs -get",
+}  # fmt: skip
+
+
+def cache_folder(kind: str, url: str) -> str:
+    """Return the folder for a `kind` of copy (runs, files …) of an address; ~ stands for home."""
+    parts = urlsplit(url)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    names = [name for name in f"{parts.netloc}{parts.path}".split("/") if name]
+    return "/".join([base, "ppo-cli", kind, parts.scheme, *names])
+
+
+def check_address(url: str) -> None:
+    """Raise ValueError for an address that no file system of fsspec opens, or with a password."""
+    from fsspec.registry import known_implementations
+
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(
+            "holds a user name, a password or a query; leave them out: credentials are read from "
+            "the environment and its files, such as AWS_ACCESS_KEY_ID or ~/.aws"
+        )
+    known = known_implementations.get(parts.scheme)
+    names = f"{parts.netloc}{parts.path}".split("/")
+    if known is None or not any(names) or ".." in names or "::" in url:
+        raise ValueError(f"{url} is no address that fsspec opens; write it as s3://BUCKET/NAME")
+    module = known["class"].partition(".")[0]
+    if find_spec(module) is None:
+        extra = EXTRAS.get(parts.scheme)
+        package = shlex.quote(f"ppo-cli[{extra}]") if extra else module
+        raise ValueError(f"{parts.scheme}:// needs {module}: pip install {package}")
+
+
+def check_store(url: str) -> None:
+    """Raise ValueError for an address that no run folder can be copied to."""
+    if not is_address(url):
+        raise ValueError(f"{url} is no address; a folder is named with --output_dir")
+    check_address(url)
+    if urlsplit(url).scheme in READ_ONLY:
+        raise ValueError(f"{url} cannot be written; write it as s3://BUCKET/NAME")
+
+
+def download(url: str) -> Path:
+    """Return a local copy of the file at an address; a changed file is copied again.
+
+    Raises DataError if it cannot be read.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(url)
+        state = digest_text(system.ukey(path), 16)  # by its tag, or by size and time
+        file = Path(cache_folder("files", url)).expanduser() / state / Path(path).name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_replace(file) as fresh:
+                system.get_file(path, str(fresh))
+    except Exception as error:  # each file system raises errors of its own
+        raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
+    return file
+
+
+def check_data_files(names: tuple[str, ...]) -> None:
+    """Raise ValueError for the first address among data files that cannot be read."""
+    for name in filter(is_address, names):
+        check_address(name)
+
+
+def restore(path: object) -> str:
+    """Return an address as it was written: a `Path` of it has lost its second slash."""
+    return re.sub(r"^([A-Za-z][\w+.-]*):/(?!/)", r"\1://", str(path))
+
+
+def refuse_address(path: object) -> None:
+    """Raise ValueError for s3://… and the like where a local folder or file is expected."""
+    text = restore(path)
+    if not is_address(text):
+        return
+    scheme, _, rest = text.partition(":")
+    if scheme == "file":
+        raise ValueError(f"{text} is an address; write it as /{rest.lstrip('/')}")
+    command = f": {COPY[scheme]} {shlex.quote(text)} DIR" if scheme in COPY else ""
+    raise ValueError(
+        f"{text} is an address, and files are read from a disk of this machine: copy it there, "
+        f"and name that{command}"
+    )
