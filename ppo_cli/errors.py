@@ -174,8 +174,16 @@ def ppo(arguments: str = "") -> str:
 _WORD = r"""(?:'[^']*'|"[^"]*"|[^ '"])+"""
 
 
+SAME_CALL = "the same call of "  # begins what stands in place of a command line in Python
+
+
 def replace_flag(command: str, flag: str, value: str) -> str:
-    """Return a command line with this value of a flag, instead of the value it had."""
+    """Return a command line with this value of a flag, instead of the value it had.
+
+    A call in Python, in place of the command, gets the argument of that name.
+    """
+    if command.startswith(SAME_CALL):
+        return f"{command} with {flag.removeprefix('--')}={value!r}"
     # Flags are accepted with underscores and with dashes.
     spelt = re.escape(flag).replace("_", "[-_]")
     return f"{re.sub(rf' {spelt}[ =]{_WORD}', '', command)} {flag} {value}"

@@ -44,7 +44,16 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.environments.episodes import EpisodeEngine, Episodes
-from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, plural, ppo
+from ppo_cli.errors import (
+    SAME_CALL,
+    DataError,
+    Interrupted,
+    UserError,
+    WorkerLost,
+    plural,
+    ppo,
+    replace_flag,
+)
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
@@ -649,8 +658,8 @@ def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:
     """
     elsewhere = begun and resolved.config.trainer.resume_mode != "auto"
     if resolved.function:
-        change = " with resume='auto'" if elsewhere else ""
-        return f"the same call of {resolved.function}(){change}"
+        call = f"{SAME_CALL}{resolved.function}()"
+        return replace_flag(call, "--resume", "auto") if elsewhere else call
     # Settings from variables are included: another shell may not have them.
     names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
     variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ppo_cli import plan, session, train
-from ppo_cli.errors import ConfigError, Interrupted, RewardError, UserError
+from ppo_cli.errors import ConfigError, Interrupted, ModelError, RewardError, UserError
 from ppo_cli.records import Score
 from tests.forked import Forked
 from tests.loop.runs import ROOT, assert_same_run, environment, metrics, rows, stored
@@ -150,6 +150,10 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
     assert not Path("run/.lock").exists()
     with pytest.raises(RewardError, match=r"Critic pretraining needs a reward\. The prompts"):
         session(**OWN | {"adv_estimator": "gae"}, critic_pretrain_steps=1, output_dir="run")
+    # What a message says to change is an argument.
+    Path("run/checkpoints/step_000002/actor/config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"with: the same call of session\(\) with resume='never'"):
+        session(**settings)
 
 
 def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
