@@ -216,7 +216,10 @@ class SettingsCommand(HelpCommand):
         if unknown or translation.problems:
             # The last message names the help, once for all of them.
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
-            messages = [*translation.problems, *describe_unknown_flags(unknown, names)]
+            messages = [
+                *translation.problems,
+                *describe_unknown_flags(unknown, names, translation.program),
+            ]
             messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
             ctx.meta[UNKNOWN_FLAGS] = tuple(messages)
         for param in self.params:

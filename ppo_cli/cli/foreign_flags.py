@@ -7,7 +7,10 @@ changes no result is left out with a note, and for the others a sentence says wh
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePath
@@ -19,9 +22,17 @@ from ppo_cli.errors import ppo
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
 SUGGESTION_CUTOFF = 0.75
 # Programs that start another one, and the words that come before that one's flags.
-LAUNCHERS = frozenset(
-    {"accelerate", "deepspeed", "python", "python3", "ray", "torchrun", "trl", "uv"}
+LAUNCHER = re.compile(
+    r"(\S*/)?(accelerate|bash|conda|deepspeed|docker|env|mpirun|nohup|numactl|nsys|poetry|"
+    r"python[\w.]*|ray|sh|srun|sudo|time|torchrun|trl|uv)$"
 )
+# Those whose own flags count processes, and their modules.
+COUNTING = re.compile(
+    r"(\S*/)?(accelerate|deepspeed|torchrun)$|torch\.distributed\.(run|launch)$|accelerate\.commands"
+)
+# What only the estimator gae uses.
+CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
+VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")  # in front of a command
 OFF = frozenset({"false", "0", "no", "off"})
 # verl's own configuration files; its defaults are built in.
 VERL_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
@@ -43,11 +54,15 @@ def own_flags() -> frozenset[str]:
 
 @dataclass
 class Translation:
-    """Arguments in our own words, what was left out and why, and what cannot be translated."""
+    """Arguments in our own words, what was left out and why, and what cannot be translated.
+
+    `program` is the script, the module or the command of trl that a launcher would start.
+    """
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    program: str = ""
 
 
 def translate(args: Sequence[str]) -> Translation:
@@ -57,56 +72,121 @@ def translate(args: Sequence[str]) -> Translation:
     `--` stays.
     """
     done = Translation()
-    rest = skip_launcher(args, done)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            done.words += [word, *rest]
-            break
-        if not word.startswith("--"):
+    parts = [part for arg in _split(skip_launcher(args, done)) for part in _open_file(*arg, done)]
+    # What a flag means may depend on others of the line, by their names in foreign_flags.toml.
+    given = {_name(word): values for word, values in parts if values is not None}
+    estimator = _estimator(given, done.program)
+    tables = load_foreign_flags()
+    for other in tables["with"].keys() & {*given, estimator}:
+        extra = tables["with"][other]
+        tables = tables | {name: tables[name] | rows for name, rows in extra.items()}
+    for word, values in parts:
+        if values is None:
             done.words.append(word)
             continue
-        # The values of a flag end at the next flag or override.
-        flag, equals, value = word.partition("=")
-        count = next((i for i, w in enumerate(rest) if w[:2] == "--" or is_override(w)), len(rest))
-        values = [value] if equals else rest[:count]
-        replaced = _translate_flag(flag, values, done)
+        replaced = _translate_flag(word.partition("=")[0], values, done, tables, given)
         if replaced is None:
-            done.words.append(word)
-            continue
+            replaced = [word, *([] if "=" in word else values)]
+        elif estimator not in ("", "gae"):
+            if CRITIC.match("".join(replaced[:1])):
+                done.notes.append(f"{word} is left out: only the estimator gae uses it.")
+                continue
+            replaced = [word for word in replaced if not word.startswith("critic.")]
         done.words += replaced
-        if not equals:
-            del rest[:count]
+    if estimator in tables["estimators"] and "adv_estimator" not in " ".join(done.words):
+        words = tables["estimators"][estimator].split()
+        if {"num_generations", "rloo_k", "config"} & given.keys():
+            words = words[:2]
+        done.words[:0] = words
+        done.notes.append(f"{' '.join(words)}: that is what TRL's {estimator.upper()} is.")
     return done
 
 
-def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str] | None:
+def _split(args: Sequence[str]) -> Iterator[tuple[str, list[str] | None]]:
+    """Yield each flag with its values, and each other word with None."""
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            yield from ((w, None) for w in [word, *rest])
+            return
+        if not word.startswith("--"):
+            yield word, None
+            continue
+        # The values of a flag end at the next flag or override.
+        _, equals, value = word.partition("=")
+        count = next((i for i, w in enumerate(rest) if w[:2] == "--" or is_override(w)), len(rest))
+        yield word, [value] if equals else rest[:count]
+        if not equals:
+            del rest[:count]
+
+
+def _open_file(
+    word: str, values: list[str] | None, done: Translation
+) -> Iterator[tuple[str, list[str] | None]]:
+    """Yield the flags of TRL's YAML file for `--config FILE`; any other argument as it is."""
+    path = Path("".join(values or []))
+    flags = None
+    if word.partition("=")[0] == "--config" and path.is_file():
+        import yaml
+
+        with suppress(ValueError, yaml.YAMLError):  # reported with our own files
+            flags = yaml.safe_load(path.read_text("utf-8"))
+    if not isinstance(flags, dict) or "model_name_or_path" not in flags:
+        yield word, values
+        return
+    done.notes.append(f"{path} has flags of TRL.")
+    for name, value in flags.items():
+        if isinstance(value, list):
+            yield f"--{name}", [str(item) for item in value]
+        elif value is not None:
+            yield f"--{name}={value}", [str(value)]
+
+
+def _name(flag: str) -> str:
+    """Return the name of a flag in foreign_flags.toml."""
+    typed = flag.partition("=")[0][2:].replace("-", "_")
+    return str(load_foreign_flags()["renamed"].get(typed, typed))
+
+
+def _translate_flag(
+    flag: str,
+    values: list[str],
+    done: Translation,
+    flags: Mapping[str, Any],
+    given: Mapping[str, Sequence[str]],
+) -> list[str] | None:
     """Return the words that replace a flag and its values; None to leave them as they are."""
-    flags = load_foreign_flags()
     typed = flag[2:].replace("-", "_")
-    name = flags["renamed"].get(typed, typed)
+    name = _name(flag)
     value = values[0].lower() if len(values) == 1 else ""
     if name in flags["values"]:
         meanings = flags["values"][name]
         if value in meanings:
             return list(meanings[value].split())
-        if name in flags["pointers"] or f"--{name}" in own_flags() or not values:
-            return None
-        known = ", ".join(meanings)
-        done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {known}.")
-        return []
+        if not any(name in flags[t] for t in ("aliases", "several")):
+            if name in flags["pointers"] or f"--{name}" in own_flags() or not values:
+                return None
+            known = ", ".join(meanings)
+            done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {known}.")
+            return []
     if name in flags["switches"]:
         settings = flags["switches"][name].split()
         return [] if value in OFF else settings
+    if name in flags["pointers"] and value == "false":
+        return []
     if name in flags["pairs"]:
         return [f"{k}={v}" for k, v in zip(flags["pairs"][name].split(), values, strict=False)]
     if name in flags["several"] and values:
-        return [_set(key, values) for key in flags["several"][name].split()]
+        keys = flags["several"][name].split()
+        return [key if "=" in key else _set(key, values) for key in keys]
     if name in flags["ignored"]:
         done.notes.append(f"{flag} is left out: {flags['ignored'][name].format(ppo=ppo())}.")
         return []
     if name in ("config_name", "config_path"):
         return _skip_verl_file(flag, name, value, done)
+    if name == "train_batch_size" and "rollout_batch_size" in given:
+        return _count_prompts(flag, value, given, done)
     alias = flags["aliases"].get(name)
     if alias is None:
         # A flag that has our name, but for the dots.
@@ -117,8 +197,31 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
 
 
 def _set(key: str, values: Sequence[str]) -> str:
-    """Return the override of a setting; several values are a list."""
-    return f"{key}={values[0] if len(values) == 1 else '[' + ','.join(values) + ']'}"
+    """Return the override of a setting; several values are a list, commas between them or not."""
+    if len(values) > 1:
+        return f"{key}=[{','.join(value.strip(',') for value in values)}]"
+    return f"{key}={values[0]}"
+
+
+def _count_prompts(
+    flag: str, value: str, given: Mapping[str, Sequence[str]], done: Translation
+) -> list[str] | None:
+    """Return OpenRLHF's responses of an optimizer step as prompts, if they divide."""
+    samples = "".join(given.get("n_samples_per_prompt") or ["1"])
+    if not (value.isdigit() and samples.isdigit() and int(samples)) or int(value) % int(samples):
+        return None
+    prompts = int(value) // int(samples)
+    done.notes.append(f"{flag} {value} is --mini_batch_size {prompts}: {samples} to a prompt.")
+    return ["--mini_batch_size", str(prompts)]
+
+
+def _estimator(given: Mapping[str, Sequence[str]], program: str) -> str:
+    """Return the estimator that OpenRLHF's flag or TRL's script stands for; "" if none does."""
+    if named := given.get("advantage_estimator") or given.get("adv_estimator"):
+        return named[0]
+    if "rloo" in program.lower() or "rloo_k" in given:
+        return "rloo"
+    return "grpo" if "grpo" in program.lower() or "num_generations" in given else ""
 
 
 def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list[str] | None:
@@ -131,31 +234,48 @@ def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list
 
 
 def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
-    """Return the arguments without the words of a launcher; its flags stay, and are translated.
+    """Return the arguments without the words of a launcher; its counts of processes stay.
 
-    `accelerate launch --num_processes 8 train.py`, `python3 -m verl.trainer.main_ppo`, `trl grpo`,
-    and `ray job submit … -- python3 …`.
+    `accelerate launch --num_processes 8 train.py`, `CUDA_VISIBLE_DEVICES=0 python3 -m verl…`,
+    `trl grpo`, `ray job submit … -- python3 …`, `srun … bash -c "…"`.
     """
     words = list(args)
-    if not words or words[0] not in LAUNCHERS:
+    start = next((i for i, word in enumerate(words) if not VARIABLE.match(word)), 0)
+    if not words or not LAUNCHER.match(words[start]):
         return words
-    if words[0] == "ray" and "--" in words:
-        words = words[words.index("--") + 1 :]
+    for shell, dash, script in zip(words, words[1:], words[2:], strict=False):
+        if shell.endswith("sh") and dash in ("-c", "-lc"):
+            return skip_launcher(shlex.split(script), done)
     end = next(_program_ends(words), 0)
     if end == 0:
         return words
-    launcher = words[:end]
-    at = next((i for i, word in enumerate(launcher) if word.startswith("--")), end)
-    done.notes.append(f"`{' '.join(launcher[:at])}` is left out: this program starts itself.")
-    # The launcher's flags, without the script or the module that it starts.
-    flags = [word for word in launcher[at:] if not word.endswith(".py") and word != "--module"]
+    done.program = PurePath(words[end - 1]).name
+    at = next((i for i in range(start, end) if words[i].startswith("--")), end)
+    done.notes.append(f"`{' '.join(words[start:at])}` is left out: this program starts itself.")
+    for variable in words[:start]:
+        done.notes.append(f"{variable} is left out: write it in front of the command.")
+    counting = max((i for i in range(end) if COUNTING.match(words[i])), default=end)
+    flags: list[str] = []
+    for word, values in _split(words[counting:end]):
+        if values is not None and _is_known(_name(word)):
+            flags += [word, *([] if "=" in word else values[:1])]
+        elif values is not None and word != "--module":
+            done.notes.append(f"{word} is left out: it is the launcher's.")
     return [*flags, *words[end:]]
+
+
+def _is_known(name: str) -> bool:
+    """Whether some table has a flag, or it is ours."""
+    return f"--{name}" in own_flags() or any(name in rows for rows in load_foreign_flags().values())
 
 
 def _program_ends(words: Sequence[str]) -> Iterator[int]:
     """Yield the numbers of words up to a script, a module, or a command of trl."""
     for index, word in enumerate(words):
-        if word.endswith(".py") or (index and words[index - 1] in ("-m", "--module", "trl")):
+        before = words[index - 1] if index else ""
+        module = before in ("-m", "--module", "trl") and not COUNTING.match(word)
+        script = re.search(r"python[\w.]*$", before) and not word.startswith("-")
+        if module or script or word.endswith(".py"):
             yield index + 1
 
 
@@ -164,16 +284,21 @@ def is_override(word: str) -> bool:
     return "=" in word or (word.startswith("~") and "/" not in word)
 
 
-def describe_unknown_flags(unknown: Iterable[str], flags: Iterable[str]) -> list[str]:
-    """Return errors for unknown flags, those with the same advice in one."""
+def describe_unknown_flags(
+    unknown: Iterable[str], flags: Iterable[str], program: str = ""
+) -> list[str]:
+    """Return errors for unknown flags, those with the same advice in one.
+
+    `program` is the script or module of another program's line, which may have flags of its own.
+    """
     names = {word.lstrip("-"): word for word in flags}
     by_advice: dict[str, list[str]] = {}
-    for flag in unknown:
-        by_advice.setdefault(_advise(flag, names), []).append(flag)
+    for flag in dict.fromkeys(unknown):
+        by_advice.setdefault(_advise(flag, names, program), []).append(flag)
     return [f"there is no flag {', '.join(same)}{advice}" for advice, same in by_advice.items()]
 
 
-def _advise(flag: str, names: dict[str, str]) -> str:
+def _advise(flag: str, names: dict[str, str], program: str) -> str:
     """Return what to use in place of an unknown flag, or a similar flag; `names` are ours."""
     foreign = load_foreign_flags()
     aliases, pointers, renamed = foreign["aliases"], foreign["pointers"], foreign["renamed"]
@@ -182,9 +307,11 @@ def _advise(flag: str, names: dict[str, str]) -> str:
     if name not in pointers:
         # A dotted name is a flag of OpenRLHF: only those are near it.
         candidates = [*renamed] if "." in typed else [*names, *aliases, *pointers]
-        near = difflib.get_close_matches(typed, candidates, n=1, cutoff=SUGGESTION_CUTOFF)
+        # In a line of another program an unknown flag is rather the script's own than mistyped.
+        cutoff = 0.9 if program else SUGGESTION_CUTOFF
+        near = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
         if not near:
-            return "."
+            return f": {program} reads it by itself, and nothing here does." if program else "."
         name = near[0]
     if name in pointers:
         return f": {pointers[name].format(ppo=ppo())}."

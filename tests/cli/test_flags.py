@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.verl.translator import VERSION
 
+# Tables with names that others have too.
+OVERLAPPING = ("renamed", "values", "pointers", "with", "estimators")
 RELEASES = json.loads((Path(__file__).parent / "foreign_releases.json").read_text())
 
 
@@ -41,7 +44,7 @@ def test_every_flag_of_other_programs_leads_to_what_there_is() -> None:
 
 def test_a_flag_of_another_program_is_in_one_table_and_is_not_ours() -> None:
     flags = load_foreign_flags()
-    tables = [set(t) for name, t in flags.items() if name not in ("renamed", "values", "pointers")]
+    tables = [set(t) for name, t in flags.items() if name not in OVERLAPPING]
     names = [name for names in (*tables, set(flags["pointers"])) for name in names]
     assert {name for name in names if names.count(name) > 1} == set()
     assert set(names) & set(list_flag_keys()) == set()
@@ -73,6 +76,56 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
     ]
     assert done.problems == [
         "--loss_type luspo is not offered; there are grpo, dapo, bnpo, dr_grpo, cispo, sapo."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo rollout.n=4", "rollout.n=4"),
+        (
+            "srun -N 2 accelerate launch --num_processes 8 --multi_gpu --config_file a.yaml ppo.py",
+            "--n_gpus 8",
+        ),
+        (
+            "nohup bash -c 'torchrun --nproc_per_node=gpu -m grpo_math --beta 0.04'",
+            "--adv_estimator grpo --rollout_n 8 actor.use_kl_loss=true actor.kl_loss_coef=0.04",
+        ),
+        ("uv run trl rloo --learning_rate 1", "--adv_estimator rloo --rollout_n 2 --lr 1"),
+        ("python -m torch.distributed.run --nproc_per_node 2 t.py --lr 1", "--n_gpus 2 --lr 1"),
+        (
+            "RAY_ADDRESS=a ray job submit --working-dir . -- python openrlhf.cli.train_ppo_ray"
+            " --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128",
+            "--batch_size 64 --rollout_n 8 --mini_batch_size 16",
+        ),
+        (
+            "--algo.advantage.estimator rloo --use_kl_loss --init_kl_coef 1e-3 --kl_estimator k3"
+            " --max_epochs 2 --critic_learning_rate 1 --lambd 1",
+            "algorithm.adv_estimator=rloo actor.use_kl_loss=true actor.kl_loss_coef=1e-3"
+            " actor.kl_loss_type=k3 actor.ppo_epochs=2",
+        ),
+        ("--sft_model_path a --model_name_or_path b", "--model a"),
+        ("--lora_target_modules q, v --push_to_hub false", "model.target_modules=[q,v]"),
+    ],
+)
+def test_a_line_of_another_program_means_what_it_means_there(line: str, words: str) -> None:
+    done = translate(shlex.split(line))
+    assert (done.words, done.problems) == (words.split(), [])
+
+
+def test_a_yaml_file_of_trl_is_read_as_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model_name_or_path: m\nnum_generations: 4\nlora_target_modules: [q, v]\nmax_steps: -1\n"
+    )
+    words = translate(["trl", "grpo", "--config", f"{tmp_path}/a.yaml", "--seed", "1"]).words
+    assert " ".join(words) == (
+        "--adv_estimator grpo --model m --rollout_n 4 model.target_modules=[q,v] --seed 1"
+    )
+
+
+def test_a_flag_of_the_script_alone_is_called_so() -> None:
+    assert describe_unknown_flags(["--machine_name"], [], "a.py") == [
+        "there is no flag --machine_name: a.py reads it by itself, and nothing here does."
     ]
 
 
