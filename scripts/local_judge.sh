@@ -181,8 +181,7 @@ log=$(mktemp "${TMPDIR:-/tmp}/ppo-judge-$port.XXXXXX")
 say "Loading $folder with $threads thread(s); this takes a minute. Log: $log"
 # Blanks between the parts of the JSON are where a small model gets lost until it is cut off.
 compact='{"backend": "xgrammar", "disable_any_whitespace": true}'
-# `vllm serve` looks for a package named vllm and does not start with the CPU package.
-"$python" -m vllm.entrypoints.openai.api_server --model "$folder" --served-model-name "$name" \
+"$python" -P "$root/ppo_cli/rewards/judge/providers/vllm_serve.py" serve "$folder" --served-model-name "$name" \
     --host 127.0.0.1 --port "$port" --max-model-len "$tokens" --dtype "$(best_dtype)" \
     --structured-outputs-config "$compact" --enforce-eager --disable-uvicorn-access-log \
     "$@" >"$log" 2>&1 </dev/null &

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import signal
@@ -207,6 +208,40 @@ def test_what_brings_vllm_where_there_is_nothing(house: House, what: str) -> Non
     elif what == "judge":  # vLLM alone
         assert not any(" -e " in call for call in house.pip_calls())
     assert house.set_up(what).stderr == ""
+
+
+@needs_no_gpu
+def test_the_newest_versions_have_their_own_environment_and_are_looked_up_each_time(
+    house: House,
+) -> None:
+    for _ in range(2):
+        house.set_up("newest")
+        _, rest = house.pip_calls()
+        pins = house.root.resolve() / ".venv-newest" / "constraints.txt"
+        assert pins.read_text() == f"torch=={PIN}\n"
+        assert f"-c {pins} --upgrade --upgrade-strategy eager torch -e " in rest
+        assert rest.endswith("[tensorboard,dev]") and not house.venv.exists()
+
+
+@pytest.mark.parametrize("days", [60, 61])
+def test_an_old_list_of_prices_is_a_warning(root: Path, tmp_path: Path, days: int) -> None:
+    checked = datetime.date.today() - datetime.timedelta(days=days)
+    python = f'#!/bin/sh\n[ "$1" != -c ] || exec "{sys.executable}" "$@"\n'
+    for name, text in {
+        "scripts/check": (root / "scripts" / "check").read_text(),
+        "ppo_cli/rewards/judge/prices.yaml": f"checked: {checked}\n",
+        "bin/python": python, "bin/ruff": "#!/bin/sh\n", "bin/mypy": "#!/bin/sh\n",
+        "scripts/setup": "#!/bin/sh\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PPO_VENV": str(tmp_path)}
+    done = subprocess.run(
+        [str(tmp_path / "scripts" / "check")], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (f"was checked {days} days ago" in done.stdout) == (days > 60)
 
 
 def be_gpu_machine(house: House, *cards: str) -> None:

@@ -126,9 +126,10 @@ class Ledger:
             near = model_hint(provider, model) if provider and model else ""
             raise RewardError(
                 f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
-                f"{f' {model}' if model else ''}, which is not known.{near} Give it with "
-                "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
-                "file with --rm_prices, or limit tokens with --rm_budget_tokens."
+                f"{f' {model}' if model else ''}, which is not known.{near} Give it "
+                "in US dollars for a million tokens, such as `--rm_price_input 0.4 "
+                "--rm_price_output 1.2`, or in a file with --rm_prices, or limit tokens with "
+                "--rm_budget_tokens."
             )
         self.price = price
         self.budget_usd = budget_usd

@@ -2,7 +2,8 @@
 
 Read from the settings, the user's price file, the short list `prices.yaml` of this package, or
 genai-prices, in this order. The last is a package with the prices and context lengths of many
-providers' models. Called by the ledger, the forecast and the list of models.
+providers' models; the short list has what it lacks, and so wins. Called by the ledger, the
+forecast and the list of models.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fnmatch
 import ipaddress
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -202,16 +203,18 @@ def _listed_provider(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
 
 
 def _highest_price(model: Any) -> Price | None:
-    """Return the highest token prices of any hour of the day, for the shortest context.
+    """Return the highest token prices of any hour, today or in 30 days, for the shortest context.
 
     None for a model without a price for input and output tokens, or with separate charges for
     requests, reasoning or citations: then these prices are not an upper bound.
     """
     from genai_prices import __version__
 
-    # Some providers charge less at night: the budget counts the highest price.
+    # Some providers charge less at night, or until an announced day that a run may go past: the
+    # budget counts the highest price.
     now = datetime.now(UTC)
-    hours = [model.get_prices(now.replace(hour=hour)) for hour in range(24)]
+    days = (now, now + timedelta(days=30))
+    hours = [model.get_prices(day.replace(hour=hour)) for day in days for hour in range(24)]
     others = [getattr(prices, name, None) for prices in hours for name in _OTHER_COSTS]
     read, written, cached = (
         max((_first_tier(getattr(prices, field)) for prices in hours), key=lambda usd: usd or 0.0)

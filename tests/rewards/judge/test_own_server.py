@@ -118,10 +118,11 @@ def local_judge(**settings: Any) -> Judge:
 def test_the_command_and_its_variables() -> None:
     judge = local_judge(local={"max_model_len": 99, "engine_kwargs": {"reasoning_parser": "qwen3"}})
     command = judge.command({"PPO_VLLM_PYTHON": "/py"})
-    assert command[:4] == ["/py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:2] == ["/py", "-P"] and command[2].endswith("/vllm_serve.py")
+    assert command[3] == "serve" and command[4].endswith("model"), "vllm serve MODEL"
     options = {name: command[command.index(name) + 1] for name in command[:-1] if name[:2] == "--"}
     assert (options["--max-model-len"], options["--reasoning-parser"]) == ("99", "qwen3")
-    assert options["--served-model-name"] == "embedded" and options["--model"].endswith("model")
+    assert options["--served-model-name"] == "embedded"
     variables = judge.environment({"OPENAI_API_KEY": "secret", "HOME": "/h"})
     assert "OPENAI_API_KEY" not in variables and len(variables["VLLM_API_KEY"]) == 32
     placed = local_judge(local={"devices": (2, 3)})
@@ -197,7 +198,7 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
         seen |= set(below)
         serving = [
             pid for pid in below
-            if b"api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"vllm_serve.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]  # fmt: skip
         assert serving, log_file.read_text()[-3000:]
         os.kill(serving[-1], signal.SIGKILL)

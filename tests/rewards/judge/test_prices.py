@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
@@ -16,9 +18,11 @@ from ppo_cli.rewards.judge.costs import Ledger
 from ppo_cli.rewards.judge.prices import (
     BUNDLED,
     Price,
+    _highest_price,
     batch_price,
     find_price,
     is_local,
+    look_up_model,
     model_hint,
     read_prices,
 )
@@ -45,9 +49,10 @@ def test_the_cost_of_a_call(price: Price, usage: Usage, cost: float) -> None:
 def test_the_short_list_names_its_date_and_wins_over_genai_prices() -> None:
     for kind, models in read_prices(BUNDLED).prices.items():
         for model, amounts in models.items():
-            price = find_price(api(re.sub(r"\[678\]|\*", "8", model), kind))
+            price = find_price(api(model.replace("*", "8"), kind))
             assert price is not None and price.input == amounts.input
-            assert price.source == "ppo-cli's list of 2026-11-21"
+            assert price.source == f"ppo-cli's list of {read_prices(BUNDLED).checked}"
+            assert look_up_model(api(model.replace("*", "8"), kind)) is None, "only what it lacks"
     for api_type in set(JUDGES) - {"local"}:
         shares = batch_price(Price(1.0, 2.0, None, ""), api(kind=api_type))
         assert shares is not None and shares.input in (0.5, 1.0)
@@ -63,10 +68,11 @@ def test_the_short_list_names_its_date_and_wins_over_genai_prices() -> None:
         ("claude", (5.0, 25.0), ("claude-opus-4-8",)),
         ("gemini", (0.1, 0.4), ("models/gemini-2.5-flash-lite",)),
         ("dashscope", (0.4, 1.2), ("qwen-plus", "qwen-plus-latest")),
+        ("dashscope", (0.5, 3.0), ("qwen3.6-plus", "qwen3.6-plus-2026-04-02")),
         # No price is guessed; genai-prices has no list of DashScope.
         ("openai", None, ("gpt-5.9", "llama-3", "no-such-model", None)),
         ("claude", None, ("gpt-4o-mini",)),
-        ("dashscope", None, ("qwen-max", "gpt-4o-mini")),
+        ("dashscope", None, ("qwen-future", "gpt-4o-mini")),
     ],
 )
 def test_a_model_is_found_under_its_usual_spellings(
@@ -75,6 +81,46 @@ def test_a_model_is_found_under_its_usual_spellings(
     for model in models:
         price = find_price(api(model, kind))
         assert (price and (price.input, price.output)) == expected, model
+
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMING = ("README*.md", "docs/*.md", "presets/*", "reward_prompts/*", "examples/*", "deploy/*",
+          "llms.txt", "ppo_cli/cli/*.py", "ppo_cli/config/schema/*.py")  # fmt: skip
+NAMES = {
+    "openai": r"gpt-\d[\w.-]*\w|o\d-[a-z-]+",
+    "claude": r"claude-(?:\d|[a-z]+-\d)[\w.-]*",
+    "gemini": r"gemini-\d[\w.-]*\w",
+    "dashscope": r"(?<!/)qwen[\d.]*-(?:plus|max|flash|turbo|coder)(?:-\w+)*",
+}
+
+
+def test_models_that_documents_presets_and_help_name_have_a_price_and_are_current() -> None:
+    models = {(kind, judge.example) for kind, judge in JUDGES.items() if kind != "local"}
+    skipped = ("log.md", "schema.json")  # history, and a copy of the settings
+    for file in (file for pattern in NAMING for file in ROOT.glob(pattern) if file.is_file()):
+        text = "" if file.name in skipped else file.read_text(encoding="utf-8")
+        models |= {(kind, name) for kind, form in NAMES.items() for name in re.findall(form, text)}
+    assert {kind for kind, _ in models} == set(JUDGES) - {"local"} and len(models) >= 10
+    assert not [model for model in models if find_price(api(model[1], model[0])) is None]
+    assert not [model for model in models if shutdown_date(*model)]
+
+
+@pytest.mark.parametrize(("days", "price"), [(-1, 2.0), (20, 2.0), (60, 1.0)])
+def test_a_higher_price_counts_30_days_before_it_begins(days: int, price: float) -> None:
+    from genai_prices.types import (
+        ClauseEquals,
+        ConditionalPrice,
+        ModelInfo,
+        ModelPrice,
+        StartDateConstraint,
+    )
+
+    one, two = (ModelPrice(input_mtok=Decimal(n), output_mtok=Decimal(n)) for n in (1, 2))
+    begin = StartDateConstraint(datetime.now(UTC).date() + timedelta(days=days))
+    prices = [ConditionalPrice(prices=one), ConditionalPrice(begin, prices=two)]
+    model = ModelInfo("m", ClauseEquals("m"), prices=prices)
+    highest = _highest_price(model)
+    assert highest is not None and (highest.input, highest.output) == (price, price)
 
 
 def test_a_provider_that_charges_for_each_call_has_no_price() -> None:

