@@ -102,6 +102,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(file, tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr(devices, "has_package", lambda name: True)
+    monkeypatch.setenv("PPO_VLLM_PYTHON", sys.executable)
     return tmp_path
 
 

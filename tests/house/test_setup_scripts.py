@@ -220,7 +220,7 @@ def test_the_newest_versions_have_their_own_environment_and_are_looked_up_each_t
         pins = house.root.resolve() / ".venv-newest" / "constraints.txt"
         assert pins.read_text() == f"torch=={PIN}\n"
         assert f"-c {pins} --upgrade --upgrade-strategy eager torch -e " in rest
-        assert rest.endswith("[tensorboard,dev]") and not house.venv.exists()
+        assert rest.endswith("[tensorboard,dev,mcp]") and not house.venv.exists()
 
 
 @pytest.mark.parametrize("days", [60, 61])
