@@ -49,7 +49,7 @@ class Session:
                 text = f"This session does not validate, as it has no reward. {job.reward.why}"
                 warnings.warn(text, stacklevel=3)
                 job = replace(job, val_prompts=())
-            self._job, self.total_steps = replace(job, own_scores=True), job.total_steps
+            self._job, self.total_steps = replace(job, caller_scores=True), job.total_steps
             self._state = begin(self._job)
             self._steps = steps(self._job, self._state)
             self._advance()

@@ -77,7 +77,7 @@ class Job:
         default_factory=list
     )  # steps whose weights this process has published
     # Whether the caller gives the scores of training steps (`run/session.py`).
-    own_scores: bool = False
+    caller_scores: bool = False
 
 
 @dataclass
@@ -208,7 +208,7 @@ def sample_step(job: Job, step: int) -> StepSample:
         return _sample_dynamically(job, step)
     prompts = [job.prompts[i] for i in job.order.take()]
     sampling = train_sampling(job.config, step)
-    pairs = sample_rollouts(job, prompts, sampling, "rollout", "train", held=job.own_scores)
+    pairs = sample_rollouts(job, prompts, sampling, "rollout", "train", deferred=job.caller_scores)
     return StepSample(prompts, *pairs)
 
 
@@ -298,11 +298,11 @@ def _filter_value(config: Config, sample: Scored) -> float | None:
 
 def sample_rollouts(
     job: Job, prompts: Sequence[Prompt], sampling: Sampling, phase: str, kind: RoundKind, *,
-    held: bool = False,
+    deferred: bool = False,
 ) -> tuple[list[Rollout], list[Future[Score]]]:  # fmt: skip
     """Sample responses, submit each to the reward as it finishes; return both in prompt order.
 
-    With `held` the reward gets none of them, and the caller completes the futures.
+    With `deferred` the reward gets none of them, and the caller completes the futures.
     """
     # Responses finish in any order; futures of earlier rounds may still be running.
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
@@ -310,12 +310,12 @@ def sample_rollouts(
     job.in_flight[:] = [future for future in job.in_flight if not future.done()]
     with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
         for rollout in job.engine.generate(prompts, sampling):
-            future = Future[Score]() if held else submit_rollout(job.reward, rollout)
+            future = Future[Score]() if deferred else submit_rollout(job.reward, rollout)
             pairs.append((rollout, future))
             job.in_flight.append(future)
             advance(1)
     # All responses are submitted: rewards may now compare them with each other.
-    if not held:
+    if not deferred:
         job.reward.end_round(kind)
     pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
     return [rollout for rollout, _ in pairs], [future for _, future in pairs]
