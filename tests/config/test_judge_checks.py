@@ -119,6 +119,10 @@ def test_what_is_fine_is_not(overrides: str) -> None:
         ("gemini", "gemini-2.5-flash-lite-001", None),
         ("claude", "claude-opus-4-20250514", "2026-06-15"),
         ("claude", "claude-opus-4-8", None),
+        ("claude", "claude-opus-4-5-20251101", "2027-01-22"),
+        ("dashscope", "qwen3-max", "2026-10-10"),
+        ("dashscope", "qwen3-max-2026-01-23", None),
+        ("dashscope", "qwen3.6-plus", None),
         ("dashscope", "gpt-4o", None),
     ],
 )
