@@ -6,6 +6,7 @@ scores give the same bits.
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -54,6 +55,8 @@ class Session:
             self._steps = steps(self._job, self._state)
             self._advance()
             self._closing = closing.pop_all()
+        # A program that ends without `close` cannot save any more: threads have ended by then.
+        atexit.register(self._free)
 
     @property
     def done(self) -> bool:
@@ -124,9 +127,16 @@ class Session:
 
     def close(self) -> None:
         """Save the last trained step, and free everything. Safe to call twice."""
-        with self._closing.pop_all(), suppress(Interrupted):
-            if self.step:
-                self._steps.throw(Interrupted("The session was closed."))
+        atexit.unregister(self._free)
+        try:
+            with suppress(Interrupted):
+                if self.step:
+                    self._steps.throw(Interrupted("The session was closed."))
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        with self._closing.pop_all():
             self._steps.close()
 
     def __enter__(self) -> Session:

@@ -173,7 +173,16 @@ def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) 
         s.reward(batch)
     s.close()
     with session(**settings, output_dir=desk / "run") as s:
-        assert s.step == 2 and [r.text for r in s.sample()] == [r.text for r in batch]
+        assert s.step == 2
+        assert [r.text for r in s.sample()] == [r.text for r in batch]
+
+    # A program that ends without closing it frees the folder quietly.
+    program = (
+        f"from ppo_cli import session; s = session(**{settings}, output_dir='run'); s.sample()"
+    )
+    process = Forked(program, ["run"], environment())
+    assert process.communicate()[0] == "" and process.returncode == 0
+    assert not Path("run/.lock").exists()
 
 
 def test_what_cannot_be_stepped_is_refused_by_plan_and_session() -> None:
