@@ -13,15 +13,12 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, first_line, is_address
 
-VERDICTS = "verdicts.sqlite"  # the judge's cache in a run folder with a store
-# Schemes that nothing can be written to.
-READ_ONLY = ("http", "https", "data", "zip", "tar", "github", "git", "reference")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
 COPY = {
-    "s3": "aws s3 cp --recursive", "s3a": "aws s3 cp --recursive",
-    "gs": "gcloud storage cp --recursive", "gcs": "gcloud storage cp --recursive",
+    "s3": "aws s3 cp --recursive",
+    "gs": "gcloud storage cp --recursive",
     "hdfs": "hdfs dfs -get",
-}  # fmt: skip
+}
 
 
 def cache_folder(kind: str, url: str) -> str:
@@ -58,7 +55,7 @@ def check_store(url: str) -> None:
     if not is_address(url):
         raise ValueError(f"{url} is no address; a folder is named with --output_dir")
     check_address(url)
-    if urlsplit(url).scheme in READ_ONLY:
+    if urlsplit(url).scheme in ("http", "https"):
         raise ValueError(f"{url} cannot be written; write it as s3://BUCKET/NAME")
 
 

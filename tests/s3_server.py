@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from s3fs import S3FileSystem
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
@@ -49,12 +50,16 @@ class S3Server:
             return ""
         return str(self._client.get_object(Bucket=bucket, Key=name)["Body"].read().decode())
 
+    def write(self, name: str, text: str, bucket: str = "bucket") -> None:
+        self._client.put_object(Bucket=bucket, Key=name, Body=text.encode())
+
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self._client = boto3.client(
             "s3", endpoint_url=self.address, region_name="us-east-1",
             aws_access_key_id="loopback", aws_secret_access_key="loopback-secret-9071",
         )  # fmt: skip
+        S3FileSystem.clear_instance_cache()  # they know the address of an earlier server
         # All servers of a process share what moto keeps.
         urlopen(Request(f"{self.address}/moto-api/reset", method="POST"), timeout=10).close()
         self._client.create_bucket(Bucket="bucket")

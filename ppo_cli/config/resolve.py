@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ppo_cli.addresses import VERDICTS, cache_folder
+from ppo_cli.addresses import cache_folder
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.checks.runner import find_clashes
 from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
@@ -243,10 +243,7 @@ def _place_run_folder(draft: _Draft) -> None:
         _set_default(draft, "trainer.store", str(url), origin)
         _set_default(draft, folder, cache_folder("runs", str(url)), f"{origin} (local folder)")
     if store := draft.values.get("trainer.store"):
-        # Verdicts that were paid for survive the machine too.
         place = draft.values.get(folder) or table()[folder].default
-        if "reward.api.cache" not in draft.entries:
-            _set_default(draft, "reward.api.cache", f"{place}/{VERDICTS}", "default with a store")
         draft.notes.append(
             f"The run folder is {place}, and its copy {redact_url(store)}: the newer one goes on."
         )

@@ -448,6 +448,10 @@ def open_run(
     try:
         folder.prepare()
         # Everything that is opened is closed at the end, the engine last.
+        # Verdicts that were paid for are copied with the run.
+        if config.trainer.store and config.reward.api.cache is None and judges_of(config.reward):
+            cache = {"reward.api.cache": str(folder.path / "verdicts.sqlite")}
+            resolved = replace(resolved, config=with_settings(config, cache))
         copy = mirrored(
             config.trainer.store, folder, screen.note, _resume_command(resolved, begun=False)
         )

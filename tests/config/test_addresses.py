@@ -85,8 +85,6 @@ def test_the_folder_of_an_address_and_whose_copy_it_is(
     assert settle(files=[file], flags=other).config.trainer.store is None
     both = settle("trainer.store=s3://bucket/c", files=[file], flags=other).config
     assert (both.trainer.output_dir, both.trainer.store) == ("here", "s3://bucket/c")
-    # Paid verdicts are kept with the run.
-    assert both.reward.api.cache == "here/verdicts.sqlite"
     two = {"trainer.output_dir": ("s3://bucket/d", "flag --output_dir")}
     with pytest.raises(ConfigError, match="name two addresses"):
         settle("trainer.store=s3://bucket/c", flags=two)

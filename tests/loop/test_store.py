@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from ppo_cli import load_run
+from ppo_cli.cli.app import main
+from ppo_cli.digests import MANIFEST
+from ppo_cli.errors import DataError, Interrupted, UserError
+from ppo_cli.run_folder import RunFolder, paid_calls, run_settings
+from ppo_cli.store import (
+    INDEX,
+    LEASE,
+    checkpoints_in,
+    is_mine,
+    localise,
+    mirrored,
+    open_store,
+    put,
+    read_json,
+    scan,
+)
 from tests.forked import PPO, Forked, run_forked
+from tests.judge_server import JudgeServer
 from tests.loop.runs import SLOW_DISK, SMALL, assert_same_run, train, wait_for
 from tests.s3_server import S3Server
 
@@ -50,6 +71,13 @@ def local(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "ppo-cli" / "runs" / "s3" / "bucket" / "runs" / "a"
 
 
+def copied(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The copy in the store, on this disk again."""
+    for name, value in environment(s3, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    return localise(URL)
+
+
 def run(s3: S3Server, tmp_path: Path, *args: str, exit_code: int = 0) -> str:
     env = environment(s3, tmp_path)
     done = run_forked(["train", *ARGS, "--output_dir", URL, *args], env, timeout=300)
@@ -68,7 +96,7 @@ def end(process: Forked) -> None:
 
 
 def test_killed_in_an_upload_and_wiped_it_goes_on_to_the_same_bits(
-    calm: Path, s3: S3Server, tmp_path: Path
+    calm: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.hold = r"/step_00000[468]/critic/"
     env = environment(s3, tmp_path) | {"DESK": str(tmp_path), "HOLD": "0"}
@@ -90,17 +118,15 @@ def test_killed_in_an_upload_and_wiped_it_goes_on_to_the_same_bits(
     output = run(s3, tmp_path)
     assert "Fetching" in output and "Going on after step 2" in output, output
     assert_same_run(local(tmp_path), calm)
-    # The copy is the folder: fetched again, it is complete, and older checkpoints are gone.
-    shutil.rmtree(tmp_path / "cache")
-    assert "This run is complete" in run(s3, tmp_path)
-    assert_same_run(local(tmp_path), calm)
+    # The copy is the folder: it is complete, and older checkpoints are gone.
+    assert_same_run(copied(s3, tmp_path, monkeypatch), calm)
     steps = {name.split("/")[3] for name in s3.names() if "/checkpoints/" in name}
     assert steps == {path.name for path in (calm / "checkpoints").glob("step_*")}
     assert not any("lease" in name for name in s3.names())
 
 
 def test_a_store_that_goes_away_does_not_stop_the_run(
-    calm: Path, s3: S3Server, tmp_path: Path
+    calm: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = begin(s3, tmp_path)
     try:
@@ -116,10 +142,33 @@ def test_a_store_that_goes_away_does_not_stop_the_run(
         process.kill()
     assert process.returncode == 0, output
     assert s3.refused and output.count("does not answer") == 1
-    assert_same_run(local(tmp_path), calm)
-    shutil.rmtree(tmp_path / "cache")
-    run(s3, tmp_path)
-    assert_same_run(local(tmp_path), calm)
+    for out in (local(tmp_path), copied(s3, tmp_path, monkeypatch)):
+        assert_same_run(out, calm)
+
+
+def test_verdicts_and_spending_survive_the_machine(s3: S3Server, tmp_path: Path) -> None:
+    env = environment(s3, tmp_path) | {"OPENAI_API_KEY": "key-of-the-loopback-judge"}
+    with JudgeServer() as judge:
+        judge.keys = {env["OPENAI_API_KEY"]}
+        args = [
+            "train", "--preset", "embedded", "--batch_size", "8", "--max_steps", "4",
+            "--save_freq", "2", "data.val_max_samples=8", "--use_api_reward", "--rm_model", "one",
+            "--rm_prompt_preset", "math", "--rm_api_type", "openai", "--rm_canary_every", "0",
+            "--rm_base_url", judge.url("openai"), "--rm_price_input", "1",
+            "--rm_price_output", "4", "--output_dir", URL,
+        ]  # fmt: skip
+        assert run_forked(args, env, timeout=300).returncode == 0
+        calls, answered = paid_calls(local(tmp_path)), judge.state.answered
+        assert calls
+        # Step 4 is lost, and judged again at no cost.
+        index = json.loads(s3.read("runs/a/index.json"))
+        index["files"] = {n: e for n, e in index["files"].items() if "step_000004/" not in n}
+        index["links"] = {}
+        s3.write("runs/a/index.json", json.dumps(index))
+        shutil.rmtree(tmp_path / "cache")
+        done = run_forked(args, env, timeout=300)
+        assert "Going on after step 2" in done.stdout
+        assert judge.state.answered == answered and paid_calls(local(tmp_path)) == calls
 
 
 @pytest.mark.skipif(not KILLS, reason="PPO_KILLS=20 kills a run as often")
@@ -134,3 +183,111 @@ def test_kills_at_random_moments(calm: Path, s3: S3Server, tmp_path: Path) -> No
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     run(s3, tmp_path)
     assert_same_run(local(tmp_path), calm)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme: str) -> None:
+    """Small files stand for a run here; in one of the stores, files are renamed into place."""
+    url = f"{scheme}://{tmp_path}/store"
+    notes: list[str] = []
+
+    def begin_on(machine: str) -> tuple[RunFolder, AbstractContextManager[None]]:
+        folder = RunFolder(tmp_path / machine)
+        folder.path.mkdir(exist_ok=True)
+        return folder, mirrored(url, folder, notes.append, "ppo train")
+
+    def save(folder: RunFolder, step: int, text: str) -> None:
+        checkpoint = folder.checkpoints / f"step_{step:06d}"
+        (checkpoint / "state").mkdir(parents=True)
+        (checkpoint / "state" / "run.json").write_text(text)
+        (checkpoint / MANIFEST).write_text(text)
+        folder.path.joinpath("metrics.jsonl").write_text(text)
+
+    def state(folder: RunFolder) -> dict[str, str]:
+        return {name: (folder.path / name).read_text() for name in scan(folder.path)}
+
+    first, copy = begin_on("first")
+    with copy:
+        save(first, 1, "one")
+    # Elsewhere the copy is fetched; it goes on, and the first machine follows.
+    second, copy = begin_on("second")
+    with copy:
+        assert state(second) == state(first)
+        save(second, 2, "two")
+        shutil.rmtree(second.checkpoints / "step_000001")
+    first, copy = begin_on("first")
+    with copy:
+        assert state(first) == state(second) and "step_000002" in str(state(first))
+    # What is newer here stays, and is copied.
+    save(first, 3, "three")
+    first, copy = begin_on("first")
+    with copy:
+        assert "step_000003" in str(state(first))
+    # Another run in its place: the earlier one is kept, there too, and never fetched.
+    with begin_on("first")[1]:
+        first.set_aside()
+        save(first, 1, "new")
+    third, copy = begin_on("third")
+    with copy:
+        assert state(third)["metrics.jsonl"] == "new" and len(checkpoints_in(scan(third.path))) == 1
+        assert (third.path / "earlier_1").is_dir()
+    names = read_json(open_store(url), INDEX)["files"]
+    assert "earlier_1/checkpoints/step_000003/state/run.json" in names
+    # A folder with another run is set aside before.
+    fourth, copy = begin_on("fourth")
+    save(fourth, 9, "mine")
+    os.utime(fourth.checkpoints / "step_000009" / MANIFEST, (1, 1))
+    with copy:
+        assert state(fourth)["earlier_2/metrics.jsonl"] == "mine"
+    assert any("is another one: it is moved to" in note for note in notes)
+
+
+def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
+    monkeypatch.setattr("ppo_cli.store.LEASE_S", 0.6)
+    url, notes = f"memory://{tmp_path.name}", list[str]()
+    folder = RunFolder(tmp_path)
+    store = open_store(url)
+    lease = {"host": "elsewhere", "pid": 1}
+
+    def renew() -> None:
+        while not ended.wait(0.1):
+            put(store, LEASE, lease | {"time": time.time()})
+
+    # Alive: refused. Without a sign of life: taken over.
+    put(store, LEASE, lease | {"time": time.time()})
+    ended = threading.Event()
+    other = threading.Thread(target=renew)
+    other.start()
+    with pytest.raises(UserError, match="active on elsewhere"), mirrored(url, folder, print, ""):
+        pass
+    ended.set()
+    other.join()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with mirrored(url, folder, notes.append, ""):
+        assert is_mine(read_json(store, LEASE) or {})
+    assert "waiting for its end" in notes[0] and read_json(store, LEASE) is None
+    # The other one comes back and writes: this run says so at its end, and copies nothing.
+    with pytest.raises(Interrupted, match="elsewhere writes to"), mirrored(url, folder, print, ""):
+        put(store, LEASE, lease | {"time": time.time()})
+        time.sleep(0.5)
+        (tmp_path / "metrics.jsonl").write_text("{}\n{}")
+    assert store.cat_file("metrics.jsonl") == b"{}"
+
+
+def test_a_run_at_an_address_is_shown_exported_and_forked(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (s3.environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    tiny = ("--preset", "embedded", "--batch_size", "4", "--rollout_n", "1", "--max_steps", "1")
+    assert main(["train", *tiny, "--output_dir", URL, "data.val_max_samples=4"]) == 0
+    assert list(load_run(URL).metrics.index) == [0, 1]
+    assert main(["show", URL]) == main(["report", URL]) == main(["runs", URL]) == 0
+    assert main(["export", URL, "--out", "model"]) == 0
+    fork = ("--fork", f"{URL}@1", "--max_steps", "2", "data.val_max_samples=4")
+    assert main(["train", *fork]) == 0
+    assert run_settings(tmp_path / "a-step_000001").trainer.store is None
+    with pytest.raises(DataError, match=r"^s3://bucket/none has no run"):
+        load_run("s3://bucket/none")
