@@ -7,16 +7,13 @@ to do, a run that stopped early and can be resumed raises Interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.algo.estimators import ESTIMATOR_INPUTS, LOSS_INPUTS
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.models import damaged_models
@@ -26,10 +23,9 @@ from ppo_cli.config.checks.runner import missing_inputs, missing_parts
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import Plan, add_second_judge, make_plan
 from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema.keys import table, with_settings
+from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
-from ppo_cli.plugins import choose_inputs
 from ppo_cli.run_folder import (
     RunFolder,
     check_run_folder,
@@ -44,7 +40,6 @@ from ppo_cli.store import localise
 if TYPE_CHECKING:
     import pandas
 
-    from ppo_cli.callables import InputFile
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.session import Session
 
@@ -53,12 +48,8 @@ ARGUMENTS = {
     "loss": "actor.policy_loss.loss_mode", "estimator": "algorithm.adv_estimator",
     "rows": "data.train_files", "val_rows": "data.val_files",
 }  # fmt: skip
-# Settings that take a function, and the inputs by name of losses and estimators.
-FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "reward.function": ("reward", ()), "environment.path": ("environment", ()),
-    "actor.policy_loss.loss_mode": ("losses", LOSS_INPUTS),
-    "algorithm.adv_estimator": ("estimators", ESTIMATOR_INPUTS),
-}  # fmt: skip
+# Settings that take a function.
+FUNCTIONS = ("reward.function", "environment.path", ARGUMENTS["loss"], ARGUMENTS["estimator"])
 INPUTS = "inputs"  # the folder for functions and rows in a run folder
 
 
@@ -120,11 +111,13 @@ def plan(
     problems of the settings, functions and `rows`; problems of files and of the rows in them are
     only found by `train`.
     """
-    with _resolving(preset, config, overrides or {}, settings) as draft:
-        if stepwise and (refusals := list(refused_in_session(draft.resolved.config))):
+    with TemporaryDirectory() as folder:
+        resolved = _resolve_in(Path(folder), preset, config, overrides or {}, settings)
+        if stepwise and (refusals := list(refused_in_session(resolved.config))):
             raise ConfigError(refusals)
-        planned: Plan = draft.rename(make_plan(draft.resolved))
-        return planned
+        forecast = make_plan(resolved)
+    values = {key: _rename(value, folder, INPUTS) for key, value in forecast.values.items()}
+    return replace(forecast, values=values)
 
 
 def train(
@@ -174,24 +167,6 @@ def session(
     return Session(resolved, screen or Screen())
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """Resolved settings whose functions and rows are files of the temporary folder `scratch`."""
-
-    resolved: Resolved
-    scratch: Path
-    files: Mapping[str, InputFile]
-
-    @property
-    def folder(self) -> Path:
-        """The folder for these files in the run folder."""
-        return Path(self.resolved.config.trainer.output_dir).expanduser().absolute() / INPUTS
-
-    def rename(self, value: Any) -> Any:
-        """Return a value that names the files in the run folder instead."""
-        return _replace_text(value, str(self.scratch), str(self.folder)) if self.files else value
-
-
 def _resolve(
     preset: str | None,
     config: Sequence[str | os.PathLike[str]],
@@ -205,8 +180,9 @@ def _resolve(
     Functions and rows are written to the run folder. Raises ConfigError with all problems, those
     that `ppo train` finds before it starts too.
     """
-    with _resolving(preset, config, overrides, settings) as draft:
-        resolved = replace(draft.resolved, function=function)
+    with TemporaryDirectory() as scratch:
+        resolved = _resolve_in(Path(scratch), preset, config, overrides, settings)
+        resolved = replace(resolved, function=function)
         # The checks of `ppo train`, before anything heavy is imported.
         problems = [
             *(refused_in_session(resolved.config) if function == "session" else ()),
@@ -217,30 +193,40 @@ def _resolve(
             *damaged_models(resolved.config),
         ]
         if problems:
-            raise ConfigError(draft.rename(list(dict.fromkeys(problems))))
-        if not draft.files:
-            return resolved
-        RunFolder(draft.folder.parent).prepare()
-        # A file that is there already has the same content, but for where it was written.
-        for file in draft.files.values():
-            path = draft.folder / file.name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_replace(path) as fresh:
-                    fresh.write_text(file.text, encoding="utf-8")
-        places = {key: _place(key, file, draft.folder) for key, file in draft.files.items()}
-        notes = draft.rename(resolved.notes)
-        return replace(resolved, config=with_settings(resolved.config, places), notes=notes)
+            raise ConfigError(dict.fromkeys(problems))
+        folder = Path(resolved.config.trainer.output_dir).expanduser().absolute()
+        for path in (path for path in Path(scratch).rglob("*") if path.suffix in (".py", ".jsonl")):
+            RunFolder(folder).prepare()
+            place = folder / INPUTS / path.relative_to(scratch)
+            # A file that exists does the same, but may have other line numbers.
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_replace(place) as fresh:
+                    fresh.write_bytes(path.read_bytes())
+    # The settings name the files in the run folder.
+    values = {key: value_of(resolved.config, key) for key in (*FUNCTIONS, *ARGUMENTS.values())}
+    values = {k: _rename(value, scratch, f"{folder / INPUTS}") for k, value in values.items()}
+    return replace(resolved, config=with_settings(resolved.config, values))
 
 
-@contextmanager
-def _resolving(
+def _rename(value: Any, old: str, new: str) -> Any:
+    """Return a text, or a list of texts, with a part replaced."""
+    if isinstance(value, list | tuple):
+        return type(value)(_rename(item, old, new) for item in value)
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
+def _resolve_in(
+    folder: Path,
     preset: str | None,
     config: Sequence[str | os.PathLike[str]],
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
-) -> Iterator[_Draft]:
-    """Resolve the arguments of `plan` and `train`; ConfigError with all problems."""
+) -> Resolved:
+    """Resolve the arguments of `plan` and `train`; ConfigError with all problems.
+
+    Functions and rows are written to `folder`.
+    """
     # Flags by name: the library's arguments are the flags without dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
     flags |= ARGUMENTS
@@ -252,89 +238,56 @@ def _resolving(
         if name not in flags
     ]
     # The origin of each value, for messages and the plan.
-    values: dict[str, tuple[Any, str]] = {}
-    files: dict[str, InputFile] = {}
-    arguments = [(flags[name], name, f"argument {name}") for name in settings if name in flags]
-    for key, name, origin in [*arguments, *((key, key, f"override {key}") for key in overrides)]:
-        value = overrides[key] if origin.startswith("override") else settings[name]
-        if key in values and origin.startswith("argument"):
-            problems.append(f"{values[key][1]} and {origin} both set {key}; keep one.")
-        values[key] = value, origin
-        files.pop(key, None)
+    named: dict[str, tuple[Any, str]] = {}
+    for name, value in settings.items():
+        key = flags.get(name, "")
+        if key in named:
+            problems.append(f"{named[key][1]} and argument {name} both set {key}; keep one.")
+        if key:
+            named[key] = value, f"argument {name}"
+    named |= {key: (value, f"override {key}") for key, value in overrides.items()}
+    reward = named.get("reward.function", (None,))[0]
+    # Functions and rows become files.
+    for key, (value, origin) in list(named.items()):
         try:
-            if file := _make_file(key, name, value):
-                files[key] = file
+            named[key] = _write_input(folder, key, origin.rpartition(" ")[2], value), origin
         except ConfigError as error:
             problems += error.problems
-            del values[key]
-    # Imported here: it loads the pool of the functions' processes.
-    if "reward.function" in files:
-        from ppo_cli.rewards.function import check_function
-    with TemporaryDirectory() as folder:
-        scratch = Path(folder).resolve()
-        for key, file in files.items():
-            (scratch / file.name).parent.mkdir(exist_ok=True)
-            (scratch / file.name).write_text(file.text, encoding="utf-8")
-            values[key] = _place(key, file, scratch), values[key][1]
-        try:
-            resolved = resolve(
-                flags={key: (_as_typed(value), origin) for key, (value, origin) in values.items()},
-                preset=preset,
-                config_files=[Path(file) for file in config],
-                overrides=[],
-                environ=os.environ,
-            )
-        except ConfigError as error:
-            raise ConfigError([*problems, *error.problems]) from None
-        if "reward.function" in files:
-            function, kwargs = settings.get("reward"), resolved.config.reward.function_kwargs
-            function = function or settings.get("reward_function") or overrides["reward.function"]
-            problems += check_function(function, kwargs)
-        if "environment.path" in files and resolved.config.environment.python:
-            problems.append(
-                "environment is a function, which only this Python can read, but "
-                "environment.python names another: write it into a file, and name FILE.py:NAME."
-            )
-        if problems:
-            raise ConfigError(problems)
-        yield _Draft(add_second_judge(resolved, os.environ), scratch, files)
+            del named[key]
+    try:
+        resolved = resolve(
+            flags={key: (_as_typed(value), origin) for key, (value, origin) in named.items()},
+            preset=preset,
+            config_files=[Path(file) for file in config],
+            overrides=[],
+            environ=os.environ,
+        )
+        if callable(reward):
+            from ppo_cli.rewards.function import check_callable
+
+            check_callable(reward, resolved.config.reward.function_kwargs)
+    except ConfigError as error:
+        problems += [_rename(problem, f"{folder}/", "") for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return add_second_judge(resolved, os.environ)
 
 
-def _make_file(key: str, name: str, value: Any) -> InputFile | None:
-    """Return the file for an argument that is a function or has rows; None for plain values."""
+def _write_input(folder: Path, key: str, argument: str, value: Any) -> Any:
+    """Return the value of a setting; a function or rows are written, and their file is the value.
+
+    Raises ConfigError for what cannot be written.
+    """
+    if argument not in ("rows", "val_rows") and not callable(value):
+        return value
     # Imported here: plain settings do without it.
-    from ppo_cli.callables import make_function_file, make_rows_file
+    from ppo_cli.callables import write_function, write_rows
 
-    if name in ("rows", "val_rows"):
-        return make_rows_file(name, value)
     if not callable(value):
-        return None
+        return [write_rows(folder, argument, value)]
     if key not in FUNCTIONS:
-        raise ConfigError(f"{name} is a function, and takes none: give its value.")
-    kind, inputs = FUNCTIONS[key]
-    if not inputs:
-        return make_function_file(name, value)
-    label = f"{name}={getattr(value, '__name__', name)}"
-    return make_function_file(name, value, choose_inputs(kind, label, signature(value), inputs))
-
-
-def _place(key: str, file: InputFile, folder: Path) -> Any:
-    """Return the value of a setting that names a file in a folder."""
-    return (file.spec(folder),) if table()[key].is_list else file.spec(folder)
-
-
-def _replace_text(value: Any, old: str, new: str) -> Any:
-    """Return a value with a text replaced, also inside of lists, dicts and data classes."""
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, dict):
-        return {key: _replace_text(item, old, new) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_replace_text(item, old, new) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
-        return replace(value, **{n: _replace_text(getattr(value, n), old, new) for n in names})
-    return value
+        raise ConfigError(f"{argument} takes no function, but a value.")
+    return write_function(folder, argument, value)
 
 
 def _as_typed(value: Any) -> Any:

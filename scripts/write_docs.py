@@ -19,6 +19,7 @@ from ppo_cli.cli.foreign_flags import load_foreign_flags
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plugins import Names
 
 DOCS = Path(__file__).parent.parent / "docs"
 INTRODUCTION = """# Settings
@@ -71,7 +72,8 @@ def choices(kind: Any) -> list[str]:
 
 def values_of(field: FieldInfo) -> str:
     """What the setting may be: choices or limits."""
-    if found := choices(field.annotation):
+    names = [rule.table for rule in field.metadata if isinstance(rule, Names)]
+    if found := [*map(str, names[0])] if names else choices(field.annotation):
         return ", ".join(f"`{value}`" for value in dict.fromkeys(found))
     found = [
         (sign, getattr(one, n)) for n, sign in SIGNS for one in field.metadata if hasattr(one, n)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
-from ppo_cli.plugins import call_function
+from ppo_cli.plugins import call
 
 _STD_EPS = 1e-6  # as in verl
 
@@ -116,7 +116,7 @@ def _call_estimator(
     name: str, mask_BT: Tensor, inputs: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
     """Return what an estimator of a package or file returns, 0 outside the mask."""
-    returned = call_function("estimators", name, {"mask_BT": mask_BT, **inputs})
+    returned = call("estimators", name, {"mask_BT": mask_BT, **inputs})
     label = f"The advantage estimator {name}"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ConfigError(f"{label} must return (advantages_BT, returns_BT).")

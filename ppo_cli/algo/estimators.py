@@ -7,25 +7,9 @@ which inputs it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ppo_cli.plugins import inputs_of
-
-T = TypeVar("T")
-
-
-class Declarations(dict[str, T]):
-    """Declarations by name: the built-in ones, and those that `declare` makes of other names."""
-
-    def __init__(self, declare: Callable[[str], T], built_in: dict[str, T]) -> None:
-        super().__init__(built_in)
-        self._declare = declare
-
-    def __missing__(self, name: str) -> T:
-        return self._declare(name)
-
+from ppo_cli.plugins import Declarations, inputs_of
 
 # Inputs by name of an estimator and of a policy loss from a package or file. docs/plugins.md
 # describes them.

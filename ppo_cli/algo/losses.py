@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import masked_mean, masked_sum, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
-from ppo_cli.plugins import call_function
+from ppo_cli.plugins import call
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -238,7 +238,7 @@ def _call_loss(
     It returns loss_BT, or (loss_BT, clip_BT) with True at the tokens that it clips. Raises
     ConfigError for other shapes, for NaN or inf, and for a loss without a gradient.
     """
-    returned = call_function("losses", name, {
+    returned = call("losses", name, {
         "new_logprobs_BT": rows.new_BT, "old_logprobs_BT": rows.old_BT,
         "advantages_BT": rows.advantages_BT, "mask_BT": rows.mask_BT,
         "clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual_clip,

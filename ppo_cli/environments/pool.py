@@ -25,8 +25,9 @@ from ppo_cli import reaper
 from ppo_cli.config.models.bundled import tools_file
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
-from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_LINE_BYTES
+from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_LINE_BYTES, PLUGIN
 from ppo_cli.errors import ConfigError, UserError, did_you_mean, shorten
+from ppo_cli.plugins import entry_points, find_plugin
 from ppo_cli.records import Message
 from ppo_cli.redact import redact
 from ppo_cli.rewards.remote.event_loop import LoopThread
@@ -86,7 +87,9 @@ def _build_spec(config: Environment) -> dict[str, Any]:
     """Return what a process is told of the environment; ConfigError if a file is missing."""
     problems = []
     path, tools = config.path, config.tools
-    if path is not None and path.partition(":")[0] not in ADAPTERS:
+    if path is not None and (plugin := find_plugin("environments", path)):
+        path = f"{PLUGIN}{plugin.value}"
+    elif path is not None and path.partition(":")[0] not in ADAPTERS:
         path, problem = _find_file("--environment", path, "FILE.py:NAME")
         problems += problem
     if tools is not None:
@@ -118,7 +121,8 @@ def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:
         file, colon, names = spec, "", ""
     path = Path(file).expanduser()
     if flag == "--environment" and not names.isidentifier():
-        return spec, [f"{flag} {spec}: write {form}, with the name of the class."]
+        hint = did_you_mean(spec, entry_points("environments"))
+        return spec, [f"{flag} {spec}: write {form}, with the name of the class.{hint}"]
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)

@@ -9,7 +9,9 @@ run in threads, async ones on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -31,6 +33,7 @@ ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
     "openenv": "Install websockets into it, or name another Python with environment.python=PATH.",
 }
+PLUGIN = "plugin:"  # before the entry point of a package, MODULE:NAME
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
 STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "stuck")
@@ -157,6 +160,14 @@ def import_file(file: str, label: str) -> Any:
     return module
 
 
+def import_module(name: str, label: str) -> Any:
+    """Import a module of a package; Problems if it does not load."""
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        raise Problems(f"{label}: {name} does not load: {describe_error(error)}.") from error
+
+
 def find_name(module: Any, name: str, label: str) -> Any:
     """Return the attribute `name` of a module; Problems, with the nearest names, without it."""
     if hasattr(module, name):
@@ -181,18 +192,20 @@ def load_sibling(name: str) -> Any:
 
 
 async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], Any], str, str]:
-    """Return what makes an environment of FILE.py:NAME, its label, and the file.
+    """Return what makes an environment of FILE.py:NAME or PLUGIN, its label, and the file.
 
     Raises Problems.
     """
     file, _, name = path.rpartition(":")
     label = f"--environment {os.path.basename(file)}:{name}"
-    module = await run_call(import_file, file, label)
+    load = import_module if file.startswith(PLUGIN) else import_file
+    module = await run_call(load, file.removeprefix(PLUGIN), label)
     factory = find_name(module, name, label)
     if not callable(factory):
         raise Problems(f"{label} is of type {type(factory).__name__}; name a class.")
     if inspect.isclass(factory):
-        label = f"{label} (line {inspect.getsourcelines(factory)[1]})"
+        with contextlib.suppress(OSError, TypeError):  # a pickled class has no source
+            label = f"{label} (line {inspect.getsourcelines(factory)[1]})"
     try:
         inspect.signature(factory).bind(**kwargs)
     except TypeError as error:

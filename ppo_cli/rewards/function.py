@@ -22,8 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from ppo_cli.errors import RewardError, did_you_mean
-from ppo_cli.plugins import make_stub
+from ppo_cli.errors import ConfigError, RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     STEPS,
@@ -36,7 +35,7 @@ from ppo_cli.rewards.base import (
     tell_nobody,
 )
 from ppo_cli.rewards.pool import Refused, Task, WorkerPool, error_line
-from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, score_immediately
+from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, get_rule, score_immediately
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:
@@ -178,9 +177,9 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
             case ast.ClassDef(decorator_list=[]):
                 _check_is_function(type, str(path), name)
             case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
-                _check_signature(make_stub(node, node, path), str(path), name, kwargs)
+                _check_signature(_make_stub(node, node, path), str(path), name, kwargs)
             case ast.Assign(targets=[ast.Name()], value=ast.Lambda() as value):
-                _check_signature(make_stub(node, value, path), str(path), name, kwargs)
+                _check_signature(_make_stub(node, value, path), str(path), name, kwargs)
             case ast.Assign(targets=[ast.Name()], value=value):
                 with suppress(ValueError):
                     _check_is_function(ast.literal_eval(value), str(path), name)
@@ -252,6 +251,37 @@ def _binds_at_run_time(tree: ast.Module) -> bool:
         if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
             return True
     return False
+
+
+def _make_stub(
+    node: ast.stmt, definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, path: Path
+) -> Callable[..., Any]:
+    """Return an empty function with the parameters of a definition, the statement `node`.
+
+    Its signature can be inspected without running the file at `path`. Annotations are dropped, and
+    defaults other than constants become None.
+    """
+    # Annotations may refer to names that are not defined here.
+    arguments = definition.args
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    # A default may be any code: only constants are kept, for messages; others become None.
+    arguments.defaults = [_constant(value) for value in arguments.defaults]
+    arguments.kw_defaults = [value and _constant(value) for value in arguments.kw_defaults]
+    if isinstance(definition, ast.Lambda):
+        definition.body = ast.copy_location(ast.Constant(None), node)
+    else:
+        definition.body, definition.returns = [ast.copy_location(ast.Pass(), node)], None
+    namespace: dict[str, Any] = {}
+    module = ast.fix_missing_locations(ast.Module([node], []))
+    exec(compile(module, str(path), "exec"), namespace)
+    return next(value for value in namespace.values() if inspect.isfunction(value))
+
+
+def _constant(default: ast.expr) -> ast.expr:
+    constant = default if isinstance(default, ast.Constant) else ast.Constant(None)
+    return ast.copy_location(constant, default)
 
 
 def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -337,17 +367,14 @@ def _check_signature(
         ) from error
 
 
-def check_function(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return why a function of this process cannot be a reward; empty if it can."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    file = code.co_filename if code else "this call"
+def check_callable(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a function of this process that cannot be a reward."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        _check_is_function(function, file, name)
-        _check_signature(function, file, name, kwargs)
+        _check_is_function(function, "this call", name)
+        _check_signature(function, "this call", name, kwargs)
     except Refused as error:
-        return [str(error)]
-    return []
+        raise ConfigError(str(error)) from None
 
 
 # Limits of one comparison in a worker: sympy may take for ever, or all memory.
@@ -360,7 +387,7 @@ def load_rule_function(name: str, settings: Mapping[str, Any]) -> Callable[..., 
 
     The algebra of `math` is called once here, so that its imports do not count as time of a call.
     """
-    score_rule = RULES[name].in_worker
+    score_rule = get_rule(name).in_worker
     assert score_rule is not None
 
     def compute_score(solution_str: str, ground_truth: Any, extra_info: Any, **_: Any) -> Any:

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean, shorten
+from ppo_cli.plugins import entry_points, find_plugin, load
 from ppo_cli.records import Prompt, Score
 from ppo_cli.rewards.algebra import Unreadable, decide, equal
 from ppo_cli.rewards.answers import (
@@ -72,7 +73,7 @@ class Rule:
     @property
     def settings(self) -> tuple[str, ...]:
         """Names of its settings, which are the keyword-only parameters of `score`."""
-        parameters = inspect.signature(self.score).parameters.values()
+        parameters = inspect.signature(self.in_worker or self.score).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
@@ -319,11 +320,22 @@ def find_rule(data_source: str) -> Rule | None:
 
 
 def get_rule(name: str) -> Rule:
-    """Return the rule of this name; RewardError suggests the nearest one."""
-    if name not in RULES:
-        hint = did_you_mean(name, RULES)
-        raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {', '.join(RULES)}.")
-    return RULES[name]
+    """Return the rule of this name, also of a package; RewardError suggests the nearest one."""
+    names = [*RULES, *entry_points("rules")]
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {', '.join(names)}.")
+    if not find_plugin("rules", name, RULES):
+        return RULES[name]
+    rule = load("rules", name)
+    if isinstance(rule, Rule):
+        return rule
+    # A function may hang: worker processes call it.
+    return Rule(name, _leave_to_worker, f"what {name} scores", in_worker=rule, has_answer=False)
+
+
+def _leave_to_worker(reply: str, truth: Any, extra: Facts, **settings: Any) -> None:
+    """Leave every reply to the worker process."""
 
 
 def score_immediately(rule: Rule, call: Call, settings: Facts) -> Score | None:

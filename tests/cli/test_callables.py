@@ -85,7 +85,8 @@ def test_a_run_is_that_of_files_and_resumes(desk: Path) -> None:
 
 
 SCRIPT = """{gap}
-from ppo_cli.callables import make_function_file
+from pathlib import Path
+from ppo_cli.callables import write_function
 
 WORDS, LIMIT = {{"one", "two", "three", "four"}}, {limit}
 
@@ -94,15 +95,15 @@ class Scorer:
     def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
         return sum(word in self.words for word in solution_str.split()[:LIMIT])
 
-print(make_function_file("reward", Scorer()).name)
+print(write_function(Path(), "reward", Scorer()))
 """
 
 
 def test_a_file_is_named_after_what_its_function_does(desk: Path) -> None:
     def name(seed: int, **changes: Any) -> str:
-        Path(f"script_{seed}.py").write_text(SCRIPT.format(**{"gap": "", "limit": 2} | changes))
+        Path("script.py").write_text(SCRIPT.format(**{"gap": "", "limit": 2} | changes))
         env = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, f"script_{seed}.py"]
+        command = [sys.executable, "script.py"]
         return subprocess.check_output(command, env=env, text=True, timeout=60)
 
     first = name(1)
@@ -133,7 +134,7 @@ def test_both_refuse_what_cannot_cross(desk: Path) -> None:
         ({"loss": scores}, r"'advantage_BT' is not an input. Did you mean 'advantages_BT'"),
         ({"rows": rows}, r"(?s)row 9, key 'ground_truth': .* set .*row 10 is of type str"),
         ({"rows": ROWS, "train_files": "f"}, r"argument rows and argument train_files both set"),
-        ({"lr": abs, "loss": "gspoo"}, r"(?s)lr is a function, .*Did you mean 'gspo'"),
+        ({"lr": abs, "loss": "gspoo"}, r"(?s)lr takes no function, .*Did you mean 'gspo'"),
     ]:
         texts = set()
         for call in (plan, train):

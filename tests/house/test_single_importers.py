@@ -13,6 +13,7 @@ from tests.house.test_floors import own_imports
 
 MOST = 28
 STANDS = {
+    "callables": "how functions and rows become files; library is what is offered in Python",
     "cli.bridge": "a separate command: runs on verl",
     "cli.reward": "a separate group of commands; a run at its start audits as one of them does",
     "cli.reward_tables": "how results look; reward is the commands",

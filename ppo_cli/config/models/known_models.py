@@ -21,7 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.config.models.weight_files import has_weights, read_json, tensor_names
-from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
+from ppo_cli.errors import ConfigError, ModelError, RewardError, did_you_mean, ppo
+from ppo_cli.plugins import Declarations, load
 from ppo_cli.redact import redact_url
 
 
@@ -52,8 +53,20 @@ def _judges() -> dict[str, JudgeApi]:
     return {name: JudgeApi(**row) for name, row in rows.items()}
 
 
+def _declare_provider(name: str) -> JudgeApi:
+    """Return the declaration of a package's provider: `declaration` of its class, named `name`."""
+    provider = load("providers", name)
+    declaration = getattr(provider, "declaration", None)
+    if not isinstance(declaration, JudgeApi) or getattr(provider, "name", None) != name:
+        raise ConfigError(
+            f"The judge provider '{name}': {provider!r:.60} needs name = '{name}' and a "
+            "declaration = JudgeApi(…)."
+        )
+    return declaration
+
+
 # All providers by name; a new one is a table of judges.toml.
-JUDGES: dict[str, JudgeApi] = _judges()
+JUDGES = Declarations(_declare_provider, _judges())
 
 
 def effective_provider(kind: str, environ: Mapping[str, str]) -> str:

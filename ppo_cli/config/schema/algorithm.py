@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_cli.addresses import refuse_address
-from ppo_cli.algo.estimators import ESTIMATOR_INPUTS, ESTIMATORS, LOSS_INPUTS, POLICY_LOSSES
-from ppo_cli.config.schema.names import Names
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
+from ppo_cli.plugins import Names
 
 # How far a value is fixed. checkpoint: a checkpoint loads with no other value. run: another value
 # makes another run. eval: it makes another eval, though a run may continue (an address: the judge
@@ -127,8 +127,10 @@ def _check_betas(betas: tuple[float, float]) -> None:
         )
 
 
-EstimatorName = Annotated[str, Names(ESTIMATORS, "estimators", ESTIMATOR_INPUTS)]
-LossName = Annotated[str, Names(POLICY_LOSSES, "losses", LOSS_INPUTS)]
+_ESTIMATORS = Names(ESTIMATORS, "estimators", files=True)
+_LOSSES = Names(POLICY_LOSSES, "losses", files=True)
+EstimatorName = Annotated[str, _ESTIMATORS, checked(_ESTIMATORS.read)]
+LossName = Annotated[str, _LOSSES, checked(_LOSSES.read)]
 # verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
 AggregationMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",

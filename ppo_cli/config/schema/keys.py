@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_cli.config.schema.algorithm import Conflict, Identity, Section
-from ppo_cli.config.schema.names import Names
 from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import did_you_mean
+from ppo_cli.plugins import Names
 
 # Words of verl that are read and then refused with what to use instead; never suggested.
 NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})

@@ -18,8 +18,8 @@ from ppo_cli.config.schema.algorithm import (
     section,
     setting,
 )
-from ppo_cli.config.schema.names import Names
 from ppo_cli.errors import did_you_mean
+from ppo_cli.plugins import Names
 from ppo_cli.redact import redact, redact_url
 
 # Choices come from the table of adapters; type checkers see plain text.
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     Adapter = str
 else:
     Adapter = Literal[(*HEADS, *SERVED)]
-JudgeType = Annotated[str, Names(JUDGES, "providers")]
+_PROVIDERS = Names(JUDGES, "providers")
+JudgeType = Annotated[str, _PROVIDERS, checked(_PROVIDERS.read)]
 
 
 # Blanks and control characters, which urlsplit drops without an error.

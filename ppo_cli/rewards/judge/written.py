@@ -75,7 +75,7 @@ def _problem(label: str, *, type: str, loc: tuple[Any, ...], msg: str, input: An
     if type == "missing":
         return f"{place}: the key is missing."
     if type == "value_error":
-        return f"{place}: {msg.removeprefix('Value error, ')}."
+        return f"{place}: {msg.removeprefix('Value error, ')}" + "." * (msg[-1] not in ".?")
     return f"{place}: {msg.replace('Input should be', 'must be')}, but is {input!r}."
 
 

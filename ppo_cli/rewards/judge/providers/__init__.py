@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from ppo_cli.config.models.known_models import JUDGES, effective_provider, missing_sdk_settings
 from ppo_cli.config.schema.reward import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
+from ppo_cli.plugins import load
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
 
 # The key for a server without keys: SDKs require one.
@@ -23,7 +24,10 @@ NO_KEY = "none"
 
 
 def provider_class(kind: str) -> type[SdkProvider]:
-    """Return the class of a provider: `Judge` in the module of its name, or a cloud's class."""
+    """Return the class of a provider: `Judge` in the module of its name, a cloud's, a package's."""
+    if kind not in JUDGES:
+        plugin: type[SdkProvider] = load("providers", kind)
+        return plugin
     file, _, name = (JUDGES[kind].platform or f"{kind}.Judge").partition(".")
     provider: type[SdkProvider] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
     return provider

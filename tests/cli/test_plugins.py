@@ -1,0 +1,93 @@
+"""Plug-ins: the package of docs/plugins.md, installed, and packages that clash or do not load."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from ppo_cli import plan, train
+from ppo_cli.config.schema.environment import Environment
+from ppo_cli.config.schema.keys import describe_range, table
+from ppo_cli.environments.pool import check_environment
+from ppo_cli.errors import ConfigError, RewardError
+from ppo_cli.plugins import entry_points
+from ppo_cli.rewards.rules import get_rule
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+
+
+def install(site: Path, name: str, points: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the metadata of an installed package."""
+    info = site / f"{name.replace('-', '_')}-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    groups = (
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in names.items())
+        for group, names in points.items()
+    )
+    (info / "entry_points.txt").write_text("\n".join(groups))
+
+
+@pytest.fixture
+def site(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's package, as `pip install` leaves it."""
+    site = desk / "site"
+    project = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", PAGE, re.S | re.M)[0])["project"]
+    install(site, project["name"], project["entry-points"])
+    modules = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+    for name, text in zip(("acme_ppo", "acme_judge"), modules, strict=True):
+        (site / f"{name}.py").write_text(text)
+    # For this process and those that it starts.
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
+    entry_points.cache_clear()
+    yield site
+    entry_points.cache_clear()
+
+
+def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
+    run = train(
+        preset="embedded", max_steps=1, batch_size=8, mini_batch_size=8, rule="acme_short",
+        policy_loss="acme_reinforce", adv_estimator="acme_centred", output_dir="run",
+        overrides={"reward.function_kwargs.most": 2},
+    )  # fmt: skip
+    step = run.metrics.loc[1]
+    assert step["grad_norm"] > 0 and "values/mean" not in step and 0 < step["reward_mean"] <= 1
+    assert plan(preset="judge", rm_api_type="acme").values["reward.api.type"][0] == "acme"
+    assert check_environment(Environment(path="acme_echo")) == ()
+
+
+def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
+    install(site, "other", {
+        "ppo_cli.losses": {"acme_reinforce": "acme_ppo:reinforce", "gspo": "acme_ppo:reinforce"},
+        "ppo_cli.estimators": {"broken": "no_such_module:x", "unfit": "acme_ppo:short"},
+    })  # fmt: skip
+    entry_points.cache_clear()
+    for settings, *expected in [
+        (
+            {"policy_loss": "gspo", "adv_estimator": "broken", "rm_api_type": "acne"},
+            "in ppo-cli and the package other: uninstall",
+            "the package other (no_such_module:x) does not load: ModuleNotFoundError",
+            "Did you mean 'acme'?",
+        ),
+        (
+            {"policy_loss": "acme_reinforce", "adv_estimator": "unfit"},
+            "in the package acme-ppo and the package other",
+            "estimator unfit: 'reply' is not an input.",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            plan(preset="embedded", **settings)
+        text = str(caught.value)
+        assert [words for words in expected if words not in text] == [], text
+    with pytest.raises(RewardError, match="Did you mean 'acme_short'"):
+        get_rule("acme_shrt")
+    with pytest.raises(ConfigError, match="Did you mean 'acme_echo'"):
+        check_environment(Environment(path="acme_ecko"))
+    assert "acme_reinforce" in describe_range(table()["actor.policy_loss.loss_mode"])
