@@ -134,6 +134,11 @@ class Names:
     files: bool = False
 
     @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema: editors offer the names of the table, and accept others."""
+        return {"anyOf": [{"enum": list(self.table)}, {"type": "string"}]}
+
+    @property
     def offered(self) -> list[str]:
         """The names of the table and those of plug-ins."""
         return [*self.table, *entry_points(self.kind)]

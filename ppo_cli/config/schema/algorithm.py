@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ppo_cli.addresses import refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
@@ -129,8 +129,10 @@ def _check_betas(betas: tuple[float, float]) -> None:
 
 _ESTIMATORS = Names(ESTIMATORS, "estimators", files=True)
 _LOSSES = Names(POLICY_LOSSES, "losses", files=True)
-EstimatorName = Annotated[str, _ESTIMATORS, checked(_ESTIMATORS.read)]
-LossName = Annotated[str, _LOSSES, checked(_LOSSES.read)]
+EstimatorName = Annotated[
+    str, _ESTIMATORS, checked(_ESTIMATORS.read), WithJsonSchema(_ESTIMATORS.schema)
+]
+LossName = Annotated[str, _LOSSES, checked(_LOSSES.read), WithJsonSchema(_LOSSES.schema)]
 # verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
 AggregationMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
 from ppo_cli.config.schema.algorithm import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     Adapter = Literal[(*HEADS, *SERVED)]
 _PROVIDERS = Names(JUDGES, "providers")
-JudgeType = Annotated[str, _PROVIDERS, checked(_PROVIDERS.read)]
+JudgeType = Annotated[str, _PROVIDERS, checked(_PROVIDERS.read), WithJsonSchema(_PROVIDERS.schema)]
 
 
 # Blanks and control characters, which urlsplit drops without an error.
