@@ -48,8 +48,8 @@ def write_rows(folder: Path, argument: str, rows: object) -> str:
             except (TypeError, ValueError, RecursionError) as error:
                 problems.append(f"{argument}: row {number}, key {key!r}: {error}.")
     if problems:
-        more = f"{argument}: {len(problems) - SHOWN_ROWS} more values are not JSON."
-        raise ConfigError(problems[:SHOWN_ROWS] + [more] * (len(problems) > SHOWN_ROWS))
+        excess = f"{argument}: {len(problems) - SHOWN_ROWS} more values are not JSON."
+        raise ConfigError(problems[:SHOWN_ROWS] + [excess] * (len(problems) > SHOWN_ROWS))
     text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     # Samples are drawn by the name of the file: it stays the same when a row is edited.
     path = folder / hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS] / f"{argument}.jsonl"
@@ -139,11 +139,11 @@ def _pickle(pickler: type[_Pickler], value: object) -> bytes:
 
 def _find_reason(core: Any, function: object) -> str:
     """Return which variable of a function, or attribute of an object, cannot be pickled."""
-    held = dict(getattr(function, "__dict__", {}))
+    variables = dict(getattr(function, "__dict__", {}))
     if inspect.isfunction(core):
-        variables = inspect.getclosurevars(core)
-        held |= {**variables.globals, **variables.nonlocals}
-    for name, value in held.items():
+        used = inspect.getclosurevars(core)
+        variables |= {**used.globals, **used.nonlocals}
+    for name, value in variables.items():
         try:
             _pickle(_Pickler, value)
         except Exception as error:

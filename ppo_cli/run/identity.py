@@ -73,7 +73,10 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         if k.startswith(("reward.", "environment.")) or k.endswith(".path") or ".py:" in str(v)
     ]
     values[CONTENTS] = dict(_digest_contents(named))
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    # Functions and rows of a call in Python are in the run folder, which may move.
+    folder = Path(config.trainer.output_dir).expanduser().absolute()
+    text = json.dumps(values, default=str).replace(json.dumps(f"{folder}/")[1:-1], "")
+    plain: dict[str, Any] = json.loads(text)
     return plain
 
 

@@ -84,6 +84,16 @@ def test_a_run_is_that_of_files_and_resumes(desk: Path) -> None:
     assert (desk / "mine" / "earlier_1" / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
+def test_workers_under_ray_get_the_loss(desk: Path) -> None:
+    calls: dict[str, Any] = SMALL | {"max_steps": 1, "reward": score, "loss": clipped}
+    alone = results(train(**calls, output_dir="alone"))
+    ray = results(train(**calls, engine="ray", num_workers=1, output_dir="ray"))
+    assert ray == {
+        name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in alone.items()
+    }
+
+
 SCRIPT = """{gap}
 from pathlib import Path
 from ppo_cli.callables import write_function
