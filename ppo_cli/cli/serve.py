@@ -34,10 +34,9 @@ def serve(arguments: Arguments) -> None:
             "another one."
         ) from error
     with pause_garbage_collection():
-        from ppo_cli.tinker.server import open_server
-    with listener, open_server(config, extras["served_name"], typer.echo) as server:
-        typer.echo(f"Serving on http://127.0.0.1:{listener.getsockname()[1]}. Ctrl-C ends it.")
-        server.serve(listener)
+        from ppo_cli.tinker.server import TinkerServer
+    with listener:
+        TinkerServer(config, extras["served_name"]).serve(listener, typer.echo)
 
 
 serve_app = App()

@@ -55,10 +55,7 @@ from ppo_cli.engine.checkpoint import (
     restore,
     stored_tensors,
     take_snapshot,
-    to_file_layout,
     tokenizer_files,
-    write_files,
-    write_tensors,
 )
 from ppo_cli.engine.cpu.prepare import Preparation
 from ppo_cli.engine.cpu.products import set_matmul_library
@@ -136,7 +133,7 @@ class Learner:
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
         # Renders the files of checkpoints now: a model that cannot be saved must not be trained.
-        run_on_all_ranks(ranks, self._trained)
+        run_on_all_ranks(ranks, self.trained)
         # Annotation runs all models on the same micro-batches.
         self._annotate_budget = build_budget(
             micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
@@ -264,27 +261,15 @@ class Learner:
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
         state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
-        snapshot = take_snapshot(self._trained(), state, self._ranks, writers, last=last)
+        snapshot = take_snapshot(self.trained(), state, self._ranks, writers, last=last)
         return snapshot.write_in_background(directory)
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Return the optimizer of the actor."""
-        return self._actor.optimizer
-
-    def write_policy(self, directory: Path) -> None:
-        """Write the actor alone, as a Hugging Face folder or a PEFT adapter (single process)."""
-        actor = self._trained()[0]
-        write_files(directory, actor.files)
-        name = f"{Path(actor.stem).name}.safetensors"
-        write_tensors(directory / name, to_file_layout(actor.model, dict(actor.weights)))
 
     def load(self, directory: Path) -> list[int | None]:
         """Restore weights, optimizers, budgets and the weight version exactly.
 
         Returns the saved capacities of the samplers.
         """
-        state = restore(directory, self._trained(), self._ranks)
+        state = restore(directory, self.trained(), self._ranks)
         self.weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
             budget.load_state(state["budgets"][name])
@@ -292,7 +277,7 @@ class Learner:
         room: list[int | None] = state.get("room", [])  # older checkpoints have none
         return room
 
-    def _trained(self) -> list[TrainedModel]:
+    def trained(self) -> list[TrainedModel]:
         """Return what a checkpoint saves of the trained models."""
         c = self._config
         trained = [self._describe_model("actor", c.model, c.model.path)]

@@ -28,6 +28,7 @@ from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches
+from ppo_cli.engine.checkpoint import to_file_layout, write_files, write_tensors
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models.lora import ADAPTER_WEIGHTS, load_adapter
@@ -167,7 +168,7 @@ class ServedModel:
 
     def step(self, adam: Mapping[str, float]) -> dict[str, float]:
         """Take an AdamW step with the gradients since the last one; return its metrics."""
-        optimizer = self._learner.optimizer
+        optimizer = self._learner.trained()[0].optimizer
         optimizer.configure(
             adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"],
             adam["weight_decay"], adam["grad_clip_norm"],
@@ -212,7 +213,10 @@ class ServedModel:
         with atomic_replace(folder) as fresh:
             fresh.mkdir()
             if sampler:
-                self._learner.write_policy(fresh)
+                actor = self._learner.trained()[0]
+                write_files(fresh, actor.files)
+                weights = to_file_layout(actor.model, dict(actor.weights))
+                write_tensors(fresh / f"{Path(actor.stem).name}.safetensors", weights)
             else:
                 self._learner.begin_save(fresh).result()
             (fresh / FACTS).write_text(json.dumps({**facts, "rank": self.rank}))
@@ -221,7 +225,7 @@ class ServedModel:
         """Load a checkpoint of `save`; without `optimizer`, moments start from zero."""
         self._learner.load(folder)
         if not optimizer:
-            self._learner.optimizer.load_moments((), lambda name: None)
+            self._learner.trained()[0].optimizer.load_moments((), lambda name: None)
 
     def annotate(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
         """Return log-probs, reference log-probs and values of each `response` to its `prompt`.

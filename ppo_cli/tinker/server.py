@@ -13,9 +13,8 @@ import re
 import secrets
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from math import nan
 from pathlib import Path
@@ -33,7 +32,6 @@ from ppo_cli.data_sets.rows import Columns
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.errors import UserError, first_line
-from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.rows import read_response_row
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
 from ppo_cli.tinker.models import FACTS, ServedModel
@@ -64,29 +62,32 @@ Body = Mapping[str, Any]
 
 
 class TinkerServer:
-    """Serves one base model under `names`."""
+    """Serves one base model, by its name and by `served_name`, with the reward of the settings."""
 
-    def __init__(self, config: Config, names: tuple[str, ...], reward: Reward) -> None:
+    def __init__(self, config: Config, served_name: str | None) -> None:
         model = config.model
-        self._config, self._names, self._reward = fill_dtype(config), names, reward
+        self._config = fill_dtype(config)
+        self._names = [*dict.fromkeys((model.path, served_name or model.path))]
         self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        self._folder = Path(config.trainer.output_dir).resolve()
+        self._root = Path(config.trainer.output_dir).resolve()
         self._models: dict[str, ServedModel] = {}
-        self._samplers: dict[str, tuple[str, Path | None]] = {}  # id -> base model, its folder
+        self._samplers: dict[str, str | None] = {}  # id -> path of its weights; None: base model
         self._results: dict[str, Future[Any]] = {}
         self._worker, self._judge = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._open = lru_cache(maxsize=2)(self._open_sampler)
         self._direct: dict[str, Callable[[Body], Any]] = {
             "create_session": lambda body: {"session_id": secrets.token_hex(4)},
-            "get_server_capabilities": self._list_models,
+            "get_server_capabilities": lambda body: {
+                "supported_models": [{"model_name": name} for name in self._names]
+            },
             "create_sampling_session": self._create_sampler,
             "get_info": self._describe,
         }
         self._queued: dict[str, Callable[[Any], Any]] = {
-            "create_model": self._create_model, "unload_model": self._unload,
+            "create_model": self._create_model, "load_weights": self._load,
+            "unload_model": self._unload,
             "forward_backward": self._run_batch, "optim_step": self._step, "asample": self._sample,
             "save_weights": self._save, "save_weights_for_sampler": self._save,
-            "load_weights": self._load,
         }  # fmt: skip
         # Calls beside the protocol, answered when they are done.
         self._extra: dict[str, Callable[[Body], Any]] = {
@@ -95,13 +96,15 @@ class TinkerServer:
             "ppo/score": self._score,
         }
 
-    def serve(self, listener: socket.socket) -> None:
-        """Answer requests until Ctrl-C or SIGTERM."""
+    def serve(self, listener: socket.socket, note: Callable[[str], None]) -> None:
+        """Start the reward, say the address, and answer requests until Ctrl-C or SIGTERM."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
-        for executor in (self._worker, self._judge):
-            executor.shutdown(cancel_futures=True)
+        with open_reward(self._config.reward, [], Callbacks(note=note)) as self._reward:
+            note(f"Serving on http://127.0.0.1:{listener.getsockname()[1]}. Ctrl-C ends it.")
+            web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
+            for executor in (self._worker, self._judge):
+                executor.shutdown(cancel_futures=True)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request; a client's mistake is a 4xx with a sentence, which is not retried."""
@@ -111,10 +114,9 @@ class TinkerServer:
             return _reply({"detail": "Send the header X-API-Key, with any value."}, 401)
         try:
             data = await request.read()
+            body = read_batch(data) if route == "forward_backward" else json.loads(data or b"{}")
             if route in CONSTANT_REPLIES:
                 return _reply(CONSTANT_REPLIES[route])
-            is_batch = route == "forward_backward"
-            body = read_batch(data) if is_batch else json.loads(data or b"{}")
             if route == "retrieve_future":
                 return await self._retrieve(body["request_id"])
             if route in self._queued:
@@ -123,14 +125,13 @@ class TinkerServer:
                 return _reply(self._direct[route](body))
             if route in self._extra:
                 executor = self._judge if route == "ppo/score" else self._worker
-                done = executor.submit(self._extra[route], body)
-                return _reply(await asyncio.wrap_future(done))
+                return _reply(await asyncio.wrap_future(executor.submit(self._extra[route], body)))
             if (name := route.removeprefix("samplers/")) in self._samplers:
-                return _reply({"sampler_id": name, "base_model": self._samplers[name][0]})
+                return _reply({"sampler_id": name, "base_model": self._names[-1]})
         except (UserError, RowError) as error:
             return _reply({"detail": str(error)}, 422)
         except (KeyError, TypeError, ValueError) as error:
-            return _reply({"detail": f"{route}: the request is not complete: {error!r}."}, 422)
+            return _reply({"detail": f"{route} cannot be read: {error!r}."}, 422)
         return _reply({"detail": f"{request.method} {request.path} is not served."}, 404)
 
     def _queue(self, route: str, body: Body) -> Body:
@@ -142,10 +143,8 @@ class TinkerServer:
             self._results[name] = self._worker.submit(self._queued[route], body)
         for oldest in [*self._results][:-KEPT_RESULTS]:
             del self._results[oldest]
-        return {
-            "request_id": name,
-            "sample_sequence_ids": [f"{name}:{i}" for i in range(body.get("num_samples") or 1)],
-        }
+        samples = [f"{name}:{i}" for i in range(body.get("num_samples") or 1)]
+        return {"request_id": name, "sample_sequence_ids": samples}
 
     async def _retrieve(self, name: str) -> web.Response:
         """Return a result; after `POLL_S` the client is told to poll again."""
@@ -168,9 +167,6 @@ class TinkerServer:
             raise UserError(f"There is no model {body['model_id']}: create it, or load its state.")
         return self._models[body["model_id"]]
 
-    def _list_models(self, body: Body) -> Body:
-        return {"supported_models": [{"model_name": name} for name in self._names]}
-
     def _describe(self, body: Body) -> Body:
         model, name = self._model(body), self._names[-1]
         # The SDK loads the tokenizer from this machine.
@@ -179,34 +175,29 @@ class TinkerServer:
         lora = {"is_lora": model.rank > 0, "lora_rank": model.rank}
         return {"model_id": body["model_id"], "model_name": name, "model_data": data, **lora}
 
+    def _check_base(self, name: str | None) -> None:
+        if name not in self._names:
+            raise UserError(f"This server has {' and '.join(self._names)}, not {name}.")
+
     def _create_model(self, body: Body) -> Body:
         """Build a model for training; rank 0 trains all weights."""
         self._check_base(body["base_model"])
-        lora = body.get("lora_config") or {"rank": 0}
-        if not (lora.get("train_mlp", True) and lora.get("train_attn", True)):
+        lora = {"rank": 0, "train_mlp": True, "train_attn": True} | (body.get("lora_config") or {})
+        if not (lora["train_mlp"] and lora["train_attn"]):
             raise UserError("Adapters go to all linear layers: leave train_mlp, train_attn out.")
-        return self._add_model(body, lora["rank"], lora.get("seed"))
+        return {"model_id": self._add_model(body, lora["rank"], lora.get("seed"))}
 
-    def _add_model(self, body: Body, rank: int, seed: int | None) -> Body:
+    def _add_model(self, body: Body, rank: int, seed: int | None = None) -> str:
         name = f"{body['session_id']}:train:{body['model_seq_id']}"
         seed = self._config.trainer.seed if seed is None else seed
         self._models[name] = ServedModel(self._config, self._tokenizer, rank, seed)
         for oldest in [*self._models][:-KEPT_MODELS]:
             del self._models[oldest]
-        return {"model_id": name}
+        return name
 
     def _unload(self, body: Body) -> Body:
         self._models.pop(body["model_id"], None)
         return {"model_id": body["model_id"]}
-
-    def _step(self, body: Body) -> Body:
-        if "adam_params" not in body:
-            raise UserError("The optimizer is AdamW: give optim_step AdamParams.")
-        return {"metrics": self._model(body).step(body["adam_params"])}
-
-    def _check_base(self, name: str | None) -> None:
-        if name not in self._names:
-            raise UserError(f"This server has {' or '.join(self._names)}, not {name}.")
 
     def _run_batch(self, body: Body) -> bytes:
         logprobs, loss = self._model(body).run_batch(
@@ -214,14 +205,20 @@ class TinkerServer:
         )
         return write_logprobs(logprobs, {"loss:sum": loss})
 
+    def _step(self, body: Body) -> Body:
+        if "adam_params" not in body:
+            raise UserError("The optimizer is AdamW: give optim_step AdamParams.")
+        return {"metrics": self._model(body).step(body["adam_params"])}
+
     def _save(self, body: Body) -> Body:
-        """Save a state, or sampler weights; unnamed ones also become a sampler."""
-        model, sampler = self._model(body), body["type"] == "save_weights_for_sampler"
-        kind, number = "sampler_weights" if sampler else "weights", body.get("seq_id", 0)
+        """Save a state, or weights for samplers; with unnamed ones comes a sampler."""
+        sampler = body["type"] == "save_weights_for_sampler"
         if body.get("kind") == "inflight":
             raise UserError("Samplers with weights that change are not served: take snapshots.")
-        path = f"tinker://{body['model_id']}/{kind}/{body.get('path') or f'unnamed.{number:08}'}"
-        folder = self._find(path, kind, exists=False)
+        kind, model = "sampler_weights" if sampler else "weights", self._model(body)
+        name = body.get("path") or f"unnamed.{body['seq_id']:08}"
+        path = f"tinker://{body['model_id']}/{kind}/{name}"
+        folder = self._folder(path, kind)
         if folder.exists() and not body.get("overwrite"):
             raise UserError(f"{path} is there already: choose another name, or overwrite it.")
         facts = {"base_model": self._names[-1], "user_metadata": body.get("user_metadata")}
@@ -235,37 +232,40 @@ class TinkerServer:
 
     def _load(self, body: Body) -> Body:
         """Load a state into a model, or into a new one."""
-        folder = self._find(body["path"], "weights")
-        facts = json.loads((folder / FACTS).read_text())
-        if body.get("session_id"):
-            body = {**body, **self._add_model(body, facts["rank"], None)}
-        self._model(body).load(folder, optimizer=body["optimizer"])
-        return {"path": body["path"], "model_id": body["model_id"], "type": "load_weights"}
+        folder, rank = self._find(body["path"], "weights")
+        name = self._add_model(body, rank) if body.get("session_id") else body["model_id"]
+        self._model({"model_id": name}).load(folder, optimizer=body["optimizer"])
+        return {"path": body["path"], "model_id": name, "type": "load_weights"}
 
-    def _find(self, path: str, kind: str, *, exists: bool = True) -> Path:
-        """Return the folder of tinker://RUN/weights/NAME, or of sampler_weights."""
+    def _folder(self, path: str, kind: str) -> Path:
+        """Return the folder of a path such as tinker://RUN/weights/NAME."""
         run, middle, name = [*path.removeprefix("tinker://").split("/"), "", ""][:3]
         if middle != kind or path.count("/") != 4 or not all(map(NAME.fullmatch, (run, name))):
             raise UserError(f"'{path}' is not a path such as tinker://RUN/{kind}/NAME.")
-        folder = self._folder / run / kind / name
-        if exists and not (folder / FACTS).exists():
-            raise UserError(f"There is no {path} in {self._folder}.")
-        return folder
+        return self._root / run / kind / name
+
+    def _find(self, path: str, kind: str) -> tuple[Path, int]:
+        """Return the folder and the rank of something saved of this base model."""
+        folder = self._folder(path, kind)
+        if not (folder / FACTS).exists():
+            raise UserError(f"There is no {path} in {self._root}.")
+        facts = json.loads((folder / FACTS).read_text())
+        self._check_base(facts["base_model"])
+        return folder, facts["rank"]
 
     def _create_sampler(self, body: Body) -> Body:
-        folder, base = None, body.get("base_model")
-        if body.get("model_path"):
-            folder = self._find(body["model_path"], "sampler_weights")
-            base = json.loads((folder / FACTS).read_text())["base_model"]
-        self._check_base(base)
+        if path := body.get("model_path"):
+            self._find(path, "sampler_weights")
+        else:
+            self._check_base(body.get("base_model"))
         name = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
-        self._samplers[name] = str(base), folder
+        self._samplers[name] = path
         return {"sampling_session_id": name}
 
-    def _open_sampler(self, folder: Path | None) -> ServedModel:
-        """Return the base model, or that of saved sampler weights."""
+    def _open_sampler(self, path: str | None) -> ServedModel:
+        """Return a model with saved weights, or the base model; it has no critic."""
         config, seed = with_settings(self._config, SAMPLER_SETTINGS), self._config.trainer.seed
-        rank = json.loads((folder / FACTS).read_text())["rank"] if folder else 0
+        folder, rank = self._find(path, "sampler_weights") if path else (None, 0)
         if folder and not rank:
             config = with_settings(config, {"model.path": str(folder)})
         return ServedModel(config, self._tokenizer, rank, seed, folder if rank else None)
@@ -275,6 +275,8 @@ class TinkerServer:
         if unserved := [name for name in UNSERVED if body.get(name)]:
             raise UserError(f"{unserved[0]} is not served{UNSERVED[unserved[0]]}.")
         name, settings = body["sampling_session_id"], body["sampling_params"]
+        if name not in self._samplers:
+            raise UserError(f"There is no sampler {name}: create it again.")
         tokens = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
         stop, seed = settings.get("stop"), settings.get("seed")
         stop = [stop] if isinstance(stop, str) else stop
@@ -285,7 +287,7 @@ class TinkerServer:
             settings.get("max_tokens") or self._config.data.max_response_length, seed,
             tuple(text for text in stop or () if isinstance(text, str)),
         )  # fmt: skip
-        model, logprobs = self._open(self._samplers[name][1]), None
+        model, logprobs = self._open(self._samplers[name]), None
         if body.get("prompt_logprobs"):
             logprobs = model.score_prompt(tokens)
             logprobs[: -(body.get("prompt_logprobs_last_n") or len(tokens))] = nan
@@ -299,18 +301,10 @@ class TinkerServer:
             read_response_row("request", Place("rows", number), record, columns)
             for number, record in enumerate(body["rows"], 1)
         ]
+        if not all(row.has_response for row in rows):
+            raise UserError("Each row needs a 'response'.")
         scores = score_all(self._reward, [row.rollout for row in rows], Callbacks()).scores
         return [scored_row(row, score) for row, score in zip(rows, scores, strict=True)]
-
-
-@contextmanager
-def open_server(
-    config: Config, name: str | None, note: Callable[[str], None]
-) -> Iterator[TinkerServer]:
-    """Start the reward of the settings and yield a server of their model, also under `name`."""
-    names = (config.model.path, *([name] if name else []))
-    with open_reward(config.reward, [], Callbacks(note=note)) as reward:
-        yield TinkerServer(config, names, reward)
 
 
 def _reply(body: Any, status: int = 200) -> web.Response:

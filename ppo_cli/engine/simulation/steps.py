@@ -73,7 +73,8 @@ class Measurements:
 class SimulatedLearner(learner.Learner):
     """A learner without checkpoints."""
 
-    def _trained(self) -> list[TrainedModel]:
+    def trained(self) -> list[TrainedModel]:
+        """Return nothing: no checkpoint is written."""
         return []
 
 

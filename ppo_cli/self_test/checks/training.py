@@ -292,7 +292,7 @@ def take_step(learner: Learner, batch: Batch, seed: int = 0) -> None:
 def copy_state(learner: Learner) -> dict[str, Tensor]:
     """Copy weights and moments of all trained models, and the weight version."""
     tensors: dict[str, Tensor] = {"version": torch.tensor(float(learner.weight_version))}
-    for trained in learner._trained():
+    for trained in learner.trained():
         for name, tensor in trained.weights.items():
             tensors[f"{trained.name} {name}"] = tensor.detach().cpu().clone()
         for name, tensor in trained.optimizer.moments().items():
