@@ -39,11 +39,11 @@ def check_address(url: str) -> None:
             "holds a user name, a password or a query; leave them out: credentials are read from "
             "the environment and its files, such as AWS_ACCESS_KEY_ID or ~/.aws"
         )
-    known = known_implementations.get(parts.scheme)
+    entry = known_implementations.get(parts.scheme)
     names = f"{parts.netloc}{parts.path}".split("/")
-    if known is None or not any(names) or ".." in names or "::" in url:
+    if entry is None or not any(names) or ".." in names or "::" in url:
         raise ValueError(f"{url} is no address that fsspec opens; write it as s3://BUCKET/NAME")
-    module = known["class"].partition(".")[0]
+    module = entry["class"].partition(".")[0]
     if find_spec(module) is None:
         extra = EXTRAS.get(parts.scheme)
         package = shlex.quote(f"ppo-cli[{extra}]") if extra else module

@@ -122,10 +122,10 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
         delete(path)
 
     def get(name: str) -> None:
-        step, entry, here = step_of(name), files[name], present.get(name)
+        step, entry, local = step_of(name), files[name], present.get(name)
         # Labels may have been given here since.
-        newer = name == LABELS_FILE and here is not None and here[1] > entry[1]
-        if newer or here == entry or (step and step not in partial):
+        newer = name == LABELS_FILE and local is not None and local[1] > entry[1]
+        if newer or local == entry or (step and step not in partial):
             return
         path = partial[step] / name.split("/", 2)[2] if step else folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class Mirror:
         self._index: Json = read_json(store, INDEX) or {"files": {}, "links": {}}
         self._copied: Files = dict(self._index["files"])  # in the store, in the index or not
         self._problem = ""  # why the last round failed
-        self._taken_by = ""
+        self._successor = ""
         self._ending, self._ended = threading.Event(), threading.Event()
         sweep_unfinished(folder)
         self._rounds = threading.Thread(target=self._copy_changes, daemon=True)
@@ -194,23 +194,23 @@ class Mirror:
         """Copy what is left; return why it could not be done, or an empty string."""
         self._ending.set()
         files = scan(self._folder).items()
-        if left := [entry[0] for name, entry in files if self._copied.get(name) != entry]:
-            amount = f"{plural(len(left), 'file')} ({sum(left) / 1e6:,.1f} MB)"
+        if missing := [entry[0] for name, entry in files if self._copied.get(name) != entry]:
+            amount = f"{plural(len(missing), 'file')} ({sum(missing) / 1e6:,.1f} MB)"
             self._tell(f"Copying the last {amount} to {self._url}.")
         self._rounds.join()
         until = time.monotonic() + PATIENCE_S
-        while not self._try_to_copy() and not self._taken_by and time.monotonic() < until:
+        while not self._try_to_copy() and not self._successor and time.monotonic() < until:
             time.sleep(POLL_S)
         self._ended.set()
         with suppress(Exception):
-            if not self._taken_by:
+            if not self._successor:
                 self._store.rm_file(LEASE)
-        return self._taken_by or self._problem
+        return self._successor or self._problem
 
     def _copy_changes(self) -> None:
         """Copy in rounds, at most a quarter of the time; a large round delays the next one."""
         pause = POLL_S
-        while not self._ending.wait(pause) and not self._taken_by:
+        while not self._ending.wait(pause) and not self._successor:
             began = time.monotonic()
             self._try_to_copy()
             pause = max(POLL_S, 3 * (time.monotonic() - began))
@@ -221,8 +221,8 @@ class Mirror:
             with suppress(Exception):  # the other thread tells that a store is down
                 lease = read_json(self._store, LEASE)
                 if lease is not None and not is_mine(lease):
-                    self._taken_by = f"{lease['host']} writes to {self._url} now"
-                    self._tell(f"{self._taken_by}: this run goes on without a copy.")
+                    self._successor = f"{lease['host']} writes to {self._url} now"
+                    self._tell(f"{self._successor}: this run goes on without a copy.")
                     return
                 put(self._store, LEASE, make_lease())
 
@@ -230,7 +230,7 @@ class Mirror:
         """Copy all that has changed; return whether that worked. A failure is told once."""
         before, self._problem = self._problem, ""
         try:
-            while not self._taken_by and self._copy():
+            while not self._successor and self._copy():
                 pass
         except Exception as error:  # each file system raises errors of its own
             self._problem = f"{self._url} does not answer ({first_line(error)})"
@@ -251,14 +251,14 @@ class Mirror:
         indexed, present = checkpoints_in(self._index["files"]), checkpoints_in(now)
         pending = {step_of(name) for name in changed} & present.keys()
         # Links to the newest checkpoint, which the run may delete meanwhile.
-        held = unfinished_path(self._folder / "copying")
-        delete(held)
-        held.mkdir()
+        linked = unfinished_path(self._folder / "copying")
+        delete(linked)
+        linked.mkdir()
         try:
             for name in changed:
                 if pending and step_of(name) == max(pending):
-                    (held / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.link(self._folder / name, held / name)
+                    (linked / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(self._folder / name, linked / name)
         except FileNotFoundError:  # deleted already
             return True
         # Where a run was set aside or went back: first it is copied under its new name, and
@@ -270,8 +270,8 @@ class Mirror:
         if stale:
             files = self._index["files"] | {n: e for n, e in self._copied.items() if is_earlier(n)}
             self._publish({n: e for n, e in files.items() if step_of(n) not in stale})
-        self._put(held, scan(held), now)
-        delete(held)
+        self._put(linked, scan(linked), now)
+        delete(linked)
         small = (name for name in changed if not step_of(name) and not is_earlier(name))
         self._put(self._folder, small, now)
         # The index lists complete checkpoints; then what it does not list is deleted.
@@ -350,9 +350,9 @@ def fetch_if_newer(url: str, store: Any, folder: RunFolder, tell: Callable[[str]
     """Fetch a copy whose last checkpoint is newer than that of the folder."""
     index, present = read_json(store, INDEX) or {"files": {}}, scan(folder.path)
     files, mark = index["files"], folder.path / MARK
-    there, here = (max(checkpoints_in(f).values(), default=0) for f in (files, present))
+    newest, local = (max(checkpoints_in(f).values(), default=0) for f in (files, present))
     cut_off, is_run = (folder.path / FETCHING).exists(), not all(map(is_earlier, present))
-    if not files or not (cut_off or there > here or not is_run):
+    if not files or not (cut_off or newest > local or not is_run):
         return
     # Numbers of earlier runs that are in the store only are taken.
     for name in {name.partition("/")[0] for name in filter(is_earlier, files)}:
