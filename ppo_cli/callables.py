@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from ppo_cli.errors import ConfigError
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact, secret_values
 
 DIGEST_CHARS = 12
 SHOWN_ROWS = 5  # bad values that a message lists
@@ -86,6 +86,11 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
+    if any(secret.encode() in data for secret in secret_values()):
+        raise ConfigError(
+            f"{argument}={name} holds the value of a secret variable, and would write it to the "
+            "run folder; read it from os.environ inside the function."
+        )
     try:
         source = redact(inspect.getsource(core))
     except (OSError, TypeError):

@@ -122,7 +122,9 @@ def test_a_file_is_named_after_what_its_function_does(desk: Path) -> None:
     assert name(3, limit=3) != first
 
 
-def test_both_refuse_what_cannot_cross(desk: Path) -> None:
+def test_both_refuse_what_cannot_cross(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "k-5f2b8c1d9e7a4063"
+    monkeypatch.setenv("ACME_API_KEY", key)
     opened, lock = Path("x").open("w"), threading.Lock()  # noqa: SIM115
 
     def logs(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> int:
@@ -132,6 +134,9 @@ def test_both_refuse_what_cannot_cross(desk: Path) -> None:
         with lock:
             return 0.0
 
+    def asks(a: str) -> float:
+        return float(key in a)
+
     def scores(new_logprobs_BT: Tensor, advantage_BT: Tensor) -> Tensor:
         return advantage_BT
 
@@ -139,6 +144,7 @@ def test_both_refuse_what_cannot_cross(desk: Path) -> None:
     for arguments, pattern in [
         ({"reward": logs}, r"reward=logs .* holds an open file 'x' \(variable opened\)"),
         ({"reward_function": locks}, r"=locks .* a _thread.lock \(variable lock\)"),
+        ({"reward": asks}, r"reward=asks holds the value of a secret variable"),
         ({"reward": lambda a: 1.0}, r"cannot be called with data_source"),
         ({"reward": str}, r"'str' .* is a class, not a function"),
         ({"loss": scores}, r"'advantage_BT' is not an input. Did you mean 'advantages_BT'"),
