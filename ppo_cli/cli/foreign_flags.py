@@ -56,13 +56,16 @@ def own_flags() -> frozenset[str]:
 class Translation:
     """Arguments in our own words, what was left out and why, and what cannot be translated.
 
-    `program` is the script, the module or the command of trl that a launcher would start.
+    `program` is the script, the module or the command of trl that a launcher would start; `given`
+    has the values of the line's flags, by their names in the tables of foreign_flags.toml.
     """
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     program: str = ""
+    given: dict[str, list[str]] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=lambda: load_foreign_flags())
 
 
 def translate(args: Sequence[str]) -> Translation:
@@ -73,18 +76,16 @@ def translate(args: Sequence[str]) -> Translation:
     """
     done = Translation()
     parts = [part for arg in _split(skip_launcher(args, done)) for part in _open_file(*arg, done)]
-    # What a flag means may depend on others of the line, by their names in foreign_flags.toml.
-    given = {_name(word): values for word, values in parts if values is not None}
-    estimator = _estimator(given, done.program)
-    tables = load_foreign_flags()
-    for other in tables["with"].keys() & {*given, estimator}:
-        extra = tables["with"][other]
-        tables = tables | {name: tables[name] | rows for name, rows in extra.items()}
+    done.given = {_name(word): values for word, values in parts if values is not None}
+    estimator = _estimator(done)
+    for other in done.tables["with"].keys() & {*done.given, estimator}:
+        rows = done.tables["with"][other]
+        done.tables = {**done.tables, **{name: done.tables[name] | rows[name] for name in rows}}
     for word, values in parts:
         if values is None:
             done.words.append(word)
             continue
-        replaced = _translate_flag(word.partition("=")[0], values, done, tables, given)
+        replaced = _translate_flag(word.partition("=")[0], values, done)
         if replaced is None:
             replaced = [word, *([] if "=" in word else values)]
         elif estimator not in ("", "gae"):
@@ -93,9 +94,9 @@ def translate(args: Sequence[str]) -> Translation:
                 continue
             replaced = [word for word in replaced if not word.startswith("critic.")]
         done.words += replaced
-    if estimator in tables["estimators"] and "adv_estimator" not in " ".join(done.words):
-        words = tables["estimators"][estimator].split()
-        if {"num_generations", "rloo_k", "config"} & given.keys():
+    if estimator in done.tables["estimators"] and "adv_estimator" not in " ".join(done.words):
+        words = done.tables["estimators"][estimator].split()
+        if {"num_generations", "rloo_k", "config"} & done.given.keys():
             words = words[:2]
         done.words[:0] = words
         done.notes.append(f"{' '.join(words)}: that is what TRL's {estimator.upper()} is.")
@@ -149,14 +150,9 @@ def _name(flag: str) -> str:
     return str(load_foreign_flags()["renamed"].get(typed, typed))
 
 
-def _translate_flag(
-    flag: str,
-    values: list[str],
-    done: Translation,
-    flags: Mapping[str, Any],
-    given: Mapping[str, Sequence[str]],
-) -> list[str] | None:
+def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str] | None:
     """Return the words that replace a flag and its values; None to leave them as they are."""
+    flags = done.tables
     typed = flag[2:].replace("-", "_")
     name = _name(flag)
     value = values[0].lower() if len(values) == 1 else ""
@@ -170,6 +166,9 @@ def _translate_flag(
             known = ", ".join(meanings)
             done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {known}.")
             return []
+    if name in flags["ignored"]:
+        done.notes.append(f"{flag} is left out: {flags['ignored'][name].format(ppo=ppo())}.")
+        return []
     if name in flags["switches"]:
         settings = flags["switches"][name].split()
         return [] if value in OFF else settings
@@ -180,13 +179,10 @@ def _translate_flag(
     if name in flags["several"] and values:
         keys = flags["several"][name].split()
         return [key if "=" in key else _set(key, values) for key in keys]
-    if name in flags["ignored"]:
-        done.notes.append(f"{flag} is left out: {flags['ignored'][name].format(ppo=ppo())}.")
-        return []
     if name in ("config_name", "config_path"):
         return _skip_verl_file(flag, name, value, done)
-    if name == "train_batch_size" and "rollout_batch_size" in given:
-        return _count_prompts(flag, value, given, done)
+    if name == "train_batch_size" and "rollout_batch_size" in done.given:
+        return _count_prompts(flag, value, done)
     alias = flags["aliases"].get(name)
     if alias is None:
         # A flag that has our name, but for the dots.
@@ -203,11 +199,9 @@ def _set(key: str, values: Sequence[str]) -> str:
     return f"{key}={values[0]}"
 
 
-def _count_prompts(
-    flag: str, value: str, given: Mapping[str, Sequence[str]], done: Translation
-) -> list[str] | None:
+def _count_prompts(flag: str, value: str, done: Translation) -> list[str] | None:
     """Return OpenRLHF's responses of an optimizer step as prompts, if they divide."""
-    samples = "".join(given.get("n_samples_per_prompt") or ["1"])
+    samples = "".join(done.given.get("n_samples_per_prompt") or ["1"])
     if not (value.isdigit() and samples.isdigit() and int(samples)) or int(value) % int(samples):
         return None
     prompts = int(value) // int(samples)
@@ -215,13 +209,14 @@ def _count_prompts(
     return ["--mini_batch_size", str(prompts)]
 
 
-def _estimator(given: Mapping[str, Sequence[str]], program: str) -> str:
+def _estimator(done: Translation) -> str:
     """Return the estimator that OpenRLHF's flag or TRL's script stands for; "" if none does."""
+    given, program = done.given, done.program.lower()
     if named := given.get("advantage_estimator") or given.get("adv_estimator"):
         return named[0]
-    if "rloo" in program.lower() or "rloo_k" in given:
+    if "rloo" in program or "rloo_k" in given:
         return "rloo"
-    return "grpo" if "grpo" in program.lower() or "num_generations" in given else ""
+    return "grpo" if "grpo" in program or "num_generations" in given else ""
 
 
 def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list[str] | None:
@@ -250,6 +245,8 @@ def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     if end == 0:
         return words
     done.program = PurePath(words[end - 1]).name
+    while words[end:] and words[end].isalpha():  # a command of the script
+        end += 1
     at = next((i for i in range(start, end) if words[i].startswith("--")), end)
     done.notes.append(f"`{' '.join(words[start:at])}` is left out: this program starts itself.")
     for variable in words[:start]:
@@ -257,16 +254,13 @@ def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     counting = max((i for i in range(end) if COUNTING.match(words[i])), default=end)
     flags: list[str] = []
     for word, values in _split(words[counting:end]):
-        if values is not None and _is_known(_name(word)):
+        name = _name(word)
+        known = any(name in rows for rows in load_foreign_flags().values())
+        if values is not None and (known or f"--{name}" in own_flags()):
             flags += [word, *([] if "=" in word else values[:1])]
         elif values is not None and word != "--module":
             done.notes.append(f"{word} is left out: it is the launcher's.")
     return [*flags, *words[end:]]
-
-
-def _is_known(name: str) -> bool:
-    """Whether some table has a flag, or it is ours."""
-    return f"--{name}" in own_flags() or any(name in rows for rows in load_foreign_flags().values())
 
 
 def _program_ends(words: Sequence[str]) -> Iterator[int]:
@@ -311,7 +305,7 @@ def _advise(flag: str, names: dict[str, str], program: str) -> str:
         cutoff = 0.9 if program else SUGGESTION_CUTOFF
         near = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
         if not near:
-            return f": {program} reads it by itself, and nothing here does." if program else "."
+            return f": it is {program}'s own; see `{ppo('explain')} NAME`." if program else "."
         name = near[0]
     if name in pointers:
         return f": {pointers[name].format(ppo=ppo())}."

@@ -16,6 +16,7 @@ from ppo_cli.cli.foreign_flags import describe_unknown_flags, load_foreign_flags
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.verl.translator import VERSION
+from ppo_cli.errors import ppo
 
 # Tables with names that others have too.
 OVERLAPPING = ("renamed", "values", "pointers", "with", "estimators")
@@ -92,7 +93,10 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
             "--adv_estimator grpo --rollout_n 8 actor.use_kl_loss=true actor.kl_loss_coef=0.04",
         ),
         ("uv run trl rloo --learning_rate 1", "--adv_estimator rloo --rollout_n 2 --lr 1"),
-        ("python -m torch.distributed.run --nproc_per_node 2 t.py --lr 1", "--n_gpus 2 --lr 1"),
+        (
+            "python -m torch.distributed.run --nproc_per_node 2 t.py train --lr 1",
+            "--n_gpus 2 --lr 1",
+        ),
         (
             "RAY_ADDRESS=a ray job submit --working-dir . -- python openrlhf.cli.train_ppo_ray"
             " --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128",
@@ -105,6 +109,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
             " actor.kl_loss_type=k3 actor.ppo_epochs=2",
         ),
         ("--sft_model_path a --model_name_or_path b", "--model a"),
+        ("--async_train --dynamic_filtering", "algorithm.filter_groups.enable=true"),
         ("--lora_target_modules q, v --push_to_hub false", "model.target_modules=[q,v]"),
     ],
 )
@@ -125,7 +130,7 @@ def test_a_yaml_file_of_trl_is_read_as_its_flags(tmp_path: Path) -> None:
 
 def test_a_flag_of_the_script_alone_is_called_so() -> None:
     assert describe_unknown_flags(["--machine_name"], [], "a.py") == [
-        "there is no flag --machine_name: a.py reads it by itself, and nothing here does."
+        f"there is no flag --machine_name: it is a.py's own; see `{ppo('explain')} NAME`."
     ]
 
 
