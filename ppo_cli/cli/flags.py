@@ -212,7 +212,7 @@ class SettingsCommand(HelpCommand):
         """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
         translation = translate(args)
         ctx.meta[FLAG_NOTES] = tuple(translation.notes)
-        known_words, unknown = self._split_unknown_flags(translation.words)
+        known_words, unknown = self._split_unknown_flags(translation.args)
         if unknown or translation.problems:
             # The last message names the help, once for all of them.
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]

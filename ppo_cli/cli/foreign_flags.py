@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -56,15 +55,15 @@ def own_flags() -> frozenset[str]:
 class Translation:
     """Arguments in our own words, what was left out and why, and what cannot be translated.
 
-    `program` is the script, the module or the command of trl that a launcher would start; `given`
-    has the values of the line's flags, by their names in the tables of foreign_flags.toml.
+    `program` is the script, the module or the command of trl that a launcher would start; `values`
+    has those of the line's flags, by their names in the tables of foreign_flags.toml.
     """
 
-    words: list[str] = field(default_factory=list)
+    args: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     program: str = ""
-    given: dict[str, list[str]] = field(default_factory=dict)
+    values: dict[str, list[str]] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=lambda: load_foreign_flags())
 
 
@@ -76,14 +75,14 @@ def translate(args: Sequence[str]) -> Translation:
     """
     done = Translation()
     parts = [part for arg in _split(skip_launcher(args, done)) for part in _open_file(*arg, done)]
-    done.given = {_name(word): values for word, values in parts if values is not None}
+    done.values = {_name(word): values for word, values in parts if values is not None}
     estimator = _estimator(done)
-    for other in done.tables["with"].keys() & {*done.given, estimator}:
-        rows = done.tables["with"][other]
+    for flag in done.tables["with"].keys() & {*done.values, estimator}:
+        rows = done.tables["with"][flag]
         done.tables = {**done.tables, **{name: done.tables[name] | rows[name] for name in rows}}
     for word, values in parts:
         if values is None:
-            done.words.append(word)
+            done.args.append(word)
             continue
         replaced = _translate_flag(word.partition("=")[0], values, done)
         if replaced is None:
@@ -93,13 +92,13 @@ def translate(args: Sequence[str]) -> Translation:
                 done.notes.append(f"{word} is left out: only the estimator gae uses it.")
                 continue
             replaced = [word for word in replaced if not word.startswith("critic.")]
-        done.words += replaced
-    if estimator in done.tables["estimators"] and "adv_estimator" not in " ".join(done.words):
-        words = done.tables["estimators"][estimator].split()
-        if {"num_generations", "rloo_k", "config"} & done.given.keys():
-            words = words[:2]
-        done.words[:0] = words
-        done.notes.append(f"{' '.join(words)}: that is what TRL's {estimator.upper()} is.")
+        done.args += replaced
+    if estimator in done.tables["estimators"] and "adv_estimator" not in " ".join(done.args):
+        flags = done.tables["estimators"][estimator].split()
+        if {"num_generations", "rloo_k", "config"} & done.values.keys():
+            flags = flags[:2]
+        done.args[:0] = flags
+        done.notes.append(f"{' '.join(flags)}: that is what TRL's {estimator.upper()} is.")
     return done
 
 
@@ -163,8 +162,8 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
         if not any(name in flags[t] for t in ("aliases", "several")):
             if name in flags["pointers"] or f"--{name}" in own_flags() or not values:
                 return None
-            known = ", ".join(meanings)
-            done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {known}.")
+            offered = ", ".join(meanings)
+            done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {offered}.")
             return []
     if name in flags["ignored"]:
         done.notes.append(f"{flag} is left out: {flags['ignored'][name].format(ppo=ppo())}.")
@@ -181,7 +180,7 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
         return [key if "=" in key else _set(key, values) for key in keys]
     if name in ("config_name", "config_path"):
         return _skip_verl_file(flag, name, value, done)
-    if name == "train_batch_size" and "rollout_batch_size" in done.given:
+    if name == "train_batch_size" and "rollout_batch_size" in done.values:
         return _count_prompts(flag, value, done)
     alias = flags["aliases"].get(name)
     if alias is None:
@@ -201,7 +200,7 @@ def _set(key: str, values: Sequence[str]) -> str:
 
 def _count_prompts(flag: str, value: str, done: Translation) -> list[str] | None:
     """Return OpenRLHF's responses of an optimizer step as prompts, if they divide."""
-    samples = "".join(done.given.get("n_samples_per_prompt") or ["1"])
+    samples = "".join(done.values.get("n_samples_per_prompt") or ["1"])
     if not (value.isdigit() and samples.isdigit() and int(samples)) or int(value) % int(samples):
         return None
     prompts = int(value) // int(samples)
@@ -211,12 +210,12 @@ def _count_prompts(flag: str, value: str, done: Translation) -> list[str] | None
 
 def _estimator(done: Translation) -> str:
     """Return the estimator that OpenRLHF's flag or TRL's script stands for; "" if none does."""
-    given, program = done.given, done.program.lower()
-    if named := given.get("advantage_estimator") or given.get("adv_estimator"):
+    values, program = done.values, done.program.lower()
+    if named := values.get("advantage_estimator") or values.get("adv_estimator"):
         return named[0]
-    if "rloo" in program or "rloo_k" in given:
+    if "rloo" in program or "rloo_k" in values:
         return "rloo"
-    return "grpo" if "grpo" in program or "num_generations" in given else ""
+    return "grpo" if "grpo" in program or "num_generations" in values else ""
 
 
 def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list[str] | None:
@@ -234,39 +233,41 @@ def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     `accelerate launch --num_processes 8 train.py`, `CUDA_VISIBLE_DEVICES=0 python3 -m verl…`,
     `trl grpo`, `ray job submit … -- python3 …`, `srun … bash -c "…"`.
     """
-    words = list(args)
-    start = next((i for i, word in enumerate(words) if not VARIABLE.match(word)), 0)
-    if not words or not LAUNCHER.match(words[start]):
-        return words
-    for shell, dash, script in zip(words, words[1:], words[2:], strict=False):
+    line = list(args)
+    start = next((i for i, word in enumerate(line) if not VARIABLE.match(word)), 0)
+    if not line or not LAUNCHER.match(line[start]):
+        return line
+    for shell, dash, script in zip(line, line[1:], line[2:], strict=False):
         if shell.endswith("sh") and dash in ("-c", "-lc"):
+            import shlex
+
             return skip_launcher(shlex.split(script), done)
-    end = next(_program_ends(words), 0)
+    end = next(_program_ends(line), 0)
     if end == 0:
-        return words
-    done.program = PurePath(words[end - 1]).name
-    while words[end:] and words[end].isalpha():  # a command of the script
+        return line
+    done.program = PurePath(line[end - 1]).name
+    while line[end:] and line[end].isalpha():  # a command of the script
         end += 1
-    at = next((i for i in range(start, end) if words[i].startswith("--")), end)
-    done.notes.append(f"`{' '.join(words[start:at])}` is left out: this program starts itself.")
-    for variable in words[:start]:
+    at = next((i for i in range(start, end) if line[i].startswith("--")), end)
+    done.notes.append(f"`{' '.join(line[start:at])}` is left out: this program starts itself.")
+    for variable in line[:start]:
         done.notes.append(f"{variable} is left out: write it in front of the command.")
-    counting = max((i for i in range(end) if COUNTING.match(words[i])), default=end)
+    counting = max((i for i in range(end) if COUNTING.match(line[i])), default=end)
     flags: list[str] = []
-    for word, values in _split(words[counting:end]):
+    for word, values in _split(line[counting:end]):
         name = _name(word)
-        known = any(name in rows for rows in load_foreign_flags().values())
-        if values is not None and (known or f"--{name}" in own_flags()):
+        listed = any(name in rows for rows in load_foreign_flags().values())
+        if values is not None and (listed or f"--{name}" in own_flags()):
             flags += [word, *([] if "=" in word else values[:1])]
         elif values is not None and word != "--module":
             done.notes.append(f"{word} is left out: it is the launcher's.")
-    return [*flags, *words[end:]]
+    return [*flags, *line[end:]]
 
 
-def _program_ends(words: Sequence[str]) -> Iterator[int]:
+def _program_ends(line: Sequence[str]) -> Iterator[int]:
     """Yield the numbers of words up to a script, a module, or a command of trl."""
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
+    for index, word in enumerate(line):
+        before = line[index - 1] if index else ""
         module = before in ("-m", "--module", "trl") and not COUNTING.match(word)
         script = re.search(r"python[\w.]*$", before) and not word.startswith("-")
         if module or script or word.endswith(".py"):

@@ -70,7 +70,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
     done = translate(
         ["--ds.zero_stage", "3", "--ckpt.save_hf", "--loss_type", "luspo", "--lr", "1"]
     )
-    assert done.words == ["--lr", "1"]
+    assert done.args == ["--lr", "1"]
     assert done.notes == [
         "--ds.zero_stage is left out: models are sharded with FSDP2.",
         "--ckpt.save_hf is left out: every checkpoint is a Hugging Face folder.",
@@ -115,15 +115,15 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
 )
 def test_a_line_of_another_program_means_what_it_means_there(line: str, words: str) -> None:
     done = translate(shlex.split(line))
-    assert (done.words, done.problems) == (words.split(), [])
+    assert (done.args, done.problems) == (words.split(), [])
 
 
 def test_a_yaml_file_of_trl_is_read_as_its_flags(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "model_name_or_path: m\nnum_generations: 4\nlora_target_modules: [q, v]\nmax_steps: -1\n"
     )
-    words = translate(["trl", "grpo", "--config", f"{tmp_path}/a.yaml", "--seed", "1"]).words
-    assert " ".join(words) == (
+    args = translate(["trl", "grpo", "--config", f"{tmp_path}/a.yaml", "--seed", "1"]).args
+    assert " ".join(args) == (
         "--adv_estimator grpo --model m --rollout_n 4 model.target_modules=[q,v] --seed 1"
     )
 
