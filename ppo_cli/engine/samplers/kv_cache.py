@@ -217,9 +217,8 @@ def plan_cache(model: PreTrainedModel) -> CachePlan | None:
     on the left because the model derives positions from columns.
     """
     parameters = inspect.signature(type(model).forward).parameters
-    # Attention models to transformers 5.19 and from 5.24 on, and Mamba models name it differently.
-    spellings = ("past_key_values", "cache", "cache_params")
-    names = [name for name in spellings if name in parameters]
+    # Attention models and Mamba models name their cache differently.
+    names = [name for name in ("past_key_values", "cache_params") if name in parameters]
     layers = DynamicCache(config=model.config).layers
     if not names or _has_own_cache(model) or not {type(layer) for layer in layers} <= KINDS.keys():
         return None
