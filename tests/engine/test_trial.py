@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -67,12 +68,17 @@ def test_the_fastest_exact_way_is_chosen(kind: str, conditions: TrialConditions)
 @pytest.mark.parametrize("name", MODELS)
 @BOTH
 def test_the_verdict_that_ships_is_that_of_a_trial(name: str, conditions: TrialConditions) -> None:
-    """With the versions that are installed here: edit BUNDLED_VERSIONS with constraints.txt."""
+    """With the versions of constraints.txt, which BUNDLED_VERSIONS repeats; others get a trial."""
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").split()
+    named = zip(("transformers", "torch"), trial.BUNDLED_VERSIONS, strict=True)
+    assert {f"{package}=={version}" for package, version in named} <= set(pins)
     config = load_config(model_folder(name), "--model", False)
     for lean, recomputes in ((True, False), (False, True)):
         tried = replace(conditions, lean=lean, checkpointing=recomputes)
         assert run_trial(config, tried) == trial.BUNDLED_VERDICT
-    assert trial.is_bundled(model_folder(name), conditions)
+    installed = (transformers.__version__, torch.__version__.partition("+")[0])
+    known = installed == trial.BUNDLED_VERSIONS
+    assert trial.is_bundled(model_folder(name), conditions) == known
     assert not trial.is_bundled(model_folder(name), replace(conditions, kernel="eager"))
 
 
