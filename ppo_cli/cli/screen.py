@@ -172,8 +172,8 @@ def format_pretraining(
         *(f"{COLUMNS[key]} {_format_metric(last[key])}" for key in PRETRAINED if key in last),
     ]
     if not width and not is_pretrained(config, lines):
-        left = format_duration(_pretraining_seconds_left(config, lines))
-        fields.append(f"{left} left{'' if until is None else ' at most'}")
+        time_left = format_duration(_pretraining_seconds_left(config, lines))
+        fields.append(f"{time_left} left{'' if until is None else ' at most'}")
     while width and len("  ".join(fields)) > width and len(fields) > 1:
         fields.pop()
     return "  ".join(fields)
@@ -373,7 +373,7 @@ def format_judges(lines: Sequence[Mapping[str, float]], budgets: Budgets) -> lis
         return []
     speed = f" ({calls / seconds:.1f}/s)" if seconds else ""
     errors = max(last.get(f"{judge}/error_rate", 0.0) for judge in budgets)
-    spent, left = 0.0, []
+    spent, rests = 0.0, []
     for judge, (max_usd, max_tokens) in budgets.items():
         names = [f"{split}{judge}" for split in ("", "val/")]
         usd = max(line.get(f"{name}/cost_usd_total", 0.0) for line in lines for name in names)
@@ -383,14 +383,14 @@ def format_judges(lines: Sequence[Mapping[str, float]], budgets: Budgets) -> lis
         whose = f" ({judge})" if len(budgets) > 1 else ""
         if max_usd is not None:
             rest = format_dollars(max(0.0, max_usd - usd))
-            left.append(f", {rest} of {format_dollars(max_usd)} left{whose}")
+            rests.append(f", {rest} of {format_dollars(max_usd)} left{whose}")
         if max_tokens is not None:
             rest = f"{max(0.0, max_tokens - tokens):,.0f}"
-            left.append(f", {rest} of {max_tokens:,} tokens left{whose}")
+            rests.append(f", {rest} of {max_tokens:,} tokens left{whose}")
     return [
         f"judge     last step: {plural(calls, 'call')}{speed}, "
         f"{cached / (calls + cached):.0%} from the cache, {errors:.1%} errors",
-        f"cost      {format_dollars(spent)} spent{''.join(left)}",
+        f"cost      {format_dollars(spent)} spent{''.join(rests)}",
     ]
 
 
@@ -550,9 +550,9 @@ class TerminalScreen(Screen):
             done, total = steps
             end = "time left: known after this step" if wide else ""
             if self._ends is not None:
-                left = max(0.0, self._ends - now)
-                end = f"done about {format_end(left)}"
-                end += f" ({format_duration(left)} left)" if wide else ""
+                seconds_left = max(0.0, self._ends - now)
+                end = f"done about {format_end(seconds_left)}"
+                end += f" ({format_duration(seconds_left)} left)" if wide else ""
             unit = "pretraining" if self._pretraining else "step"
             label = f"{unit} {min(done + 1, total)} of {total}"
             label += f" ({done} done)" if wide else ""

@@ -180,13 +180,13 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     # Judges of parts: how often each is called.
     for judge in judges_of(reward):
         if judge.part is not None:
-            asked = [judge.settings, *other_judges(judge.settings)]
-            votes = sum(api.most_votes for api in asked)
+            judges_asked = [judge.settings, *other_judges(judge.settings)]
+            votes = sum(api.most_votes for api in judges_asked)
             count = calls[judge.part] = _multiply(responses, votes)
             number = "unknown calls" if count is None else plural(count, "call")
             fewer = " at most" if judge.settings.max_votes else ""
-            if asked[1:]:
-                others = " and ".join(str(api.model) for api in asked[1:])
+            if judges_asked[1:]:
+                others = " and ".join(str(api.model) for api in judges_asked[1:])
                 fewer = f" at most, those of {others} included"
             if judge.only_if:
                 fewer = f" at most: it is asked only if {judge.only_if}"
@@ -339,9 +339,9 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _multiply(a_step, steps)
     calls = _count_reward_calls(config, steps)
-    if most := pretrain_steps(config):
-        sums["pretraining_steps_at_most"] = most
-        sums["reward_calls_pretraining"] = most * batch * n
+    if pretraining_steps := pretrain_steps(config):
+        sums["pretraining_steps_at_most"] = pretraining_steps
+        sums["reward_calls_pretraining"] = pretraining_steps * batch * n
     # Dynamic sampling may sample several batches for one step.
     groups = config.algorithm.filter_groups
     if groups.enable:

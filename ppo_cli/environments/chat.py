@@ -307,8 +307,9 @@ class Chat:
 
     def _compile_forbidden(self, surroundings: Iterable[str]) -> re.Pattern[str]:
         """Compile the words that a reply must not contain: control words, and other marks."""
-        words = {*self._control, ANSWER, *chain(*map(MARK.findall, surroundings))}
-        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+        forbidden = {*self._control, ANSWER, *chain(*map(MARK.findall, surroundings))}
+        longest_first = sorted(forbidden, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _escape(self, value: Any) -> Any:
         """Return a message, or a part of it, as texts without control words."""
@@ -331,9 +332,9 @@ class Chat:
 
     def _find_end(self, messages: Sequence[Message], continued: bool) -> str:
         """Return the control word after the assistant's message, "" if there is none."""
-        _, found, after = self._render(messages, continued).rpartition(ANSWER)
-        words = sorted(self._control, key=len, reverse=True) if found else ()
-        return next((word for word in words if after.lstrip().startswith(word)), "")
+        _, answer, after = self._render(messages, continued).rpartition(ANSWER)
+        ends = sorted(self._control, key=len, reverse=True) if answer else ()
+        return next((word for word in ends if after.lstrip().startswith(word)), "")
 
     def _render(self, messages: Sequence[Message], continued: bool) -> str:
         try:

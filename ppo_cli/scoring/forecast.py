@@ -65,10 +65,10 @@ class UsageRange:
     low: Tokens
     high: Tokens
 
-    def times(self, calls: float, most: float | None = None) -> UsageRange:
+    def times(self, calls: float, most_calls: float | None = None) -> UsageRange:
         """Return the estimate for `calls` times as many calls, at most `most` times as many."""
-        most = calls if most is None else most
-        return UsageRange(round(self.calls * most), self.low * calls, self.high * most)
+        most_calls = calls if most_calls is None else most_calls
+        return UsageRange(round(self.calls * most_calls), self.low * calls, self.high * most_calls)
 
     def __add__(self, other: UsageRange) -> UsageRange:
         """Return the sum of two estimates."""
@@ -135,8 +135,8 @@ class Forecast:
         # Further judges spend from the same budgets.
         for other in self.others:
             assert other.run is not None
-            more = other.run.costs(other.price)
-            costs = costs and more and (costs[0] + more[0], costs[1] + more[1])
+            other_costs = other.run.costs(other.price)
+            costs = costs and other_costs and (costs[0] + other_costs[0], costs[1] + other_costs[1])
             run += other.run
         if api.budget_usd is not None and costs is not None:
             yield api.budget_usd, *costs
@@ -289,8 +289,8 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     template, api = load_template(config.reward.api), config.reward.api
     sums, listed = batch_arithmetic(config), api.compare == "list"
     # A cascade's judge is asked about a share of the responses.
-    asked = 1.0 if api.cascade.model is None else api.cascade.share
-    expected, most = asked * expected_votes(api), asked * api.most_votes
+    share = 1.0 if api.cascade.model is None else api.cascade.share
+    expected, most_votes = share * expected_votes(api), share * api.most_votes
     # Responses per request (alone, in a list), and requests per response.
     alone, of_list, requests = 1, 1, 1.0
     if api.mode == "compare":
@@ -316,10 +316,10 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     if calls is not None and validation is not None:
         # Training calls without validation's, since the two read different rows.
         trained = (calls - validation) * requests
-        run = a_call.times(trained * expected, trained * most)
+        run = a_call.times(trained * expected, trained * most_votes)
         if validation:
             bill = _usage_per_call(template, chosen_val, config, alone)
-            run += bill.times(validation * expected * alone, validation * most * alone)
+            run += bill.times(validation * expected * alone, validation * most_votes * alone)
     labelled = len(read_held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
     # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
@@ -334,7 +334,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     return Forecast(
         config=config,
         price=find_price(api),
-        a_step=a_call.times(a_step * expected, a_step * most),
+        a_step=a_call.times(a_step * expected, a_step * most_votes),
         run=run,
         steps=sums["total_steps"],
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),

@@ -29,25 +29,26 @@ def plan_disk(config: Config, steps: int | None) -> PlanPart:
     folder = Path(config.trainer.output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
-    kept = _count_checkpoints(config, steps)
+    at_most = _count_checkpoints(config, steps)
     size = _checkpoint_bytes(config)
-    facts = {"checkpoint_bytes": size, "checkpoints_at_most": kept, "free_bytes": free}
+    facts = {"checkpoint_bytes": size, "checkpoints_at_most": at_most, "free_bytes": free}
     if size is None:
         return PlanPart(("checkpoints: of unknown size",), facts)
     # A new checkpoint is complete before an old one is deleted.
-    most = "all are kept"
-    if kept is not None:
-        most = f"at most {kept} ({format_size(kept * size)}) and one that is being written"
+    how_many = "all are kept"
+    if at_most is not None:
+        total = format_size(at_most * size)
+        how_many = f"at most {at_most} ({total}) and one that is being written"
     on_disk = f"{format_size(free)} are free for {config.trainer.output_dir}"
-    return PlanPart((f"checkpoints: {format_size(size)} each, {most}; {on_disk}",), facts)
+    return PlanPart((f"checkpoints: {format_size(size)} each, {how_many}; {on_disk}",), facts)
 
 
 def find_disk_shortage(config: Config, steps: int | None) -> list[str]:
     """Return a remark if the disk has too little space for the checkpoints still to come."""
     facts: dict[str, Any] = plan_disk(config, steps).facts
-    size, kept = facts["checkpoint_bytes"], facts["checkpoints_at_most"] or 1
-    there = len([*Path(config.trainer.output_dir).expanduser().glob("checkpoints/step_*")])
-    if size is None or (need := size * max(1, kept + 1 - there)) <= facts["free_bytes"]:
+    size, at_most = facts["checkpoint_bytes"], facts["checkpoints_at_most"] or 1
+    existing = len([*Path(config.trainer.output_dir).expanduser().glob("checkpoints/step_*")])
+    if size is None or (need := size * max(1, at_most + 1 - existing)) <= facts["free_bytes"]:
         return []
     free = facts["free_bytes"]
     return [

@@ -266,13 +266,14 @@ def criteria_advice(facts_by_criterion: Mapping[str, Facts]) -> list[str]:
 def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
     """How judge and labels differ on a criterion, in at most one sentence."""
     too_much, too_little = facts["credited too much"], facts["credited too little"]
-    share, most = facts["agree"]["value"], max(too_much, too_little)
+    share, larger = facts["agree"]["value"], max(too_much, too_little)
     agree = f"{name}: the judge agrees with the labels in {share:.0%} of {facts['labelled']}"
     # A disagreement that chance explains comes first; otherwise a clear lean to one side.
-    if facts["kappa"] is not None and facts["kappa"] <= CHANCE_KAPPA and most > 0:
+    if facts["kappa"] is not None and facts["kappa"] <= CHANCE_KAPPA and larger > 0:
         return [f"{agree}, hardly better than chance (kappa {facts['kappa']:.2f})."]
-    if most >= 0.1 and most >= 3 * min(too_much, too_little):
-        return [f"{agree}; it is {'too kind' if too_much == most else 'too harsh'} in {most:.0%}."]
+    if larger >= 0.1 and larger >= 3 * min(too_much, too_little):
+        lean = "too kind" if too_much == larger else "too harsh"
+        return [f"{agree}; it is {lean} in {larger:.0%}."]
     return []
 
 

@@ -95,10 +95,10 @@ class RunData:
         config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         # Ranges of the run's settings; labels of people measure the judge's drift.
-        known = config or Config()
-        limits = read_limits(self.folder, known)
+        run_config = config or Config()
+        limits = read_limits(self.folder, run_config)
         total = limits.total_steps if config else None
-        summary = summarise(history, self.folder, known, session=(0, 0.0), resume_command="")
+        summary = summarise(history, self.folder, run_config, session=(0, 0.0), resume_command="")
         validations = list_validations(history)
         steps = [int(line["step"]) for line in history]
         # Curves and findings.
@@ -114,7 +114,7 @@ class RunData:
             "name": self.name,
             "verdict": describe_verdict(summary, total, validations, findings, spent["usd"]),
             "facts": list_facts(self.folder, history, config, total, spent["usd"]),
-            "answers": answer_questions(summary, known, saved, validations),
+            "answers": answer_questions(summary, run_config, saved, validations),
             "note": note,
             "steps": steps,
             "total": total,
@@ -195,9 +195,9 @@ def list_facts(
     step = int(last["step"])
     state = run_state(folder, step, total)
     saved = CheckpointStore(folder / "checkpoints", 1).newest_step()
-    kept = "no checkpoint" if saved is None else f"newest checkpoint: step {saved}"
+    newest = "no checkpoint" if saved is None else f"newest checkpoint: step {saved}"
     facts = [
-        ("state", f"failed, {kept}" if state == "failed" else state),
+        ("state", f"failed, {newest}" if state == "failed" else state),
         ("step", f"{step} of {total}" if total else str(step)),
     ]
     if state == "running" and last.get("time/left_s"):
@@ -206,11 +206,11 @@ def list_facts(
     pretraining = read_pretraining(folder)
     if usd:
         # Steps cost about the same, so the cost of the whole run follows from the steps so far.
-        before, more = len(pretraining), ""
+        before, in_all = len(pretraining), ""
         if total and step:
             all_usd = usd / (before + step) * (before + total)
-            more = f", about {format_dollars(all_usd)} in all"
-        facts.append(("judge cost", format_dollars(usd) + (more if state != "done" else "")))
+            in_all = f", about {format_dollars(all_usd)} in all"
+        facts.append(("judge cost", format_dollars(usd) + (in_all if state != "done" else "")))
     if config is None:
         return facts
     facts += [
