@@ -130,7 +130,8 @@ def _open_file(
     if word.partition("=")[0] == "--config" and path.is_file():
         import yaml
 
-        with suppress(ValueError, yaml.YAMLError):  # reported with our own files
+        # Reported with our own files.
+        with suppress(ValueError, yaml.YAMLError, RecursionError):
             flags = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(flags, dict) or "model_name_or_path" not in flags:
         yield word, values
