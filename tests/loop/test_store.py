@@ -151,8 +151,8 @@ def test_verdicts_and_spending_survive_the_machine(s3: S3Server, tmp_path: Path)
     with JudgeServer() as judge:
         judge.keys = {env["OPENAI_API_KEY"]}
         args = [
-            "train", "--preset", "embedded", "--batch_size", "8", "--max_steps", "4",
-            "--save_freq", "2", "data.val_max_samples=8", "--use_api_reward", "--rm_model", "one",
+            "train", "--preset", "embedded", "--batch_size", "8", "--max_steps", "2",
+            "--save_freq", "1", "data.val_files=[]", "--use_api_reward", "--rm_model", "one",
             "--rm_prompt_preset", "math", "--rm_api_type", "openai", "--rm_canary_every", "0",
             "--rm_base_url", judge.url("openai"), "--rm_price_input", "1",
             "--rm_price_output", "4", "--output_dir", URL,
@@ -160,29 +160,33 @@ def test_verdicts_and_spending_survive_the_machine(s3: S3Server, tmp_path: Path)
         assert run_forked(args, env, timeout=300).returncode == 0
         calls, answered = paid_calls(local(tmp_path)), judge.state.answered
         assert calls
-        # Step 4 is lost, and judged again at no cost.
+        # Step 2 is lost, and judged again at no cost.
         index = json.loads(s3.read("runs/a/index.json"))
-        index["files"] = {n: e for n, e in index["files"].items() if "step_000004/" not in n}
+        index["files"] = {n: e for n, e in index["files"].items() if "step_000002/" not in n}
         index["links"] = {}
         s3.write("runs/a/index.json", json.dumps(index))
         shutil.rmtree(tmp_path / "cache")
         done = run_forked(args, env, timeout=300)
-        assert "Going on after step 2" in done.stdout
+        assert "Going on after step 1" in done.stdout
         assert judge.state.answered == answered and paid_calls(local(tmp_path)) == calls
 
 
-@pytest.mark.skipif(not KILLS, reason="PPO_KILLS=20 kills a run as often")
+@pytest.mark.skipif(not KILLS, reason="PPO_KILLS=20 kills as many runs, each on a fresh disk")
 def test_kills_at_random_moments(calm: Path, s3: S3Server, tmp_path: Path) -> None:
     dice = random.Random(KILLS)
+    killed = []
     for number in range(KILLS):
-        process = begin(s3, tmp_path)
-        time.sleep(dice.uniform(1, 12))
-        print(number, process.poll())
+        url = ("--output_dir", f"{URL}{number}")
+        process = Forked(PPO, ["train", *ARGS, *url], environment(s3, tmp_path))
+        time.sleep(dice.uniform(1, 9))
+        killed.append(process.poll() is None)
         end(process)
-        if dice.random() < 0.7:
-            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    run(s3, tmp_path)
-    assert_same_run(local(tmp_path), calm)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        output = run(s3, tmp_path, *url)
+        fetched = re.findall("Going on after step . *|This run is complete", output)
+        print(number, "killed" if killed[-1] else "ended before", *fetched, flush=True)
+        assert_same_run(local(tmp_path).with_name(f"a{number}"), calm)
+    assert sum(killed) > KILLS / 2
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
