@@ -88,7 +88,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("cluster", "extras.bridge.rewards"),
     "bokeh": ("report.page",),
     "pynvml": ("config.machine.gpus",),
-    "vllm": ("engine.samplers",),
+    "vllm": ("engine.samplers", "rewards.judge.providers.vllm_serve"),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
     "google": ("rewards.judge.providers", "tinker.wire"),  # google.protobuf

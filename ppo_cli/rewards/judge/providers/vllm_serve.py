@@ -4,9 +4,10 @@ vLLM's own script (0.32) asks for the version of a package `vllm`, which fails w
 """
 
 import importlib.metadata
-import sys
 
-if __name__ == "__main__":
+
+def run_command() -> None:
+    """Run vLLM's command with the arguments of this process."""
     read_version = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
@@ -21,4 +22,8 @@ if __name__ == "__main__":
         importlib.metadata.version = version
     from vllm.entrypoints.cli.main import main
 
-    sys.exit(main())
+    main()
+
+
+if __name__ == "__main__":
+    run_command()
