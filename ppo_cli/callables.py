@@ -63,12 +63,12 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
 
     Raises ConfigError, which names the variable, if it holds what cannot be pickled.
     """
-    core = function  # below partials, bound methods, decorators and objects
-    while isinstance(core, functools.partial | MethodType):
-        core = core.func if isinstance(core, functools.partial) else core.__func__
-    core = inspect.unwrap(core)
-    core = core if inspect.isroutine(core) or inspect.isclass(core) else type(core)
-    name = core.__name__ if core.__name__.isidentifier() else argument
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(f"{argument} is an object of type {kind}: give a function or class.")
+    core, shown = _find_core(function), f"{argument}={name_of(function)}"
+    # For a lambda the argument, without the sections of a key.
+    name = core.__name__ if core.__name__.isidentifier() else argument.rpartition(".")[2]
     # What it uses of a module that is not installed is pickled by value too.
     module = sys.modules.get(core.__module__ or "")
     file = getattr(module, "__file__", None) or ""
@@ -80,7 +80,7 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
     except Exception as error:
         reason = _find_reason(core, function) or error
         raise ConfigError(
-            f"{argument}={name} cannot be sent to another process: {reason}. Make or open it "
+            f"{shown} cannot be sent to another process: {reason}. Make or open it "
             "inside the function, or in a module that the function imports."
         ) from None
     finally:
@@ -88,7 +88,7 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
             cloudpickle.unregister_pickle_by_value(module)
     if any(secret.encode() in data for secret in secret_values()):
         raise ConfigError(
-            f"{argument}={name} holds the value of a secret variable, and would write it to the "
+            f"{shown} holds the value of a secret variable, and would write it to the "
             "run folder; read it from os.environ inside the function."
         )
     try:
@@ -98,7 +98,7 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
     version, paths = sys.version_info[:2], [os.path.abspath(path) for path in sys.path]
     path = folder / f"{name}_{hashlib.sha256(digest).hexdigest()[:DIGEST_CHARS]}.py"
     path.write_text(
-        f"# {argument}={name} as a file. Its source (what runs is the pickle below):\n"
+        f"# {shown} as a file. Its source (what runs is the pickle below):\n"
         + "".join(f"# {line}".rstrip() + "\n" for line in source.splitlines())
         + "import base64, pickle, sys\n"
         f"if sys.version_info[:2] != {version}:\n"
@@ -108,6 +108,20 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
         encoding="utf-8",
     )
     return f"{path}:{name}"
+
+
+def name_of(function: object) -> str:
+    """Return what messages call a function or an object in its place."""
+    return str(_find_core(function).__name__)
+
+
+def _find_core(function: Any) -> Any:
+    """Return the function or class below partials, bound methods, decorators and objects."""
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    function = inspect.unwrap(function)
+    is_code = inspect.isroutine(function) or inspect.isclass(function)
+    return function if is_code else type(function)
 
 
 class _Pickler(cloudpickle.CloudPickler):

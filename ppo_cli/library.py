@@ -7,17 +7,16 @@ to do, a run that stopped early and can be resumed raises Interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.checks.devices import missing_gpus
+from ppo_cli.callables import name_of, write_function, write_rows
 from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.run import refused_in_session
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts
 from ppo_cli.config.layers import Resolved
@@ -25,7 +24,7 @@ from ppo_cli.config.plan import Plan, add_second_judge, make_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError
+from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.run_folder import (
     RunFolder,
     check_run_folder,
@@ -182,12 +181,9 @@ def _resolve(
     """
     with TemporaryDirectory() as scratch:
         resolved = _resolve_in(Path(scratch), preset, config, overrides, settings)
-        resolved = replace(resolved, function=function)
         # The checks of `ppo train`, before anything heavy is imported.
         problems = [
             *(refused_in_session(resolved.config) if function == "session" else ()),
-            *missing_gpus(resolved.config),
-            *missing_keys(resolved.config, os.environ),
             *missing_parts(resolved),
             *missing_inputs(resolved.config),
             *damaged_models(resolved.config),
@@ -195,7 +191,7 @@ def _resolve(
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         folder = Path(resolved.config.trainer.output_dir).expanduser().absolute()
-        for path in (path for path in Path(scratch).rglob("*") if path.suffix in (".py", ".jsonl")):
+        for path in [*Path(scratch).rglob("*.py"), *Path(scratch).rglob("*.jsonl")]:
             RunFolder(folder).prepare()
             place = folder / INPUTS / path.relative_to(scratch)
             # A file that exists does the same, but may have other line numbers.
@@ -204,9 +200,11 @@ def _resolve(
                 with atomic_replace(place) as fresh:
                     fresh.write_bytes(path.read_bytes())
     # The settings name the files in the run folder.
-    values = {key: value_of(resolved.config, key) for key in (*FUNCTIONS, *ARGUMENTS.values())}
-    values = {k: _rename(value, scratch, f"{folder / INPUTS}") for k, value in values.items()}
-    return replace(resolved, config=with_settings(resolved.config, values))
+    values = {
+        key: _rename(value_of(resolved.config, key), scratch, f"{folder / INPUTS}")
+        for key in (*FUNCTIONS, *ARGUMENTS.values())
+    }
+    return replace(resolved, config=with_settings(resolved.config, values), function=function)
 
 
 def _rename(value: Any, old: str, new: str) -> Any:
@@ -227,67 +225,68 @@ def _resolve_in(
 
     Functions and rows are written to `folder`.
     """
-    # Flags by name: the library's arguments are the flags without dashes.
+    # Flags by name: the library's arguments are the flags without their dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
     flags |= ARGUMENTS
     if callable(settings.get("reward")):  # otherwise it names parts of a mixture
         flags["reward"] = "reward.function"
-    problems = [
-        f"There is no setting {name}; give those without a flag as overrides={{…}}."
-        for name in settings
-        if name not in flags
-    ]
-    # The origin of each value, for messages and the plan.
-    named: dict[str, tuple[Any, str]] = {}
-    for name, value in settings.items():
-        key = flags.get(name, "")
-        if key in named:
-            problems.append(f"{named[key][1]} and argument {name} both set {key}; keep one.")
-        if key:
-            named[key] = value, f"argument {name}"
-    named |= {key: (value, f"override {key}") for key, value in overrides.items()}
-    reward = named.get("reward.function", (None,))[0]
-    # Functions and rows become files.
-    for key, (value, origin) in list(named.items()):
+    problems: list[str] = []
+    values: dict[str, tuple[Any, str]] = {}  # with their origins, for messages and the plan
+    checks: list[Callable[[Config], object]] = []
+    labels = {f"{folder}/": ""}  # what messages say in place of files that are written here
+    for kind, name, key, value in [
+        *(("argument", name, flags.get(name, ""), value) for name, value in settings.items()),
+        *(("override", key, key, value) for key, value in overrides.items()),
+    ]:
+        if not key:
+            text = f"There is no setting {name}; give those without a flag as overrides={{…}}."
+            problems.append(text)
+            continue
+        if kind == "argument" and key in values:
+            problems.append(f"{values[key][1]} and argument {name} both set {key}; keep one.")
         try:
-            named[key] = _write_input(folder, key, origin.rpartition(" ")[2], value), origin
+            if name in ("rows", "val_rows"):
+                value = [write_rows(folder, name, value)]
+            elif key in FUNCTIONS and not isinstance(value, str | os.PathLike | None):
+                if key == "reward.function":
+                    checks.append(partial(_check_reward, value))
+                elif key == "environment.path":
+                    checks.append(_check_environment)
+                label, value = f"{name}={name_of(value)}", write_function(folder, name, value)
+                labels = {f"--environment {Path(value).name}": label, value: label} | labels
+            elif callable(value):
+                raise ConfigError(f"{name} takes no function, but a value.")
+            values[key] = _as_typed(value), f"{kind} {name}"
         except ConfigError as error:
             problems += error.problems
-            del named[key]
     try:
         resolved = resolve(
-            flags={key: (_as_typed(value), origin) for key, (value, origin) in named.items()},
+            flags=values,
             preset=preset,
             config_files=[Path(file) for file in config],
             overrides=[],
             environ=os.environ,
         )
-        if callable(reward):
-            from ppo_cli.rewards.function import check_callable
-
-            check_callable(reward, resolved.config.reward.function_kwargs)
+        problems += collect_problems([partial(check, resolved.config) for check in checks])
     except ConfigError as error:
-        problems += [_rename(problem, f"{folder}/", "") for problem in error.problems]
+        problems += error.problems
     if problems:
+        for file, label in labels.items():
+            problems = [problem.replace(file, label) for problem in problems]
         raise ConfigError(problems)
     return add_second_judge(resolved, os.environ)
 
 
-def _write_input(folder: Path, key: str, argument: str, value: Any) -> Any:
-    """Return the value of a setting; a function or rows are written, and their file is the value.
+def _check_reward(function: Callable[..., Any], config: Config) -> None:
+    from ppo_cli.rewards.function import check_callable
 
-    Raises ConfigError for what cannot be written.
-    """
-    if argument not in ("rows", "val_rows") and not callable(value):
-        return value
-    # Imported here: plain settings do without it.
-    from ppo_cli.callables import write_function, write_rows
+    check_callable(function, config.reward.function_kwargs)
 
-    if not callable(value):
-        return [write_rows(folder, argument, value)]
-    if key not in FUNCTIONS:
-        raise ConfigError(f"{argument} takes no function, but a value.")
-    return write_function(folder, argument, value)
+
+def _check_environment(config: Config) -> None:
+    from ppo_cli.environments.pool import check_environment
+
+    check_environment(config.environment)
 
 
 def _as_typed(value: Any) -> Any:

@@ -113,7 +113,15 @@ class Session:
         is not a number are failed scores. Raises UserError for another batch or another number of
         scores, Interrupted when the run stops early.
         """
-        sample, values = self._require_batch(batch), list(scores)
+        sample = self._require_batch(batch)
+        try:
+            pending = iter(scores)
+        except TypeError:  # numbers, None, arrays without a dimension
+            kind = type(scores).__name__
+            raise UserError(
+                f"update() got a {kind}; give a list with a score per response."
+            ) from None
+        values = list(pending)
         if len(values) != len(batch):
             raise UserError(
                 f"update() got {plural(len(values), 'score')} for {plural(len(batch), 'response')}"
@@ -207,7 +215,7 @@ def _read_score(rollout: Rollout, value: Any) -> Score:
         return Score.failed(rollout.failure)
     if not isinstance(value, Score):
         return check_placed_rewards(rollout, read_returned(value))
-    # The caller may have changed its value.
-    number = read_returned(value.value)
-    changed = replace(value, value=number.value) if number.judged else number
-    return value if value.value is None else changed
+    if value.value is None:
+        return value
+    number = read_returned(value.value)  # the caller may have changed it
+    return replace(value, value=number.value) if number.judged else number
