@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +13,10 @@ from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, first_line, is_address
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
+NO_STORES = {
+    "memory": "is gone when this process ends",
+    **dict.fromkeys(("http", "https", "data", "zip", "tar", "github"), "cannot be written"),
+}
 COPY = {
     "s3": "aws s3 cp --recursive",
     "gs": "gcloud storage cp --recursive",
@@ -30,24 +33,28 @@ def cache_folder(kind: str, url: str) -> str:
 
 
 def check_address(url: str) -> None:
-    """Raise ValueError for an address that no file system of fsspec opens, or with a password."""
-    from fsspec.registry import known_implementations
+    """Raise ValueError for an address that fsspec cannot open here, or with a password."""
+    from fsspec.core import url_to_fs
+    from fsspec.registry import get_filesystem_class, known_implementations
 
     parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query:
+    if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
             "holds a user name, a password or a query; leave them out: credentials are read from "
             "the environment and its files, such as AWS_ACCESS_KEY_ID or ~/.aws"
         )
-    entry = known_implementations.get(parts.scheme)
     names = f"{parts.netloc}{parts.path}".split("/")
-    if entry is None or not any(names) or ".." in names or "::" in url:
+    unnamed = "://" not in url or "::" in url or not any(names) or ".." in names
+    if unnamed or parts.scheme not in known_implementations:
         raise ValueError(f"{url} is no address that fsspec opens; write it as s3://BUCKET/NAME")
-    module = entry["class"].partition(".")[0]
-    if find_spec(module) is None:
-        extra = EXTRAS.get(parts.scheme)
-        package = shlex.quote(f"ppo-cli[{extra}]") if extra else module
-        raise ValueError(f"{parts.scheme}:// needs {module}: pip install {package}")
+    try:
+        get_filesystem_class(parts.scheme)
+        if parts.scheme == "hdfs":  # its libraries belong to no package
+            url_to_fs(url)
+    except (ImportError, OSError) as error:
+        package = shlex.quote(f"ppo-cli[{EXTRAS.get(parts.scheme)}]")
+        command = f": pip install {package}" if parts.scheme in EXTRAS else ""
+        raise ValueError(f"{url} cannot be opened here: {first_line(error)}{command}") from error
 
 
 def check_store(url: str) -> None:
@@ -55,8 +62,8 @@ def check_store(url: str) -> None:
     if not is_address(url):
         raise ValueError(f"{url} is no address; a folder is named with --output_dir")
     check_address(url)
-    if urlsplit(url).scheme in ("http", "https"):
-        raise ValueError(f"{url} cannot be written; write it as s3://BUCKET/NAME")
+    if reason := NO_STORES.get(urlsplit(url).scheme):
+        raise ValueError(f"{url} {reason}; write it as s3://BUCKET/NAME")
 
 
 def download(url: str) -> Path:

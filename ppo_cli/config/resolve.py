@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ppo_cli.addresses import cache_folder
+from ppo_cli.addresses import cache_folder, check_store, restore
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.checks.runner import find_clashes
 from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
@@ -228,20 +228,28 @@ def _default_environment_reward(draft: _Draft) -> None:
 
 def _place_run_folder(draft: _Draft) -> None:
     """Where an address names the run folder, the run is in a local one with a copy there."""
-    folder, url = "trainer.output_dir", draft.values.get("trainer.output_dir")
+    folder = "trainer.output_dir"
+    url = restore(draft.values.get(folder) or "")
     # A copy belongs to one folder: the settings of a run bring none to another folder.
     origins = [draft.entries[name].origin.partition(" line ")
                for name in ("trainer.store", folder) if name in draft.entries]  # fmt: skip
     if draft.values.get("trainer.store") and origins[0][1] and origins[0][0] != origins[-1][0]:
         del draft.entries["trainer.store"]
         draft.values.pop("trainer.store", None)
-    if is_address(url):
+    if url.startswith("file://"):  # a folder of this machine
+        path = f"/{url.removeprefix('file://').lstrip('/')}"
+        _set_default(draft, folder, path, draft.entries[folder].origin)
+    elif is_address(url):
         origin = draft.entries[folder].origin
-        if (draft.values.get("trainer.store") or url) != url:
-            _reject(draft, folder, f"{origin}: {folder} and trainer.store name two addresses.")
+        try:
+            if (draft.values.get("trainer.store") or url) != url:
+                raise ValueError("and trainer.store name two addresses")
+            check_store(url)
+        except ValueError as error:
+            _reject(draft, folder, f"{origin}: {folder} {error}.")
             return
-        _set_default(draft, "trainer.store", str(url), origin)
-        _set_default(draft, folder, cache_folder("runs", str(url)), f"{origin} (local folder)")
+        _set_default(draft, "trainer.store", url, origin)
+        _set_default(draft, folder, cache_folder("runs", url), f"{origin} (local folder)")
     if store := draft.values.get("trainer.store"):
         place = draft.values.get(folder) or table()[folder].default
         draft.notes.append(

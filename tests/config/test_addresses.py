@@ -47,10 +47,12 @@ def test_every_setting_of_text_refuses_addresses_or_is_no_path() -> None:
     keys = table().items()
     settings = [name for name, key in keys if not key.choices and "str" in str(key.kind)]
     for address in ADDRESSES:
-        needs_package = address.startswith("gs:")
+        unserved = SERVED if address.startswith(("gs:", "hdfs:")) else set()
+        if address.startswith("memory:"):
+            unserved = {"trainer.output_dir", "trainer.store"}
         answers = {name: refusal(name, address) for name in settings}
         served = {name for name, answer in answers.items() if not answer}
-        assert served == TEXTS | (set() if needs_package else SERVED)
+        assert served == TEXTS | (SERVED - unserved)
         by_name = {name for name, answer in answers.items()
                    if f"{name} {address} is an address" in answer}  # fmt: skip
         assert by_name == PATHS
@@ -58,14 +60,22 @@ def test_every_setting_of_text_refuses_addresses_or_is_no_path() -> None:
 
 def test_a_missing_package_and_secrets_are_refused_by_name() -> None:
     answer = refusal("trainer.output_dir", "gs://bucket/run")
-    assert answer.endswith("gs:// needs gcsfs: pip install 'ppo-cli[gcs]'.")
+    assert "gcsfs" in answer and answer.endswith("pip install 'ppo-cli[gcs]'.")
+    assert "trainer.store" not in answer
+    assert "hdfs://x/y cannot be opened here: " in refusal("trainer.output_dir", "hdfs://x/y")
     for url in (
         "s3://AKIAEXAMPLE:sEcr3t-w0rd-9081@bucket/run",
         "s3://bucket/run?token=sEcr3t-w0rd",
     ):
         answer = refusal("trainer.output_dir", url)
         assert "credentials are read from the environment" in answer and "sEcr3t" not in answer
-    for url in ("nofs://bucket/run", "s3://", "s3://bucket/../run", "simplecache::s3://bucket/run"):
+    for url in (
+        "nofs://bucket/run",
+        "s3://",
+        "s3://bucket/../run",
+        "s3:/b/x",
+        "simplecache::s3://b/x",
+    ):
         assert "no address that fsspec opens" in refusal("trainer.store", url)
     assert "cannot be written" in refusal("trainer.store", "https://host/run")
 
@@ -77,6 +87,13 @@ def test_the_folder_of_an_address_and_whose_copy_it_is(
     trainer = settle(flags={"trainer.output_dir": ("s3://bucket/a//b/", "flag")}).config.trainer
     assert trainer.store == "s3://bucket/a//b/"
     assert trainer.output_dir == "/cache/ppo-cli/runs/s3/bucket/a/b"
+    # A path has lost a slash; a folder of this machine has no copy.
+    for path, store, folder in (
+        ("s3:/bucket/a", "s3://bucket/a", "/cache/ppo-cli/runs/s3/bucket/a"),
+        ("file:///tmp/x", None, "/tmp/x"),
+    ):
+        trainer = settle(flags={"trainer.output_dir": (path, "flag")}).config.trainer
+        assert (trainer.store, trainer.output_dir) == (store, folder)
     # The settings of a run name its copy; another folder does not write there.
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  output_dir: there\n  store: s3://bucket/a\n")
@@ -107,4 +124,4 @@ def test_data_files_are_copied_once_and_again_when_they_change(
 def test_a_store_that_ends_with_the_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "train"):
         assert main([command, "--preset", "embedded", "--output_dir", "memory://x/y"]) == 2
-        assert "memory:// is gone when this process ends" in capsys.readouterr().err
+        assert "memory://x/y is gone when this process ends" in capsys.readouterr().err
