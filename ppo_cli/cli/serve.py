@@ -46,7 +46,9 @@ add_command(
     "ppo serve --tinker --model embedded --port 8765",
     [
         make_switch("tinker", "Speak the protocol of the Tinker SDK."),
-        make_flag("port", int, 8765, "Port on this machine; 0: a free one.", "PORT", min=0),
+        make_flag(
+            "port", int, 8765, "Port on this machine; 0: a free one.", "PORT", min=0, max=65535
+        ),
         make_flag("served_name", str, None, "Name by which clients may ask for --model.", "NAME"),
     ],
     ("model.path", "trainer.seed", "trainer.output_dir", "algorithm.adv", "critic.", "reward."),

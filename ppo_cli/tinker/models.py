@@ -26,7 +26,7 @@ from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.base import MiniBatch, Sampling, merge_sums
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches
 from ppo_cli.engine.checkpoint import to_file_layout, write_files, write_tensors
 from ppo_cli.engine.device import Compute
@@ -92,7 +92,7 @@ class ServedModel:
         self.rank, self._tokenizer = rank, tokenizer
         self._compute = Compute.choose(config.model.dtype)
         self._learner = Learner(self.config, tokenizer, total_steps=1)
-        self._policy = self._learner.policy
+        self._policy, self._actor = self._learner.policy, self._learner.trained()[0]
         if adapter is not None:
             load_adapter(self._policy.model, load_file(adapter / ADAPTER_WEIGHTS))
 
@@ -123,38 +123,40 @@ class ServedModel:
         self._check_batch(rows, loss, settings)
         settings = {**LOSSES[loss][1], **settings}
         budget = micro_batch_tokens(self.config, self.config.actor.ppo_max_token_len_per_gpu)
-        logprobs, total = [torch.empty(0)] * len(rows), 0.0
+        logprobs, total = dict[int, Tensor](), 0.0
         for group in plan_micro_batches([len(row.tokens) for row in rows], Budget(budget)):
             with torch.set_grad_enabled(backward):
-                computed = self._compute_logprobs([rows[i] for i in group])
-                parts = [
-                    sum_loss(loss, new_N, rows[i].inputs, settings)
-                    for i, new_N in zip(group, computed, strict=True)
+                chosen = [rows[i] for i in group]
+                computed = self._compute_logprobs(chosen)
+                losses = [
+                    sum_loss(loss, new_N, row.inputs, settings)
+                    for row, new_N in zip(chosen, computed, strict=True)
                 ]
-                part = torch.stack(parts).sum()
+                part = torch.stack(losses).sum()
             if backward:
                 part.backward()
             total += part.item()
-            for i, new_N in zip(group, computed, strict=True):
-                logprobs[i] = new_N.detach()
-        return logprobs, total
+            logprobs |= {i: new_N.detach() for i, new_N in zip(group, computed, strict=True)}
+        return [logprobs[i] for i in range(len(rows))], total
 
     def _check_batch(self, rows: Sequence[Datum], loss: str, settings: Mapping[str, float]) -> None:
         """Raise UserError for a loss that is not served, or for rows that it cannot take."""
         if loss not in LOSSES:
             raise UserError(f"The loss '{loss}' is not served: take one of {', '.join(LOSSES)}.")
-        names, defaults = {"target_tokens", *LOSSES[loss][0]}, LOSSES[loss][1]
+        inputs, defaults = LOSSES[loss]
+        names = {"target_tokens", *inputs}
         if unknown := sorted(settings.keys() - defaults.keys()):
             raise UserError(f"loss_fn_config of {loss} has {sorted(defaults)}, not {unknown}.")
         for number, row in enumerate(rows):
+            what = f"Row {number}"
             sizes = {name: len(numbers) for name, numbers in row.inputs.items()}
             if sizes != dict.fromkeys(names, len(row.tokens)):
                 raise UserError(
-                    f"Row {number}: the loss {loss} takes {sorted(names)}, with one number for "
+                    f"{what}: the loss {loss} takes {sorted(names)}, with one number for "
                     f"each of the {len(row.tokens)} tokens, not {sizes}."
                 )
-            self._check_tokens(row.tokens, f"Row {number}")
-            self._check_tokens(row.inputs["target_tokens"].tolist(), f"Row {number}")
+            for tokens in (row.tokens, row.inputs["target_tokens"].tolist()):
+                self._check_tokens(tokens, what)
 
     def _check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
         """Raise UserError for tokens that the model does not have, or more than it can read."""
@@ -168,14 +170,17 @@ class ServedModel:
 
     def step(self, adam: Mapping[str, float]) -> dict[str, float]:
         """Take an AdamW step with the gradients since the last one; return its metrics."""
-        optimizer = self._learner.trained()[0].optimizer
+        optimizer = self._actor.optimizer
         optimizer.configure(
             adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"],
             adam["weight_decay"], adam["grad_clip_norm"],
         )  # fmt: skip
         norm, stepped = optimizer.apply()
         if not stepped:
-            raise UserError("The gradient is not finite, so no step was taken: lower the rate.")
+            raise UserError(
+                "The gradient is not finite, so no step was taken: look for such numbers in the "
+                "inputs of the loss, or lower the learning rate."
+            )
         return {"grad_norm": norm, "lr": optimizer.lr}
 
     def sample(
@@ -213,10 +218,9 @@ class ServedModel:
         with atomic_replace(folder) as fresh:
             fresh.mkdir()
             if sampler:
-                actor = self._learner.trained()[0]
-                write_files(fresh, actor.files)
-                weights = to_file_layout(actor.model, dict(actor.weights))
-                write_tensors(fresh / f"{Path(actor.stem).name}.safetensors", weights)
+                write_files(fresh, self._actor.files)
+                weights = to_file_layout(self._actor.model, dict(self._actor.weights))
+                write_tensors(fresh / f"{Path(self._actor.stem).name}.safetensors", weights)
             else:
                 self._learner.begin_save(fresh).result()
             (fresh / FACTS).write_text(json.dumps({**facts, "rank": self.rank}))
@@ -225,7 +229,7 @@ class ServedModel:
         """Load a checkpoint of `save`; without `optimizer`, moments start from zero."""
         self._learner.load(folder)
         if not optimizer:
-            self._learner.trained()[0].optimizer.load_moments((), lambda name: None)
+            self._actor.optimizer.load_moments((), lambda name: None)
 
     def annotate(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
         """Return log-probs, reference log-probs and values of each `response` to its `prompt`.
@@ -258,7 +262,7 @@ class ServedModel:
             is_weight_BT=torch.ones_like(returns_BT),
         )  # fmt: skip
         sums = self._learner.step(MiniBatch(train, actor=False, critic=True, pretraining=True))
-        return {name: total / (count or 1.0) for name, (total, count) in sums.items()}
+        return {name: total / count for name, (total, count) in merge_sums([sums]).items()}
 
     def _annotate(self, rows: Sequence[Mapping[str, Any]]) -> AnnotatedBatch:
         rollouts = []

@@ -31,17 +31,18 @@ from ppo_cli.data_sets.files import Place, RowError
 from ppo_cli.data_sets.rows import Columns
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.pretrained import load_tokenizer
-from ppo_cli.errors import UserError, first_line
+from ppo_cli.errors import EXIT_USER, UserError, exit_code_of, first_line
 from ppo_cli.scoring.rows import read_response_row
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
 from ppo_cli.tinker.models import FACTS, ServedModel
-from ppo_cli.tinker.wire import read_batch, write_logprobs, write_samples
+from ppo_cli.tinker.wire import TOKENS_ALONE, read_batch, write_logprobs, write_samples
 
 POLL_S = 30.0  # the SDK waits 45 s for the reply to a poll
 KEPT_MODELS = 8
-KEPT_RESULTS = 10_000
+KEPT_RESULTS = 1000  # that clients have read, in case a reply was lost
 KEPT_SAMPLERS = 4  # unnamed sampler weights of a model
-NAME = re.compile(r"\w[\w.:-]*")
+LOOPBACK = ("127.0.0.1", "localhost")
+PATH = re.compile(r"tinker://(\w[\w.:-]*)/(weights|sampler_weights)/(\w[\w.:-]*)")
 # A chunk of a batch is sent when the one before it is queued, so that they add up in order.
 CONSTANT_REPLIES: Mapping[str, Any] = {
     "client/config": {"parallel_fwdbwd_chunks": False}, "client/dynamic_config": {},
@@ -73,6 +74,7 @@ class TinkerServer:
         self._models: dict[str, ServedModel] = {}
         self._samplers: dict[str, str | None] = {}  # id -> path of its weights; None: base model
         self._results: dict[str, Future[Any]] = {}
+        self._read: dict[str, None] = {}  # ids of results that clients have, oldest first
         self._worker, self._judge = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._open = lru_cache(maxsize=2)(self._open_sampler)
         self._direct: dict[str, Callable[[Body], Any]] = {
@@ -85,7 +87,6 @@ class TinkerServer:
         }
         self._queued: dict[str, Callable[[Any], Any]] = {
             "create_model": self._create_model, "load_weights": self._load,
-            "unload_model": self._unload,
             "forward_backward": self._run_batch, "optim_step": self._step, "asample": self._sample,
             "save_weights": self._save, "save_weights_for_sampler": self._save,
         }  # fmt: skip
@@ -109,9 +110,11 @@ class TinkerServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request; a client's mistake is a 4xx with a sentence, which is not retried."""
         route = request.path.removeprefix("/api/v1/")
-        # A page in a browser cannot send this header to another site.
-        if "X-API-Key" not in request.headers:
-            return _reply({"detail": "Send the header X-API-Key, with any value."}, 401)
+        # A page in a browser cannot send this header to another site, nor, when a name of its own
+        # leads here, this host.
+        if "X-API-Key" not in request.headers or request.url.host not in LOOPBACK:
+            detail = f"Ask {' or '.join(LOOPBACK)}, with the header X-API-Key and any value."
+            return _reply({"detail": detail}, 401)
         try:
             data = await request.read()
             body = read_batch(data) if route == "forward_backward" else json.loads(data or b"{}")
@@ -141,8 +144,6 @@ class TinkerServer:
         name = f"{owner}:{route}:{number}"
         if name not in self._results:
             self._results[name] = self._worker.submit(self._queued[route], body)
-        for oldest in [*self._results][:-KEPT_RESULTS]:
-            del self._results[oldest]
         samples = [f"{name}:{i}" for i in range(body.get("num_samples") or 1)]
         return {"request_id": name, "sample_sequence_ids": samples}
 
@@ -154,13 +155,17 @@ class TinkerServer:
         done, _ = await asyncio.wait([result], timeout=POLL_S)
         if not done:
             return _reply({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
-        error = result.exception()
-        if isinstance(error, UserError):
+        self._read[name] = None
+        for oldest in [*self._read][:-KEPT_RESULTS]:
+            del self._read[oldest]
+            self._results.pop(oldest, None)
+        if (error := result.exception()) is None:
+            return _reply(result.result())
+        # A full disk or memory that runs out is for the user, too.
+        if exit_code_of(error) == EXIT_USER:
             return _reply({"error": str(error), "category": "user"})
-        if error is not None:  # a bug: others are still served
-            traceback.print_exception(error)
-            return _reply({"error": f"bug in ppo-cli: {first_line(error)}", "category": "server"})
-        return _reply(result.result())
+        traceback.print_exception(error)  # others are still served
+        return _reply({"error": f"bug in ppo-cli: {first_line(error)}", "category": "server"})
 
     def _model(self, body: Body) -> ServedModel:
         if body["model_id"] not in self._models:
@@ -195,13 +200,9 @@ class TinkerServer:
             del self._models[oldest]
         return name
 
-    def _unload(self, body: Body) -> Body:
-        self._models.pop(body["model_id"], None)
-        return {"model_id": body["model_id"]}
-
     def _run_batch(self, body: Body) -> bytes:
         logprobs, loss = self._model(body).run_batch(
-            body["data"], body["loss_fn"], body["config"], backward=not body["forward_only"]
+            body["data"], body["loss"], body["config"], backward=body["backward"]
         )
         return write_logprobs(logprobs, {"loss:sum": loss})
 
@@ -219,9 +220,11 @@ class TinkerServer:
         name = body.get("path") or f"unnamed.{body['seq_id']:08}"
         path = f"tinker://{body['model_id']}/{kind}/{name}"
         folder = self._folder(path, kind)
-        if folder.exists() and not body.get("overwrite"):
-            raise UserError(f"{path} is there already: choose another name, or overwrite it.")
-        facts = {"base_model": self._names[-1], "user_metadata": body.get("user_metadata")}
+        # A sampler may have loaded the old weights.
+        if folder.exists() and (sampler or not body.get("overwrite")):
+            raise UserError(f"{path} is there already: choose another name.")
+        # Another server may have another served name.
+        facts = {"base_model": self._names[0], "user_metadata": body.get("user_metadata")}
         model.save(folder, facts, sampler=sampler)
         if body.get("path"):
             return {"path": path, "type": body["type"]}
@@ -234,15 +237,17 @@ class TinkerServer:
         """Load a state into a model, or into a new one."""
         folder, rank = self._find(body["path"], "weights")
         name = self._add_model(body, rank) if body.get("session_id") else body["model_id"]
-        self._model({"model_id": name}).load(folder, optimizer=body["optimizer"])
+        model = self._model({"model_id": name})
+        if model.rank != rank:
+            raise UserError(f"{body['path']} has rank {rank}, the model {model.rank}.")
+        model.load(folder, optimizer=body["optimizer"])
         return {"path": body["path"], "model_id": name, "type": "load_weights"}
 
     def _folder(self, path: str, kind: str) -> Path:
         """Return the folder of a path such as tinker://RUN/weights/NAME."""
-        run, middle, name = [*path.removeprefix("tinker://").split("/"), "", ""][:3]
-        if middle != kind or path.count("/") != 4 or not all(map(NAME.fullmatch, (run, name))):
+        if not (parts := PATH.fullmatch(path)) or parts[2] != kind:
             raise UserError(f"'{path}' is not a path such as tinker://RUN/{kind}/NAME.")
-        return self._root / run / kind / name
+        return self._root.joinpath(*parts.groups())
 
     def _find(self, path: str, kind: str) -> tuple[Path, int]:
         """Return the folder and the rank of something saved of this base model."""
@@ -277,7 +282,10 @@ class TinkerServer:
         name, settings = body["sampling_session_id"], body["sampling_params"]
         if name not in self._samplers:
             raise UserError(f"There is no sampler {name}: create it again.")
-        tokens = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+        chunks = body["prompt"]["chunks"]
+        if not all("tokens" in chunk for chunk in chunks):
+            raise UserError(TOKENS_ALONE)
+        tokens = [token for chunk in chunks for token in chunk["tokens"]]
         stop, seed = settings.get("stop"), settings.get("seed")
         stop = [stop] if isinstance(stop, str) else stop
         if seed is None:

@@ -17,6 +17,7 @@ from ppo_cli.records import Rollout
 
 PACKAGE = "ppo_cli.tinker"
 DTYPES = {1: np.float32, 2: np.int64}  # of a Tensor
+TOKENS_ALONE = "An input has an image or a sound; this server reads tokens alone."
 
 
 class Datum(NamedTuple):
@@ -43,47 +44,47 @@ def read_batch(body: bytes) -> dict[str, Any]:
         rows = [_read_datum(datum) for datum in request.data]
     except (message.DecodeError, KeyError, ValueError) as error:
         raise UserError(f"The batch is not one of the SDK tinker 0.38: {error!r}.") from error
-    config = {entry.key: entry.value for entry in request.loss_fn_config}
-    fields = ("model_id", "seq_id", "loss_fn", "forward_only")
-    return {"data": rows, "config": config} | {name: getattr(request, name) for name in fields}
+    return {
+        "model_id": request.model_id, "seq_id": request.seq_id, "data": rows,
+        "loss": request.loss_fn, "backward": not request.forward_only,
+        "config": {entry.key: entry.value for entry in request.loss_fn_config},
+    }  # fmt: skip
 
 
 def _read_datum(datum: Any) -> Datum:
-    chunks = datum.model_input
-    if not all(chunk.HasField("encoded_text") for chunk in chunks):
-        raise UserError("An input has an image or a sound; this server reads tokens alone.")
-    tokens = np.concatenate([np.frombuffer(c.encoded_text.tokens, np.int32) for c in chunks])
-    values = {
-        entry.key: torch.from_numpy(
-            np.frombuffer(entry.value.dense, DTYPES[entry.value.dtype]).copy()
-        )
+    if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
+        raise UserError(TOKENS_ALONE)
+    tokens = np.frombuffer(b"".join(c.encoded_text.tokens for c in datum.model_input), np.int32)
+    inputs = {
+        entry.key: torch.tensor(np.frombuffer(entry.value.dense, DTYPES[entry.value.dtype]))
         for entry in datum.loss_fn_inputs
     }
-    return Datum(tokens.tolist(), values)
+    return Datum(tokens.tolist(), inputs)
 
 
 def write_logprobs(rows: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
     """Return a ForwardBackwardOutput with the log-probs of each row."""
-    output = message_type("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    for name, number in metrics.items():
-        output.metrics.add(key=name, value=number)
-    record = output.loss_fn_outputs.add(num_datums=len(rows))
-    field = record.fields.add(key="logprobs").value
-    field.dtype, field.data = 1, b"".join(row.numpy().tobytes() for row in rows)
-    field.offsets = np.cumsum([0, *(4 * len(row) for row in rows)], dtype=np.int64).tobytes()
-    written: bytes = output.SerializeToString()
-    return written
+    offsets = np.cumsum([0, *(4 * len(row) for row in rows)], dtype=np.int64)
+    data = b"".join(row.numpy().tobytes() for row in rows)
+    field = {"key": "logprobs", "value": {"data": data, "offsets": offsets.tobytes(), "dtype": 1}}
+    output = message_type("ForwardBackwardOutput")(
+        loss_fn_output_type="ArrayRecord",
+        loss_fn_outputs=[{"fields": [field], "num_datums": len(rows)}],
+        metrics=[{"key": name, "value": number} for name, number in metrics.items()],
+    )
+    return bytes(output.SerializeToString())
 
 
 def write_samples(rollouts: Sequence[Rollout], prompt_logprobs: Tensor | None) -> bytes:
     """Return a SampleResponse; `prompt_logprobs` has NaN where there is none."""
-    response = message_type("SampleResponse")()
-    for rollout in rollouts:
-        tokens = np.array(rollout.token_ids, np.int32).tobytes()
-        logprobs = rollout.sampler_logprobs.tobytes()
-        stop_reason = int(rollout.finish_reason == "length")
-        response.sequences.add(stop_reason=stop_reason, tokens=tokens, logprobs=logprobs)
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = prompt_logprobs.numpy().tobytes()
-    written: bytes = response.SerializeToString()
-    return written
+    sequences = [
+        {
+            "stop_reason": int(rollout.finish_reason == "length"),
+            "tokens": np.array(rollout.token_ids, np.int32).tobytes(),
+            "logprobs": rollout.sampler_logprobs.tobytes(),
+        }
+        for rollout in rollouts
+    ]
+    scored = None if prompt_logprobs is None else prompt_logprobs.numpy().tobytes()
+    response = message_type("SampleResponse")(sequences=sequences, prompt_logprobs=scored)
+    return bytes(response.SerializeToString())

@@ -89,10 +89,10 @@ class Client:
         params = {"max_tokens": 8, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         names = fields.keys() & {"seed", "stop", "max_tokens", "temperature"}
         params |= {name: fields.pop(name) for name in names}
+        fields = {"num_samples": 2, "prompt": {"chunks": [{"tokens": list(tokens)}]}} | fields
         result = self.queue(
-            "asample", sampling_session_id=sampler, sampling_params=params,
-            prompt={"chunks": [{"tokens": list(tokens)}]}, **{"num_samples": 2, **fields},
-        )  # fmt: skip
+            "asample", sampling_session_id=sampler, sampling_params=params, **fields
+        )
         if not isinstance(result, bytes):
             return result
         response = message_type("SampleResponse")()

@@ -230,6 +230,11 @@ def test_a_new_server_continues_from_states_that_a_killed_one_saved(
 
 def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
     name, rows = client.create(8), make_rows("weights", count=1)
+    state = client.queue("save_weights", model_id=name, path="state")["path"]
+    sampler = client.post(
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=0,
+        base_model="embedded",
+    )["sampling_session_id"]  # fmt: skip
     wrong = {
         "take one of cross_entropy": client.batch(name, rows, "stable_reinforce"),
         "'target_tokens', 'weights'": client.batch(name, make_rows("mask", count=1)),
@@ -243,6 +248,9 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         "no tinker://x/weights/y": client.queue(
             "load_weights", model_id=name, path="tinker://x/weights/y", optimizer=True),
         "is not a path": client.queue("save_weights", model_id=name, path="../../x"),
+        "tokens alone": client.sample(sampler, [], prompt={"chunks": [{"type": "image"}]}),
+        "has rank 8, the model 0": client.queue(
+            "load_weights", model_id=client.create(0), path=state, optimizer=True),
         "not served, as": client.sample("s:sample:0", [1], record_stability_info=True),
     }  # fmt: skip
     for text, reply in wrong.items():
@@ -256,8 +264,9 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         reply = client.http.post(route, json=body)
         assert (reply.status_code, bool(reply.json()["detail"])) == (status, True), route
     assert client.http.post("healthz", headers={"X-API-Key": "x"}).json() == {"status": "ok"}
+    foreign = client.http.post("create_session", headers={"Host": "rebound.example"})
     del client.http.headers["X-API-Key"]
-    assert client.http.post("create_session").status_code == 401
+    assert foreign.status_code == client.http.post("create_session").status_code == 401
 
 
 def test_critic_reference_and_reward_are_calls_beside_the_protocol(client: Client) -> None:
