@@ -7,8 +7,8 @@ Entry points are read when a name is checked, and a module is imported when its 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -67,20 +67,17 @@ def load(kind: str, spec: str) -> Any:
 def _load(kind: str, spec: str, changed: int) -> Any:
     file, _, name = spec.rpartition(":")
     point = None if file else find_plugin(kind, spec)
+    if not file and not point:
+        raise ConfigError(f"unknown {KINDS[kind]} '{spec}', and no installed package adds it")
     label = f"{_package(point)} ({point.value})" if point else f"the file {file}"
     try:
         if point:
             return point.load()
-        if not file:
-            raise ConfigError(f"unknown {KINDS[kind]} '{spec}', and no installed package adds it")
-        module_spec = importlib.util.spec_from_file_location(f"file_{Path(file).stem}", file)
-        assert module_spec is not None and module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
         sys.path.append(str(Path(file).parent))  # the file may import its neighbours
-        module_spec.loader.exec_module(module)
-        return getattr(module, name)
-    except ConfigError:
-        raise
+        contents = runpy.run_path(file)
+        if name not in contents:
+            raise ImportError(f"it has no '{name}'{did_you_mean(name, contents)}")
+        return contents[name]
     except BaseException as error:
         raise ConfigError(
             f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: {error}."
@@ -151,7 +148,8 @@ class Names:
         elif not find_plugin(self.kind, text, self.table) and text not in self.table:
             raise ValueError(
                 f"'{text}' is not one of {', '.join(self.offered)}"
-                f"{', or FILE.py:NAME' * self.files}.{did_you_mean(text, self.offered)}"
+                f"{', or FILE.py:NAME' * self.files}, and no installed package adds it."
+                f"{did_you_mean(text, self.offered)}"
             )
         self.table[text]
         return text

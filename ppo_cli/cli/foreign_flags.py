@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,7 +22,7 @@ from ppo_cli.errors import ppo
 
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
 SUGGESTION_CUTOFF = 0.75
-# Programs that start another one, and the words that come before that one's flags.
+# Programs that start another one.
 LAUNCHER = re.compile(
     r"(\S*/)?(accelerate|bash|conda|deepspeed|docker|env|mpirun|nohup|numactl|nsys|poetry|"
     r"python[\w.]*|ray|sh|srun|sudo|time|torchrun|trl|uv)$"
@@ -53,7 +55,7 @@ def own_flags() -> frozenset[str]:
 
 @dataclass
 class Translation:
-    """Arguments in our own words, what was left out and why, and what cannot be translated.
+    """Arguments of this program, what was left out and why, and what cannot be translated.
 
     `program` is the script, the module or the command of trl that a launcher would start; `values`
     has those of the line's flags, by their names in the tables of foreign_flags.toml.
@@ -70,28 +72,28 @@ class Translation:
 def translate(args: Sequence[str]) -> Translation:
     """Replace flags of other programs by ours, or by KEY=VALUE for a setting without a flag.
 
-    Words of a launcher in front (`accelerate launch train.py`) are left out. Everything after a
-    `--` stays.
+    A launcher in front (`accelerate launch train.py`) is left out. Everything after a `--` stays.
     """
     done = Translation()
-    parts = [part for arg in _split(skip_launcher(args, done)) for part in _open_file(*arg, done)]
-    done.values = {_name(word): values for word, values in parts if values is not None}
+    line = _skip_launcher(args, done)
+    parts = [part for flag in _split(line) for part in _open_file(*flag, done)]
+    done.values = {_name(flag): values for flag, values in parts if values is not None}
     estimator = _estimator(done)
     for flag in done.tables["with"].keys() & {*done.values, estimator}:
         rows = done.tables["with"][flag]
         done.tables = {**done.tables, **{name: done.tables[name] | rows[name] for name in rows}}
-    for word, values in parts:
+    for flag, values in parts:
         if values is None:
-            done.args.append(word)
+            done.args.append(flag)
             continue
-        replaced = _translate_flag(word.partition("=")[0], values, done)
+        replaced = _translate_flag(flag.partition("=")[0], values, done)
         if replaced is None:
-            replaced = [word, *([] if "=" in word else values)]
+            replaced = [flag, *([] if "=" in flag else values)]
         elif estimator not in ("", "gae"):
             if CRITIC.match("".join(replaced[:1])):
-                done.notes.append(f"{word} is left out: only the estimator gae uses it.")
+                done.notes.append(f"{flag} is left out: only the estimator gae uses it.")
                 continue
-            replaced = [word for word in replaced if not word.startswith("critic.")]
+            replaced = [argument for argument in replaced if not argument.startswith("critic.")]
         done.args += replaced
     if estimator in done.tables["estimators"] and "adv_estimator" not in " ".join(done.args):
         flags = done.tables["estimators"][estimator].split()
@@ -103,38 +105,37 @@ def translate(args: Sequence[str]) -> Translation:
 
 
 def _split(args: Sequence[str]) -> Iterator[tuple[str, list[str] | None]]:
-    """Yield each flag with its values, and each other word with None."""
-    rest = list(args)
+    """Yield each flag with its values, and each other argument with None."""
+    end = args.index("--") if "--" in args else len(args)
+    rest = list(args[:end])
     while rest:
-        word = rest.pop(0)
-        if word == "--":
-            yield from ((w, None) for w in [word, *rest])
-            return
-        if not word.startswith("--"):
-            yield word, None
-            continue
-        # The values of a flag end at the next flag or override.
-        _, equals, value = word.partition("=")
-        count = next((i for i, w in enumerate(rest) if w[:2] == "--" or is_override(w)), len(rest))
-        yield word, [value] if equals else rest[:count]
-        if not equals:
-            del rest[:count]
+        argument = rest.pop(0)
+        _, equals, value = argument.partition("=")
+        if not argument.startswith("--"):
+            yield argument, None
+        elif equals:
+            yield argument, [value]
+        else:  # its values end at the next flag or override
+            values = list(takewhile(lambda a: a[:2] != "--" and not is_override(a), rest))
+            yield argument, values
+            del rest[: len(values)]
+    yield from ((argument, None) for argument in args[end:])
 
 
 def _open_file(
-    word: str, values: list[str] | None, done: Translation
+    argument: str, values: list[str] | None, done: Translation
 ) -> Iterator[tuple[str, list[str] | None]]:
     """Yield the flags of TRL's YAML file for `--config FILE`; any other argument as it is."""
     path = Path("".join(values or []))
     flags = None
-    if word.partition("=")[0] == "--config" and path.is_file():
+    if argument.partition("=")[0] == "--config" and path.is_file():
         import yaml
 
         # Reported with our own files.
         with suppress(ValueError, yaml.YAMLError, RecursionError):
             flags = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(flags, dict) or "model_name_or_path" not in flags:
-        yield word, values
+        yield argument, values
         return
     done.notes.append(f"{path} has flags of TRL.")
     for name, value in flags.items():
@@ -151,10 +152,8 @@ def _name(flag: str) -> str:
 
 
 def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str] | None:
-    """Return the words that replace a flag and its values; None to leave them as they are."""
-    flags = done.tables
-    typed = flag[2:].replace("-", "_")
-    name = _name(flag)
+    """Return the arguments for a flag and its values; None to leave them as they are."""
+    flags, name = done.tables, _name(flag)
     value = values[0].lower() if len(values) == 1 else ""
     if name in flags["values"]:
         meanings = flags["values"][name]
@@ -186,7 +185,8 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
     alias = flags["aliases"].get(name)
     if alias is None:
         # A flag that has our name, but for the dots.
-        return [f"--{name}", *values] if typed != name and name not in flags["pointers"] else None
+        renamed = name != flag[2:].replace("-", "_") and name not in flags["pointers"]
+        return [f"--{name}", *values] if renamed else None
     if alias.startswith("--"):
         return [alias, *values]
     return [_set(alias, values)] if values else None
@@ -228,22 +228,28 @@ def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list
     return []
 
 
-def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
-    """Return the arguments without the words of a launcher; its counts of processes stay.
+def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
+    """Return the arguments after a launcher and its program, with its counts of processes.
 
     `accelerate launch --num_processes 8 train.py`, `CUDA_VISIBLE_DEVICES=0 python3 -m verl…`,
     `trl grpo`, `ray job submit … -- python3 …`, `srun … bash -c "…"`.
     """
     line = list(args)
-    start = next((i for i, word in enumerate(line) if not VARIABLE.match(word)), 0)
+    start = next((i for i, argument in enumerate(line) if not VARIABLE.match(argument)), 0)
     if not line or not LAUNCHER.match(line[start]):
         return line
     for shell, dash, script in zip(line, line[1:], line[2:], strict=False):
         if shell.endswith("sh") and dash in ("-c", "-lc"):
-            import shlex
-
-            return skip_launcher(shlex.split(script), done)
-    end = next(_program_ends(line), 0)
+            return _skip_launcher(shlex.split(script), done)
+    # The program is a script, a module, or a command of trl.
+    ends = (
+        count
+        for count, (before, argument) in enumerate(pairwise(["", *line]), 1)
+        if argument.endswith(".py")
+        or (before in ("-m", "--module", "trl") and not COUNTING.match(argument))
+        or (re.search(r"python[\w.]*$", before) and not argument.startswith("-"))
+    )
+    end = next(ends, 0)
     if end == 0:
         return line
     done.program = PurePath(line[end - 1]).name
@@ -255,29 +261,19 @@ def skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
         done.notes.append(f"{variable} is left out: write it in front of the command.")
     counting = max((i for i in range(end) if COUNTING.match(line[i])), default=end)
     flags: list[str] = []
-    for word, values in _split(line[counting:end]):
-        name = _name(word)
+    for flag, values in _split(line[counting:end]):
+        name = _name(flag)
         listed = any(name in rows for rows in load_foreign_flags().values())
         if values is not None and (listed or f"--{name}" in own_flags()):
-            flags += [word, *([] if "=" in word else values[:1])]
-        elif values is not None and word != "--module":
-            done.notes.append(f"{word} is left out: it is the launcher's.")
+            flags += [flag, *([] if "=" in flag else values[:1])]
+        elif values is not None and flag != "--module":
+            done.notes.append(f"{flag} is left out: it is the launcher's.")
     return [*flags, *line[end:]]
 
 
-def _program_ends(line: Sequence[str]) -> Iterator[int]:
-    """Yield the numbers of words up to a script, a module, or a command of trl."""
-    for index, word in enumerate(line):
-        before = line[index - 1] if index else ""
-        module = before in ("-m", "--module", "trl") and not COUNTING.match(word)
-        script = re.search(r"python[\w.]*$", before) and not word.startswith("-")
-        if module or script or word.endswith(".py"):
-            yield index + 1
-
-
-def is_override(word: str) -> bool:
+def is_override(argument: str) -> bool:
     """Whether an argument is KEY=VALUE or ~KEY; `~/path` is a path."""
-    return "=" in word or (word.startswith("~") and "/" not in word)
+    return "=" in argument or (argument.startswith("~") and "/" not in argument)
 
 
 def describe_unknown_flags(
@@ -287,7 +283,7 @@ def describe_unknown_flags(
 
     `program` is the script or module of another program's line, which may have flags of its own.
     """
-    names = {word.lstrip("-"): word for word in flags}
+    names = {flag.lstrip("-"): flag for flag in flags}
     by_advice: dict[str, list[str]] = {}
     for flag in dict.fromkeys(unknown):
         by_advice.setdefault(_advise(flag, names, program), []).append(flag)

@@ -169,6 +169,13 @@ def test_both_refuse_what_cannot_cross(desk: Path, monkeypatch: pytest.MonkeyPat
 
 
 WRONG = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Scale:  # its hints are read from its module
+    factor: float = 1.0
+
 def nan(token_rewards_BT, mask_BT): return token_rewards_BT / 0, token_rewards_BT
 def one(token_rewards_BT): return token_rewards_BT
 def mean(new_logprobs_BT): return new_logprobs_BT.mean()
