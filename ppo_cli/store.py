@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.addresses import cache_folder, check_address, restore
-from ppo_cli.atomic import atomic_replace, delete, is_running, sweep_unfinished, unfinished_path
+from ppo_cli.atomic import (
+    atomic_replace,
+    delete,
+    delete_atomically,
+    is_running,
+    move_into_place,
+    sweep_unfinished,
+    unfinished_path,
+)
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError, first_line, is_address, plural
-from ppo_cli.run_folder import LABELS_FILE, ROLLOUTS, RunFolder
+from ppo_cli.run_folder import LABELS_FILE, LOCK, METRICS_FILE, ROLLOUTS, RunFolder
 
 INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who writes it
 # In a folder: the address of its copy, and that a fetch was cut off.
@@ -32,6 +40,8 @@ POLL_S = 2.0
 LEASE_S = 60.0  # without a sign of life, another machine takes over
 PATIENCE_S = 60.0  # for a store that does not answer, at the start and at the end
 READERS = 8
+# Errors of a store that waiting does not mend.
+MISTAKES = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
 _STEP = re.compile(r"checkpoints/(step_\d+)/")
 
 Files = dict[str, list[int]]  # name -> bytes and time of change in ns
@@ -53,7 +63,11 @@ def scan(folder: Path) -> Files:
     """Return the files of a run folder that belong into the copy; hidden ones do not."""
     files: Files = {}
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]
+        # Another run may be in a folder below, with a copy of its own.
+        for name in [*folders]:
+            begun = any(Path(root, name, file).exists() for file in (METRICS_FILE, LOCK))
+            if name[0] == "." or (begun and not is_earlier(name)):
+                folders.remove(name)
         for path in (Path(root, name) for name in names if name[0] != "."):
             with suppress(FileNotFoundError):
                 status = path.stat()
@@ -90,6 +104,15 @@ def read_json(store: Any, name: str) -> Json | None:
         return None
 
 
+def read_index(store: Any) -> Json | None:
+    """Return the index of a copy; None if there is none. Raises ValueError if it leads outside."""
+    index = read_json(store, INDEX)
+    for name in (*index["files"], *index["links"], *index["links"].values()) if index else ():
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"its {INDEX} names a file outside the run: {name}")
+    return index
+
+
 def put(store: Any, name: str, content: Path | Json) -> None:
     """Write a file to a store, where it appears when it is complete."""
     # That is so in object stores; elsewhere it is renamed into place.
@@ -113,11 +136,15 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
     files: Files = {name: entry for name, entry in index["files"].items() if not is_earlier(name)}
     present = scan(folder)
     for name in present.keys() - files.keys():
-        if name.startswith(("checkpoints/", f"{ROLLOUTS}/")):
+        if name.startswith(f"{ROLLOUTS}/"):
             delete(folder / name)
+    steps = checkpoints_in(files)
+    for path in (folder / "checkpoints").glob("step_*"):
+        if path.name not in steps:
+            delete_atomically(path)
     # A checkpoint gets its name when it is complete.
-    steps = checkpoints_in(files).items() - checkpoints_in(present).items()
-    partial = {step: unfinished_path(folder / "checkpoints" / step) for step, _ in steps}
+    missing = steps.items() - checkpoints_in(present).items()
+    partial = {step: unfinished_path(folder / "checkpoints" / step) for step, _ in missing}
     for path in partial.values():
         delete(path)
 
@@ -138,12 +165,11 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(get, files))
     for step, path in partial.items():
-        delete(folder / "checkpoints" / step)
-        os.replace(path, folder / "checkpoints" / step)
+        move_into_place(path, folder / "checkpoints" / step)
     for link, step in index["links"].items():
         with atomic_replace(folder / "checkpoints" / link) as fresh:
             fresh.symlink_to(step)
-    (folder / FETCHING).unlink()
+    (folder / FETCHING).unlink(missing_ok=True)
 
 
 def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
@@ -161,34 +187,88 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
     try:
         check_address(url)
         store = open_store(url)
-        if (index := read_json(store, INDEX)) is None:
-            raise ValueError(f"{url} has no run: {INDEX} is missing there")
+        if (index := read_index(store)) is None:
+            raise DataError(f"{url} has no run: {INDEX} is missing there.")
         if small:
             index["files"] = {name: entry for name, entry in index["files"].items()
                               if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
         folder = Path(cache_folder("glances" if small else "copies", url)).expanduser()
         fetch(store, index, folder)
-    except ValueError as error:
-        raise DataError(f"{error}.") from None
+    except DataError:
+        raise
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
     return folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
 
 
+def make_lease() -> Json:
+    """Return who writes the copy, and when that was true."""
+    return {"host": os.uname().nodename, "pid": os.getpid(), "time": time.time()}
+
+
+def is_mine(lease: Json) -> bool:
+    """Whether a lease is of this process, or of one of this machine that has ended."""
+    same_host = lease["host"] == os.uname().nodename
+    return bool(same_host and (lease["pid"] == os.getpid() or not is_running(lease["pid"])))
+
+
+class Lease:
+    """The right to write the copy: taken, and renewed in a thread until `release`.
+
+    `successor` says who has taken over, if another machine has. Raises UserError if one is active.
+    """
+
+    def __init__(self, url: str, store: Any, tell: Callable[[str], None]) -> None:
+        self.url, self.store, self.tell, self.successor = url, store, tell, ""
+        self._ended = threading.Event()
+        lease = newer = read_json(store, LEASE)
+        if lease and not is_mine(lease) and time.time() - lease["time"] < LEASE_S:
+            tell(f"{url} was written by {lease['host']} a moment ago: waiting for its end.")
+            until = time.monotonic() + LEASE_S
+            while newer == lease and time.monotonic() < until:
+                time.sleep(POLL_S)
+                newer = read_json(store, LEASE)
+            if newer and newer != lease:
+                raise UserError(
+                    f"{url} belongs to a run that is active on {newer['host']}. Wait for its end, "
+                    "or choose another --output_dir."
+                )
+        put(store, LEASE, make_lease())
+        self._renewal = threading.Thread(target=self._renew, daemon=True)
+        self._renewal.start()
+
+    def release(self) -> None:
+        """Let another machine write the copy at once."""
+        self._ended.set()
+        self._renewal.join(POLL_S)
+        with suppress(Exception):  # without an answer, others wait for LEASE_S
+            if not self.successor:
+                self.store.rm_file(LEASE)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(LEASE_S / 3):
+            with suppress(Exception):  # the mirror tells that a store is down
+                lease = read_json(self.store, LEASE)
+                if lease is not None and not is_mine(lease):
+                    self.successor = f"{lease['host']} writes to {self.url} now"
+                    self.tell(f"{self.successor}: this run goes on without a copy.")
+                    return
+                put(self.store, LEASE, make_lease())
+
+
 class Mirror:
     """Keeps the copy of a run folder up to date, in a thread of its own, until `close`."""
 
-    def __init__(self, url: str, store: Any, folder: Path, tell: Callable[[str], None]) -> None:
-        self._url, self._store, self._folder, self._tell = url, store, folder, tell
-        self._index: Json = read_json(store, INDEX) or {"files": {}, "links": {}}
+    def __init__(self, lease: Lease, folder: Path) -> None:
+        self._lease, self._folder = lease, folder
+        self._url, self._store, self._tell = lease.url, lease.store, lease.tell
+        self._index: Json = read_index(self._store) or {"files": {}, "links": {}}
         self._copied: Files = dict(self._index["files"])  # in the store, in the index or not
         self._problem = ""  # why the last round failed
-        self._successor = ""
-        self._ending, self._ended = threading.Event(), threading.Event()
+        self._ending = threading.Event()
         sweep_unfinished(folder)
         self._rounds = threading.Thread(target=self._copy_changes, daemon=True)
         self._rounds.start()
-        threading.Thread(target=self._renew_lease, daemon=True).start()
 
     def close(self) -> str:
         """Copy what is left; return why it could not be done, or an empty string."""
@@ -199,38 +279,23 @@ class Mirror:
             self._tell(f"Copying the last {amount} to {self._url}.")
         self._rounds.join()
         until = time.monotonic() + PATIENCE_S
-        while not self._try_to_copy() and not self._successor and time.monotonic() < until:
+        while not self._try_to_copy() and not self._lease.successor and time.monotonic() < until:
             time.sleep(POLL_S)
-        self._ended.set()
-        with suppress(Exception):
-            if not self._successor:
-                self._store.rm_file(LEASE)
-        return self._successor or self._problem
+        return self._lease.successor or self._problem
 
     def _copy_changes(self) -> None:
         """Copy in rounds, at most a quarter of the time; a large round delays the next one."""
         pause = POLL_S
-        while not self._ending.wait(pause) and not self._successor:
+        while not self._ending.wait(pause) and not self._lease.successor:
             began = time.monotonic()
             self._try_to_copy()
             pause = max(POLL_S, 3 * (time.monotonic() - began))
-
-    def _renew_lease(self) -> None:
-        """Give signs of life, unless another machine has taken over."""
-        while not self._ended.wait(LEASE_S / 3):
-            with suppress(Exception):  # the other thread tells that a store is down
-                lease = read_json(self._store, LEASE)
-                if lease is not None and not is_mine(lease):
-                    self._successor = f"{lease['host']} writes to {self._url} now"
-                    self._tell(f"{self._successor}: this run goes on without a copy.")
-                    return
-                put(self._store, LEASE, make_lease())
 
     def _try_to_copy(self) -> bool:
         """Copy all that has changed; return whether that worked. A failure is told once."""
         before, self._problem = self._problem, ""
         try:
-            while not self._successor and self._copy():
+            while not self._lease.successor and self._copy():
                 pass
         except Exception as error:  # each file system raises errors of its own
             self._problem = f"{self._url} does not answer ({first_line(error)})"
@@ -251,14 +316,13 @@ class Mirror:
         indexed, present = checkpoints_in(self._index["files"]), checkpoints_in(now)
         pending = {step_of(name) for name in changed} & present.keys()
         # Links to the newest checkpoint, which the run may delete meanwhile.
+        newest = [name for name in changed if pending and step_of(name) == max(pending)]
         linked = unfinished_path(self._folder / "copying")
         delete(linked)
-        linked.mkdir()
         try:
-            for name in changed:
-                if pending and step_of(name) == max(pending):
-                    (linked / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.link(self._folder / name, linked / name)
+            for name in newest:
+                (linked / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(self._folder / name, linked / name)
         except FileNotFoundError:  # deleted already
             return True
         # Where a run was set aside or went back: first it is copied under its new name, and
@@ -270,7 +334,7 @@ class Mirror:
         if stale:
             files = self._index["files"] | {n: e for n, e in self._copied.items() if is_earlier(n)}
             self._publish({n: e for n, e in files.items() if step_of(n) not in stale})
-        self._put(linked, scan(linked), now)
+        self._put(linked, newest, now)
         delete(linked)
         small = (name for name in changed if not step_of(name) and not is_earlier(name))
         self._put(self._folder, small, now)
@@ -312,57 +376,38 @@ class Mirror:
         steps = checkpoints_in(files)
         links = {path.name: os.readlink(path) for path in self._folder.glob("checkpoints/*")
                  if path.is_symlink() and os.readlink(path) in steps}  # fmt: skip
-        index = {"files": files, "links": links}
-        put(self._store, INDEX, index)
-        self._index = index
+        # Before the index: a killed run knows its copy.
         (self._folder / MARK).write_text(self._url)
+        self._index = {"files": files, "links": links}
+        put(self._store, INDEX, self._index)
 
 
-def make_lease() -> Json:
-    """Return who writes the copy, and when that was true."""
-    return {"host": os.uname().nodename, "pid": os.getpid(), "time": time.time()}
+def fetch_if_newer(lease: Lease, folder: RunFolder) -> None:
+    """Fetch a copy whose last checkpoint is newer than that of the folder.
 
-
-def is_mine(lease: Json) -> bool:
-    """Whether a lease is of this process, or of one of this machine that has ended."""
-    same_host = lease["host"] == os.uname().nodename
-    return bool(same_host and (lease["pid"] == os.getpid() or not is_running(lease["pid"])))
-
-
-def take_lease(url: str, store: Any, tell: Callable[[str], None]) -> None:
-    """Become the one who writes the copy; UserError if another one gives a sign of life."""
-    lease = newer = read_json(store, LEASE)
-    if lease and not is_mine(lease) and time.time() - lease["time"] < LEASE_S:
-        tell(f"{url} was written by {lease['host']} a moment ago: waiting for its end.")
-        until = time.monotonic() + LEASE_S
-        while newer == lease and time.monotonic() < until:
-            time.sleep(POLL_S)
-            newer = read_json(store, LEASE)
-        if newer and newer != lease:
-            raise UserError(
-                f"{url} belongs to a run that is active on {newer['host']}. Wait for its end, or "
-                "choose another --output_dir."
-            )
-    put(store, LEASE, make_lease())
-
-
-def fetch_if_newer(url: str, store: Any, folder: RunFolder, tell: Callable[[str], None]) -> None:
-    """Fetch a copy whose last checkpoint is newer than that of the folder."""
-    index, present = read_json(store, INDEX) or {"files": {}}, scan(folder.path)
+    Raises UserError if the folder has another run, which would replace the copy.
+    """
+    index, present = read_index(lease.store) or {"files": {}}, scan(folder.path)
     files, mark = index["files"], folder.path / MARK
     newest, local = (max(checkpoints_in(f).values(), default=0) for f in (files, present))
     cut_off, is_run = (folder.path / FETCHING).exists(), not all(map(is_earlier, present))
+    is_other = is_run and not cut_off and not (mark.exists() and mark.read_text() == lease.url)
+    if files and is_other and newest <= local:
+        raise UserError(
+            f"{lease.url} has another run than {folder.path}. Choose another address, or an empty "
+            "--output_dir to go on with that run."
+        )
     if not files or not (cut_off or newest > local or not is_run):
         return
     # Numbers of earlier runs that are in the store only are taken.
     for name in {name.partition("/")[0] for name in filter(is_earlier, files)}:
         (folder.path / name).mkdir(exist_ok=True)
-    if is_run and not cut_off and (not mark.exists() or mark.read_text() != url):
-        tell(f"The run in {folder.path} is another one: it is moved to {folder.set_aside()}.")
+    if is_other and (earlier := folder.set_aside()):
+        lease.tell(f"The run in {folder.path} is another one: it is moved to {earlier}.")
     size = sum(entry[0] for name, entry in files.items() if not is_earlier(name))
-    tell(f"Fetching {size / 1e6:,.1f} MB from {url}.")
-    fetch(store, index, folder.path)
-    mark.write_text(url)
+    lease.tell(f"Fetching {size / 1e6:,.1f} MB from {lease.url}.")
+    fetch(lease.store, index, folder.path)
+    mark.write_text(lease.url)
 
 
 @contextmanager
@@ -377,32 +422,36 @@ def mirrored(
     if url is None:
         yield
         return
-    until, mirror, problem = time.monotonic() + PATIENCE_S, None, ""
-    while mirror is None:
-        try:
-            store = open_store(url)
-            take_lease(url, store, tell)
-            fetch_if_newer(url, store, folder, tell)
-            mirror = Mirror(url, store, folder.path, tell)
-        except UserError:
-            raise
-        except (FileNotFoundError, PermissionError, ImportError) as error:
-            raise UserError(f"{url} cannot be used: {first_line(error)}.") from error
-        except Exception as error:  # each file system raises errors of its own
-            if not problem:
-                problem = f"{url} does not answer ({first_line(error)})"
-                tell(f"{problem}: trying again for {PATIENCE_S:g} s.")
-            if time.monotonic() > until:
-                raise Interrupted(f"{problem}. Go on with: {command}") from error
-            time.sleep(POLL_S)
+    url = url.rstrip("/")
+    until, lease, mirror, problem = time.monotonic() + PATIENCE_S, None, None, ""
     try:
+        while mirror is None:
+            try:
+                lease = lease or Lease(url, open_store(url), tell)
+                fetch_if_newer(lease, folder)
+                mirror = Mirror(lease, folder.path)
+            except UserError:
+                raise
+            except Exception as error:  # each file system raises errors of its own
+                if isinstance(error, MISTAKES) or "Credential" in type(error).__name__:
+                    raise UserError(f"{url} cannot be used: {first_line(error)}.") from error
+                if not problem:
+                    problem = f"{url} does not answer ({first_line(error)})"
+                    tell(f"{problem}: trying again for {PATIENCE_S:g} s.")
+                if time.monotonic() > until:
+                    raise Interrupted(f"{problem}. Go on with: {command}") from error
+                time.sleep(POLL_S)
         yield
     except BaseException:
-        if problem := mirror.close():
+        if mirror and (problem := mirror.close()):
             tell(f"Not everything is copied: {problem}. The same command copies it.")
         raise
-    if problem := mirror.close():
-        raise Interrupted(
-            f"The run is in {folder.path}, but not everything is copied: {problem}. Copy it with: "
-            f"{command}"
-        )
+    else:
+        if problem := mirror.close():
+            raise Interrupted(
+                f"The run is in {folder.path}, but not everything is copied: {problem}. Copy it "
+                f"with: {command}"
+            )
+    finally:
+        if lease:
+            lease.release()

@@ -447,7 +447,6 @@ def open_run(
     folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     try:
         folder.prepare()
-        # Everything that is opened is closed at the end, the engine last.
         # Verdicts that were paid for are copied with the run.
         if config.trainer.store and config.reward.api.cache is None and judges_of(config.reward):
             cache = {"reward.api.cache": str(folder.path / "verdicts.sqlite")}
@@ -455,6 +454,7 @@ def open_run(
         copy = mirrored(
             config.trainer.store, folder, screen.note, _resume_command(resolved, begun=False)
         )
+        # Everything that is opened is closed at the end, the engine last.
         with folder.alone(), copy, ExitStack() as closing:
             start = prepare(folder, resolved, screen)
             config = start.config

@@ -244,6 +244,23 @@ def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme:
     with copy:
         assert state(fourth)["earlier_2/metrics.jsonl"] == "mine"
     assert any("is another one: it is moved to" in note for note in notes)
+    # Another run that is newer does not replace the copy, and a run below is no part of this one.
+    fifth, copy = begin_on("fifth")
+    save(fifth, 9, "mine")
+    with pytest.raises(UserError, match="has another run than"), copy:
+        pass
+    assert read_json(open_store(url), "lease.json") is None
+    save(RunFolder(fifth.path / "below"), 1, "below")
+    assert not any("below" in name for name in scan(fifth.path))
+    # A machine whose last checkpoint has a higher number keeps nothing of it, not even a folder.
+    second, copy = begin_on("second")
+    with copy:
+        assert [path.name for path in second.checkpoints.iterdir()] == ["step_000001"]
+    index = read_json(open_store(url), INDEX)
+    put(open_store(url), INDEX, {"files": {"../evil": [1, 1]}, "links": {}})
+    with pytest.raises(UserError, match="outside the run"), begin_on("sixth")[1]:
+        pass
+    put(open_store(url), INDEX, index)
 
 
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
