@@ -72,8 +72,10 @@ def write_function(folder: Path, argument: str, function: Callable[..., Any]) ->
     # What it uses of a module that is not installed is pickled by value too.
     module = sys.modules.get(core.__module__ or "")
     file = getattr(module, "__file__", None) or ""
-    by_value = file and not file.startswith(tuple(sysconfig.get_paths().values()))
-    if by_value := by_value and core.__module__.partition(".")[0] not in ("__main__", "ppo_cli"):
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    package = (core.__module__ or "").partition(".")[0]
+    by_value = file and package not in ("__main__", "ppo_cli") and not file.startswith(installed)
+    if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         data, digest = _pickle(_Pickler, function), _pickle(_DigestPickler, function)

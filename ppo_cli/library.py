@@ -104,7 +104,7 @@ def plan(
     stepwise: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Plan a run with these settings, as `ppo plan` does; nothing is loaded.
+    """Plan a run with these settings, as `ppo plan` does; no model is loaded.
 
     See `train` for the arguments; `stepwise` plans a `session`. Raises ConfigError with all
     problems of the settings, functions and `rows`; problems of files and of the rows in them are
@@ -248,10 +248,7 @@ def _resolve_in(
             if name in ("rows", "val_rows"):
                 value = [write_rows(folder, name, value)]
             elif key in FUNCTIONS and not isinstance(value, str | os.PathLike | None):
-                if key == "reward.function":
-                    checks.append(partial(_check_reward, value))
-                elif key == "environment.path":
-                    checks.append(_check_environment)
+                checks.append(partial(_check_function, key, value))
                 label, value = f"{name}={name_of(value)}", write_function(folder, name, value)
                 labels = {f"--environment {Path(value).name}": label, value: label} | labels
             elif callable(value):
@@ -277,16 +274,16 @@ def _resolve_in(
     return add_second_judge(resolved, os.environ)
 
 
-def _check_reward(function: Callable[..., Any], config: Config) -> None:
-    from ppo_cli.rewards.function import check_callable
+def _check_function(key: str, function: Callable[..., Any], config: Config) -> None:
+    """Raise UserError for a reward or an environment that the run would refuse."""
+    if key == "reward.function":
+        from ppo_cli.rewards.function import check_callable
 
-    check_callable(function, config.reward.function_kwargs)
+        check_callable(function, config.reward.function_kwargs)
+    elif key == "environment.path":
+        from ppo_cli.environments.pool import check_environment
 
-
-def _check_environment(config: Config) -> None:
-    from ppo_cli.environments.pool import check_environment
-
-    check_environment(config.environment)
+        check_environment(config.environment)
 
 
 def _as_typed(value: Any) -> Any:

@@ -66,7 +66,7 @@ class Translation:
     problems: list[str] = field(default_factory=list)
     program: str = ""
     values: dict[str, list[str]] = field(default_factory=dict)
-    tables: Mapping[str, Any] = field(default_factory=lambda: load_foreign_flags())
+    tables: Mapping[str, Any] = field(default_factory=load_foreign_flags)
 
 
 def translate(args: Sequence[str]) -> Translation:

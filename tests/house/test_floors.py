@@ -67,7 +67,9 @@ MAY: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
-    "library": GROUND | FLOOR_2 | {"run", "algo.estimators", "rewards.function", "callables"},
+    "library": GROUND
+    | FLOOR_2
+    | {"run", "algo.estimators", "rewards.function", "callables", "environments.pool"},
     "callables": GROUND,
     "__init__": {"library", "version"},
 }
