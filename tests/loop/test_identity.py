@@ -38,7 +38,7 @@ OTHER_VALUES: dict[str, Any] = {
     "reward.composite.weights": {"rule": 2},
     "reward.model.device": "cpu",
     "reward.model.template": "{prompt} {response}",
-    "trainer.store": "memory://run",
+    "trainer.store": "file:///srv/run",
     "reward.parts": ("rule:1",),
     "trainer.profile_steps": ("2",),
 }

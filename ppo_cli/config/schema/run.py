@@ -300,7 +300,7 @@ class Trainer(Section):
     )  # fmt: skip
     # The run folder, and what happens to an earlier run in it.
     output_dir: str = setting(
-        "./outputs", "Run folder; s3://NAME keeps a copy there.", flag="--output_dir",
+        "./outputs", "Run folder, or s3://NAME of a copy.", flag="--output_dir",
         env="OUTPUT_DIR", min_length=1, common=True,
     )  # fmt: skip
     store: Annotated[str | None, checked(check_store)] = setting(
