@@ -24,12 +24,16 @@ COPY = {
 }
 
 
+def cache_root() -> str:
+    """Return the folder for files that can be computed or fetched again; ~ stands for home."""
+    return f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/ppo-cli"
+
+
 def cache_folder(kind: str, url: str) -> str:
     """Return the folder for a `kind` of copy (runs, files …) of an address; ~ stands for home."""
     parts = urlsplit(url)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     names = [name for name in f"{parts.netloc}{parts.path}".split("/") if name]
-    return "/".join([base, "ppo-cli", kind, parts.scheme, *names])
+    return "/".join([cache_root(), kind, parts.scheme, *names])
 
 
 def check_address(url: str) -> None:

@@ -31,7 +31,15 @@ from ppo_cli.atomic import (
 )
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError, first_line, is_address, plural
-from ppo_cli.run_folder import LABELS_FILE, LOCK, METRICS_FILE, ROLLOUTS, RunFolder
+from ppo_cli.run_folder import (
+    LABELS_FILE,
+    LOCK,
+    METRICS_FILE,
+    ROLLOUTS,
+    ModelSource,
+    RunFolder,
+    find_source,
+)
 
 INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who writes it
 # In a folder: the address of its copy, and that a fetch was cut off.
@@ -199,6 +207,11 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
     return folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
+
+
+def find_source_anywhere(word: str) -> ModelSource:
+    """As `find_source`, also for a run at an address, which is copied."""
+    return find_source(str(localise(word)) if is_address(word) else word)
 
 
 def make_lease() -> Json:

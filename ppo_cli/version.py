@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _DESCRIBED = re.compile(
 )
 
 
+@cache  # git is asked once, not for each page
 def read_version() -> str:
     """Return 0.1.0 at the tag v0.1.0, 0.1.0+3.gb3156f1b three commits later.
 

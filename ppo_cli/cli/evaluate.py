@@ -35,14 +35,13 @@ from ppo_cli.errors import (
     Interrupted,
     MissingPart,
     RewardError,
-    is_address,
     plural,
     ppo,
     replace_path,
 )
 from ppo_cli.records import Message, Prompt
-from ppo_cli.run_folder import ModelSource, find_source
-from ppo_cli.store import localise
+from ppo_cli.run_folder import ModelSource
+from ppo_cli.store import find_source_anywhere, localise
 
 if TYPE_CHECKING:
     from ppo_cli.run.evaluate import SampledModel
@@ -157,7 +156,7 @@ def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSo
 
 def _find_intact_model(word: str) -> ModelSource:
     """Return the model of a word (folder, hub name, run); ModelError if its files are damaged."""
-    source = find_source(str(localise(word)) if is_address(word) else word)
+    source = find_source_anywhere(word)
 
     # The advice of the error is this command line with another model.
     def retry(model: Path) -> str:

@@ -67,12 +67,11 @@ from ppo_cli.run_folder import (
     METRICS_FILE,
     CheckpointStore,
     find_resume,
-    find_source,
     read_metrics,
     read_state,
     run_settings,
 )
-from ppo_cli.store import localise
+from ppo_cli.store import find_source_anywhere
 
 if TYPE_CHECKING:
     from ppo_cli.data_sets.rows import RowSet
@@ -176,7 +175,7 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
             ) from error
     if not word.strip():
         raise ConfigError("--fork has no run: name one, or RUN@STEP, or leave --fork out.")
-    source = find_source(str(localise(word)) if is_address(word) else word)
+    source = find_source_anywhere(word)
     if source.run is None:
         raise ConfigError(f"--fork {word} is not a run with a config.yaml; name one, or RUN@STEP.")
     # The flags of the line win over the fork's checkpoint and folder.

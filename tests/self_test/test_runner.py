@@ -242,7 +242,9 @@ def test_the_configured_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = doctor._read_layer_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
     assert (shape.heads, shape.kv_heads, shape.head_size, shape.vocabulary) == (14, 2, 64, 151_936)
-    assert doctor._read_layer_shape(Config()).model == "Qwen2.5-7B"
+    assert doctor._read_layer_shape(Config()).model == "Qwen/Qwen2.5-0.5B"
+    unknown = Config.model_validate({"model": {"path": "nobody/knows"}})
+    assert doctor._read_layer_shape(unknown).model == "Qwen2.5-7B"
 
 
 def test_what_a_failure_prevents_is_told_as_skipped() -> None:

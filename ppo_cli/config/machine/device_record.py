@@ -8,7 +8,6 @@ record. A setting that is not set uses the fast way on a GPU only if the record 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Literal, get_args
 
 from pydantic import FiniteFloat, TypeAdapter
 
+from ppo_cli.addresses import cache_root
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.machine.gpus import driver_version, list_gpus
 from ppo_cli.digests import digest_text
@@ -167,7 +167,7 @@ def record_folder() -> Path | None:
 def cache_folder() -> Path | None:
     """Return the folder for files that can be computed again; None without a home folder."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppo-cli"
+        return Path(cache_root()).expanduser()
     except RuntimeError:
         return None
 
