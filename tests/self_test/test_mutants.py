@@ -223,4 +223,4 @@ def test_old_weights_in_vllm_fail_its_check(tmp_path: Path, monkeypatch: Patch) 
 
     monkeypatch.setattr(VLLMSampler, "load_weights", lambda self, weights: False)
     outcome = run("vLLM sampler", tmp_path)
-    assert outcome.state == "differs" and "log-probs, new weights" in outcome.detail
+    assert outcome.state == "differs" and "log-probs, new weights" in outcome.detail, outcome
