@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +216,18 @@ def test_weights_that_are_not_published_fail_the_ray_check(
     assert outcome.state == "differs" and "sampler and trainer, step 2" in outcome.detail, outcome
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM warns at its import
+def check_vllm_with_old_weights(folder: Path) -> Outcome:
+    from ppo_cli.engine.samplers.vllm import VLLMSampler
+
+    VLLMSampler.load_weights = lambda self, weights: False  # type: ignore[method-assign]
+    return run("vLLM sampler", folder)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
 )
-def test_old_weights_in_vllm_fail_its_check(tmp_path: Path, monkeypatch: Patch) -> None:
-    from ppo_cli.engine.samplers.vllm import VLLMSampler
-
-    monkeypatch.setattr(VLLMSampler, "load_weights", lambda self, weights: False)
-    outcome = run("vLLM sampler", tmp_path)
+def test_old_weights_in_vllm_fail_its_check(tmp_path: Path) -> None:
+    # A process of its own, as in a self-test: vLLM depends on what a process did before.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        outcome = process.submit(check_vllm_with_old_weights, tmp_path).result(timeout=300)
     assert outcome.state == "differs" and "log-probs, new weights" in outcome.detail, outcome
