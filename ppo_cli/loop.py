@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from ppo_cli.algo.batch import build_batch
@@ -257,8 +258,8 @@ def prepare_batch(
     # 2. Annotate on the engine while rewards are computed, then wait for the scores.
     baseline = submit_baselines(job, state, sample.prompts)
     with job.tracker.phase("annotate"):
-        rows = [row for rollout in sample.rollouts for row in split_turns(rollout)]
-        annotated = job.engine.annotate(build_batch(rows, job.pad_token_id))
+        split = list(map(split_turns, sample.rollouts))
+        annotated = job.engine.annotate(build_batch([*chain(*split)], job.pad_token_id))
     scored = gather(job, sample.rollouts, sample.futures, "reward_wait")
     greedy = gather_baselines(job, baseline)
     # 3. Shape scores (penalties, normalisation), place them on tokens, estimate advantages.
@@ -269,9 +270,10 @@ def prepare_batch(
         baselines = baselines_by_row(annotated, scores.baselines)
         scored_rows = [
             row
-            for s in scores.scored
+            for s, rows in zip(scores.scored, split, strict=True)
             for row in split_scores(
                 s,
+                rows,
                 place_steps(s.rollout, s.score.steps, job.decode),
                 config.environment.gamma_turn,
             )

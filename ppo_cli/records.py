@@ -43,6 +43,18 @@ def format_call(call: Mapping[str, Any]) -> str:
     return f"{function.get('name')}({', '.join(values)})"
 
 
+def format_tool(schema: Mapping[str, Any]) -> str:
+    """Return a tool's schema on one line: `name(argument: type, …): description`."""
+    function = schema.get("function") or schema
+    parameters = function.get("parameters") or {}
+    arguments = [
+        f"{name}: {' or '.join(map(str, fields.get('enum', [fields.get('type', 'any')])))}"
+        for name, fields in (parameters.get("properties") or {}).items()
+    ]
+    description = " ".join(str(function.get("description") or "").split())
+    return f"{function['name']}({', '.join(arguments)}): {description}"
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One data row, ready to be sampled from.
@@ -50,7 +62,7 @@ class Prompt:
     `uid` is stable over runs and resumes (file position, not text). `text` is the question that a
     judge or a rule reads (a string prompt, or the last user message). `rendered` is the text of
     `token_ids`, chat template applied; `opened` is the mark of a thought at its end, if the
-    template opens one for the model.
+    template opens one for the model. `tools` has a line for each tool that the model may call.
     """
 
     uid: str
@@ -62,6 +74,7 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     opened: str = ""
+    tools: str = ""
 
 
 @dataclass(frozen=True, eq=False)

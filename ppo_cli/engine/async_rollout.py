@@ -43,7 +43,7 @@ ROLLOUT_FIELDS: dict[str, Callable[..., Any]] = {
     "thought_tokens": int, "seed": int, "carried": int,
 }  # fmt: skip
 # Those of an episode, and of the prompt with which its environment began.
-EPISODE_FIELDS, OPENING_FIELDS = ("failure", "ended"), ("text", "rendered", "opened")
+EPISODE_FIELDS, OPENING_FIELDS = ("failure", "ended"), ("text", "rendered", "opened", "tools")
 # What reading a damaged file can raise.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 
@@ -221,7 +221,8 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
         for p in saved["prompts"]
     )
-    sampling = Sampling(**saved["sampling"] | {"stop": tuple(saved["sampling"].get("stop", ()))})
+    lists = {name: tuple(saved["sampling"].get(name, ())) for name in ("stop", "end_ids")}
+    sampling = Sampling(**saved["sampling"] | lists)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     rollouts: list[Rollout] = []
     for saved_rollout in saved["rollouts"]:
@@ -236,7 +237,7 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
         if turns := saved_rollout.get("turns"):
             fields["turns"] = tuple(map(_read_turn, turns))
             opening: dict[str, Any] = {
-                name: str(saved_rollout[f"opening_{name}"]) for name in OPENING_FIELDS
+                name: str(saved_rollout.get(f"opening_{name}", "")) for name in OPENING_FIELDS
             }
             messages, opening_ids = saved_rollout["messages"], saved_rollout["opening"]
             prompt = replace(

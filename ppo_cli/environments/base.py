@@ -51,6 +51,8 @@ class EnvironmentFailure(Exception):
 class Chat(Protocol):
     """Renders conversations with the chat template, and reads what the policy wrote."""
 
+    end_ids: frozenset[int]  # that end a turn
+
     def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
         """Return the text and the tokens of a conversation up to where the policy writes.
 

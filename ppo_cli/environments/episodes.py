@@ -35,7 +35,7 @@ from ppo_cli.engine.base import (
     stream_key,
 )
 from ppo_cli.environments.base import Chat, EnvironmentFailure, Environments, Opening, Reply
-from ppo_cli.records import Message, Prompt, Rollout, Turn
+from ppo_cli.records import Message, Prompt, Rollout, Turn, format_tool
 from ppo_cli.thoughts import Detokenize, count_tokens, find_open_mark
 
 SEED_BITS = 31  # of an episode's seed: some generators take no more
@@ -119,7 +119,11 @@ class Episodes:
             except (EnvironmentFailure, ValueError) as error:
                 failed.append((episode, episode.finish(str(error))))
         version = 0
-        turn_sampling = replace(sampling, new_tokens=self._settings.max_turn_tokens)
+        turn_sampling = replace(
+            sampling,
+            new_tokens=self._settings.max_turn_tokens,
+            end_ids=tuple(sorted(self._chat.end_ids)),
+        )
         while playing:
             by_uid = {e.unfinished.prompt.uid: e for e in playing}
             # All samplers return generators: closing one frees it.
@@ -158,6 +162,7 @@ class Episodes:
             prompt = replace(
                 prompt, text=question_of(messages), messages=tuple(messages), rendered=rendered,
                 token_ids=ids, opened=find_open_mark(rendered),
+                tools="\n".join(map(format_tool, self.environments.tools)),
             )  # fmt: skip
         episode.messages = list(messages)
         episode.played = replace(episode.played, prompt=prompt)

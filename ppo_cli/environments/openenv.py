@@ -81,7 +81,9 @@ def read_result(data: dict[str, Any]) -> tuple[str, bool, Any]:
 
     The text is the only text of the observation, or else all of it as JSON.
     """
-    observation = {k: v for k, v in data.get("observation", {}).items() if v not in (None, "")}
+    fields = data.get("observation", {}).items()
+    # Metadata is for people, and may have the solution.
+    observation = {k: v for k, v in fields if k != "metadata" and v not in (None, "")}
     texts = [value for value in observation.values() if isinstance(value, str)]
     alone = len(texts) == 1 and not any(isinstance(v, (dict, list)) for v in observation.values())
     text = texts[0] if alone else json.dumps(observation, ensure_ascii=False)

@@ -403,8 +403,9 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
 def make_episode_fields(rollout: Rollout) -> dict[str, Any]:
     """Return the conversation of an episode as fields of a line; {} for a single response.
 
-    `opening` has the messages before the first turn, `turns` the policy's messages with the replies
-    to them, `ended` the limit that ended the episode. Empty fields of a turn are left out.
+    `opening` has the messages before the first turn, `tools` a line for each tool, `turns` the
+    policy's messages with the replies to them, `ended` the limit that ended the episode. Empty
+    fields of a turn are left out.
     """
     if not rollout.turns and not rollout.failure:
         return {}
@@ -419,7 +420,9 @@ def make_episode_fields(rollout: Rollout) -> dict[str, Any]:
         }  # fmt: skip
         turns.append({name: value for name, value in fields.items() if value})
     ended = {"ended": rollout.ended} if rollout.ended else {}
-    return {"opening": [dict(m) for m in rollout.prompt.messages], "turns": turns, **ended}
+    prompt = rollout.prompt
+    tools = {"tools": prompt.tools} if prompt.tools else {}
+    return {"opening": [dict(m) for m in prompt.messages], **tools, "turns": turns, **ended}
 
 
 def add_token_details(

@@ -42,7 +42,7 @@ def start_episodes(
     model_config = load_config(path, "--model", config.model.trust_remote_code)
     end_ids = read_stop_token_ids(path, model_config, tokenizer)
     chat = _make_chat(config, tokenizer, pool.tools, end_ids)
-    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=end_ids))
+    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=chat.end_ids))
 
 
 def check_episodes(config: Config) -> None:

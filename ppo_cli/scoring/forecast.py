@@ -50,6 +50,7 @@ SAMPLE = 200
 # about twice what prose takes: right for a budget, too high for a forecast.
 TOKEN_BYTES = (4, 3)
 CRITERION_TOKENS = (15, 60)  # verdict on one criterion: a word, or a long sentence
+TOOLS_CHARS = 1000  # of the list of tools in an episode: five with a sentence each
 DIFFERING = 0.136  # share of repeated verdicts that differ (arXiv 2606.13685)
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
@@ -417,7 +418,8 @@ def _filler(config: Config, length: int) -> Response:
     # Of each turn: text, a call and its result, which fill the episode together.
     kinds = [(kind, turn) for turn in range(1, turns + 1) for kind in ("assistant", "call", "tool")]
     share = max(1, length // len(kinds))
-    return tuple(
+    tools = () if config.environment.path else (Passage("tools", 0, "t" * TOOLS_CHARS),)
+    return tools + tuple(
         Passage(kind, turn, text[place * share : (place + 1) * share])
         for place, (kind, turn) in enumerate(kinds)
     )

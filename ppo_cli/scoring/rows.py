@@ -131,7 +131,8 @@ def read_response_row(
         fields = {**record, columns.prompt: opening} if opening else record
         response = response or str(turns[-1].text)
     prompt = prompt_of(label, read_row(place, fields, columns))
-    prompt = replace(prompt, opened=str(record.get("opened") or ""))
+    opened, tools = (str(record.get(name) or "") for name in ("opened", "tools"))
+    prompt = replace(prompt, opened=opened, tools=tools)
     # A response that reached the token limit has no end token, which penalties depend on.
     cut = record.get("finish_reason") == "length"
     rollout = replace(rollout_of(prompt, response or "", cut=cut), turns=turns)

@@ -34,14 +34,14 @@ def split_turns(rollout: Rollout) -> list[Rollout]:
 
 
 def split_scores(
-    sample: Scored, placed: Sequence[Placed], gamma_turn: float
+    sample: Scored, rows: Sequence[Rollout], placed: Sequence[Placed], gamma_turn: float
 ) -> list[tuple[Scored, list[Placed]]]:
-    """Return each row of `split_turns` with its score, and the rewards placed in that row.
+    """Return each of `rows` (see `split_turns`) with its score, and the rewards placed in that row.
 
     What a score has besides placed rewards belongs to the last turn. A row's value is
     r_k + gamma_turn r_k+1 + gamma_turn^2 r_k+2 + …
     """
-    rows, value = split_turns(sample.rollout), sample.score.value
+    value = sample.score.value
     if len(rows) == 1 or value is None:
         return [(Scored(row, sample.score), list(placed)) for row in rows]
     inside = [

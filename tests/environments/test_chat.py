@@ -50,6 +50,17 @@ def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def test_a_turn_of_a_base_model_ends_as_its_template_says() -> None:
+    _, family, tokenizer = make_chat("qwen3")
+    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<tool_call>"])
+    chat = Chat(tokenizer, family.arguments, family.tools, frozenset({other}))
+    assert chat.end_ids == {end, other}
+    assert chat.parse([*encode(tokenizer, "Yes."), end])["content"] == "Yes."
+    # That of gpt-oss ends each message of a turn with <|end|>, and the turn with another token.
+    chat, family, tokenizer = make_chat("gpt-oss")
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in chat.end_ids
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_episode_has_the_tokens_of_the_trace(name: str, monkeypatch: Any) -> None:
     chat, family, tokenizer = make_chat(name)

@@ -103,17 +103,18 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     # 2 of the score 7 are placed nowhere, so they belong to the last turn.
     score = Score(7.0, steps=steps)
     placed = place_steps(rollout, steps, lambda ids, context: "")
-    rows = split_scores(Scored(rollout, score), placed, 0.5)
+    split = split_turns(rollout)
+    rows = split_scores(Scored(rollout, score), split, placed, 0.5)
     # 2; 4 + 0.5 * 2 = 5; 0 + 0.5 * 5 = 2.5; 1 + 0.5 * 2.5 = 2.25.
     assert [s.score.value for s, _ in rows] == [2.25, 2.5, 5.0, 2.0]
     assert [inner for _, inner in rows] == [[(2, 1.0)], [], [(3, 4.0)], []]
-    for single, turn in zip(split_turns(rollout), rollout.turns, strict=True):
+    for single, turn in zip(split, rollout.turns, strict=True):
         assert single.prompt.token_ids == turn.context and not single.turns
         assert single.token_ids == rollout.token_ids[turn.start : turn.end]
-    failed = split_scores(Scored(rollout, Score.failed("timeout")), [], 0.5)
+    failed = split_scores(Scored(rollout, Score.failed("timeout")), split, [], 0.5)
     assert len(failed) == 4 and all(s.score.value is None for s, _ in failed)
     whole = episode(1, split=False)
-    ((row, inner),) = split_scores(Scored(whole, score), placed, 0.5)
+    ((row, inner),) = split_scores(Scored(whole, score), split_turns(whole), placed, 0.5)
     assert (row.rollout, row.score, inner) == (whole, score, placed)
 
 

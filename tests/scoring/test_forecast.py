@@ -13,7 +13,14 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.prompt import EPISODE
-from ppo_cli.scoring.forecast import SAMPLE, VERDICT_TOKENS, Forecast, UsageRange, forecast
+from ppo_cli.scoring.forecast import (
+    SAMPLE,
+    TOOLS_CHARS,
+    VERDICT_TOKENS,
+    Forecast,
+    UsageRange,
+    forecast,
+)
 from tests.scoring.scripted import write_rows
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
@@ -102,9 +109,9 @@ def test_an_episode_has_the_fences_of_all_its_passages() -> None:
     tools = ("environment.tools=t.py", "environment.max_turns=4", "environment.max_turn_tokens=20")
     Path("t.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
     single, episode = foretell(), foretell(*tools)
-    fences = 12 * len("<assistant-1-0123456789abcdef>\n\n</assistant-1-0123456789abcdef>\n")
+    fences = 13 * len("<assistant-1-0123456789abcdef>\n\n</assistant-1-0123456789abcdef>\n")
     added = episode.a_step.high[0] - single.a_step.high[0]
-    assert added == pytest.approx(8 * (fences + len(EPISODE)) / 3, rel=0.2)
+    assert added == pytest.approx(8 * (fences + len(EPISODE) + TOOLS_CHARS) / 3, rel=0.2)
     last = foretell(*tools, "reward.api.scope=turn")
     assert last.a_step.high[0] == pytest.approx(single.a_step.high[0] - 8 * 80, abs=8)
 

@@ -403,7 +403,7 @@ class HFSampler:
         rows.entropies_RT[live, rows.counts_R[live]] = entropies_R[live]
         rows.counts_R[live] += 1
         rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
-        rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
+        rows.stopped_R[live] = np.isin(tokens_R[live], [*self._eos_ids, *sampling.end_ids])
         # Stop strings need the decoded text.
         for i in live if sampling.stop else ():
             begun = rows.jobs[i].begun

@@ -421,7 +421,7 @@ class VLLMSampler:
             max_tokens=sampling.length_limit(drawn) - drawn,
             seed=stream_key(begun.seed, stream, sample) >> 1,  # vLLM's are signed
             ignore_eos=True,
-            stop_token_ids=self._eos_ids,
+            stop_token_ids=[*self._eos_ids, *sampling.end_ids],
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -447,7 +447,7 @@ class VLLMSampler:
             begun,
             ids,
             logprobs,
-            stopped=end is not None or ids[-1] in self._eos_ids,
+            stopped=end is not None or ids[-1] in (*self._eos_ids, *sampling.end_ids),
             sampling=sampling,
             weight_version=weight_version,
             detokenize=self._detokenize,

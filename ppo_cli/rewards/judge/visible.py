@@ -16,11 +16,15 @@ from ppo_cli.rewards.judge.sanitise import clean, cut_middle
 from ppo_cli.thoughts import strip_reasoning
 
 Piece = tuple[str, int, str]  # head, number of omitted characters, tail
+TURN_CUT = "The turn reached its limit of tokens and stops here."
 WRITTEN = ("assistant", "call")  # what the judged model wrote of an episode
 
 
 class Passage(NamedTuple):
-    """A part of an episode: its author or kind (assistant, call, tool, user), turn and text."""
+    """A part of an episode: its author or kind, its turn and text.
+
+    The kinds are assistant, thought, call, tool, user, tools (that the model may call), and limit.
+    """
 
     kind: str
     turn: int
@@ -45,6 +49,8 @@ def visible_response(rollout: Rollout, api: ApiReward) -> Response:
 
 
 def _list_passages(rollout: Rollout, reasoning: str) -> Iterator[Passage]:
+    if rollout.prompt.tools:
+        yield Passage("tools", 0, clean(rollout.prompt.tools))
     for number, turn in enumerate(rollout.turns, start=1):
         content = visible_text(text_of(turn.message), reasoning)
         thought = turn.message.get("reasoning_content")
@@ -55,6 +61,9 @@ def _list_passages(rollout: Rollout, reasoning: str) -> Iterator[Passage]:
             yield Passage("assistant", number, content)
         for call in calls:
             yield Passage("call", number, clean(format_call(call)))
+        last_is_cut = rollout.finish_reason == "length" and turn is rollout.turns[-1]
+        if turn.cut or last_is_cut:
+            yield Passage("limit", number, TURN_CUT)
         for reply in turn.replies:
             kind = "tool" if reply["role"] == "tool" else "user"
             yield Passage(kind, number, clean(text_of(reply)))

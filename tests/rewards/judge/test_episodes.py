@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.records import Rollout
+from ppo_cli.records import Rollout, format_tool
 from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.judge.compare import CompareReward
 from ppo_cli.rewards.judge.prompt import build_material, load_template
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.verdict import read_answer
-from ppo_cli.rewards.judge.visible import cut_passages, visible_response
+from ppo_cli.rewards.judge.visible import TURN_CUT, cut_passages, visible_response
 from tests.judge_server import JudgeServer
 from tests.rewards.judge.corpora import read_corpus
 from tests.rewards.scoring import score_all, sum_episode, sum_rollout
@@ -96,6 +96,21 @@ It is 2.
     assert f"<thought-1-{NONCE}>\nOne more than 1.\n</thought-1-{NONCE}>" in kept
     last = request(sum_episode(1), scope="turn")
     assert f"<response-{NONCE}>\nIt is 2.\n</response-{NONCE}>" in last and "episode" not in last
+
+
+def test_tools_and_limits_are_named() -> None:
+    function = {
+        "name": "add", "description": "Add two\nnumbers.",
+        "parameters": {"properties": {"a": {"type": "integer"}, "b": {"enum": [1, 2]}}},
+    }  # fmt: skip
+    rollout = sum_episode(1)
+    first, *others = rollout.turns
+    tools = format_tool({"type": "function", "function": function})
+    prompt = replace(rollout.prompt, tools=tools)
+    cut = replace(rollout, turns=(replace(first, cut=True), *others), finish_reason="length")
+    user = request(replace(cut, prompt=prompt))
+    assert f"<tools-0-{NONCE}>\nadd(a: integer, b: 1 or 2): Add two numbers.\n" in user
+    assert user.count(TURN_CUT) == 2 and f"</limit-2-{NONCE}>" in user
 
 
 def test_long_results_are_cut_first() -> None:
