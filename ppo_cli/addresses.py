@@ -6,13 +6,15 @@ import os
 import re
 import shlex
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, first_line, is_address
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
+# Where a user name is part of the address, and says nothing of a password.
+WITH_USER = {"abfs", "abfss", "hdfs", "sftp", "ssh"}
+_BUCKET = re.compile(r"[\w.-]{1,255}|arn:[\w.:-]+", re.ASCII)
 NO_STORES = {
     "memory": "is gone when this process ends",
     **dict.fromkeys(("http", "https", "data", "zip", "tar", "github"), "cannot be written"),
@@ -31,9 +33,8 @@ def cache_root() -> str:
 
 def cache_folder(kind: str, url: str) -> str:
     """Return the folder for a `kind` of copy (runs, files …) of an address; ~ stands for home."""
-    parts = urlsplit(url)
-    names = [name for name in f"{parts.netloc}{parts.path}".split("/") if name]
-    return "/".join([cache_root(), kind, parts.scheme, *names])
+    scheme, _, path = url.partition("://")
+    return "/".join([cache_root(), kind, scheme, *filter(None, path.split("/"))])
 
 
 def check_address(url: str) -> None:
@@ -41,23 +42,27 @@ def check_address(url: str) -> None:
     from fsspec.core import url_to_fs
     from fsspec.registry import get_filesystem_class, known_implementations
 
-    parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    scheme, separator, path = url.partition("://")
+    names = path.split("/")
+    user, at, _ = names[0].partition("@")
+    if (at and (scheme not in WITH_USER or ":" in user)) or "?" in path or "#" in path:
         raise ValueError(
             "holds a user name, a password or a query; leave them out: credentials are read from "
             "the environment and its files, such as AWS_ACCESS_KEY_ID or ~/.aws"
         )
-    names = f"{parts.netloc}{parts.path}".split("/")
-    unnamed = "://" not in url or "::" in url or not any(names) or ".." in names
-    if unnamed or parts.scheme not in known_implementations:
+    if (
+        not (separator and any(names) and url.isprintable())
+        or "::" in url or {".", ".."} & {*names} or scheme not in known_implementations
+        or (scheme in EXTRAS and not _BUCKET.fullmatch(names[0]))
+    ):  # fmt: skip
         raise ValueError(f"{url} is no address that fsspec opens; write it as s3://BUCKET/NAME")
     try:
-        get_filesystem_class(parts.scheme)
-        if parts.scheme == "hdfs":  # its libraries belong to no package
+        get_filesystem_class(scheme)
+        if scheme == "hdfs":  # its libraries belong to no package
             url_to_fs(url)
     except (ImportError, OSError) as error:
-        package = shlex.quote(f"ppo-cli[{EXTRAS.get(parts.scheme)}]")
-        command = f": pip install {package}" if parts.scheme in EXTRAS else ""
+        package = shlex.quote(f"ppo-cli[{EXTRAS.get(scheme)}]")
+        command = f": pip install {package}" if scheme in EXTRAS else ""
         raise ValueError(f"{url} cannot be opened here: {first_line(error)}{command}") from error
 
 
@@ -66,7 +71,7 @@ def check_store(url: str) -> None:
     if not is_address(url):
         raise ValueError(f"{url} is no address; a folder is named with --output_dir")
     check_address(url)
-    if reason := NO_STORES.get(urlsplit(url).scheme):
+    if reason := NO_STORES.get(url.partition(":")[0]):
         raise ValueError(f"{url} {reason}; write it as s3://BUCKET/NAME")
 
 
@@ -85,6 +90,8 @@ def download(url: str) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_replace(file) as fresh:
                 system.get_file(path, str(fresh))
+    except FileNotFoundError as error:
+        raise DataError(f"{url} cannot be read: there is no such file.") from error
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
     return file

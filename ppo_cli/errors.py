@@ -111,7 +111,10 @@ class WorkerLost(PpoError):
     exit_code = EXIT_RESUMABLE
 
 
-URL_PATTERN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+:/")
+# s3: without slashes is meant as an address, and would be a folder with that name.
+URL_PATTERN = re.compile(
+    r"([a-z][a-z0-9+.-]+::)*([a-z][a-z0-9+.-]+:/|(s3a?|gs|gcs|az|hdfs):)", re.I
+)
 
 
 def is_address(path: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 import threading
 import time
@@ -46,11 +45,11 @@ INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who
 MARK, FETCHING = ".store", ".fetching"
 POLL_S = 2.0
 LEASE_S = 60.0  # without a sign of life, another machine takes over
+SKEW_S = 900.0  # two clocks may differ by this much; S3 refuses more
 PATIENCE_S = 60.0  # for a store that does not answer, at the start and at the end
 READERS = 8
 # Errors of a store that waiting does not mend.
 MISTAKES = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
-_STEP = re.compile(r"checkpoints/(step_\d+)/")
 
 Files = dict[str, list[int]]  # name -> bytes and time of change in ns
 Json = dict[str, Any]
@@ -58,8 +57,7 @@ Json = dict[str, Any]
 
 def step_of(name: str) -> str:
     """Return the checkpoint that a file belongs to, such as `step_000010`; empty for others."""
-    match = _STEP.match(name)
-    return match[1] if match else ""
+    return name.split("/")[1] if name.startswith("checkpoints/step_") else ""
 
 
 def is_earlier(name: str) -> bool:
@@ -105,11 +103,10 @@ def open_store(url: str) -> Any:
 
 def read_json(store: Any, name: str) -> Json | None:
     """Return a JSON file of a store; None if there is none."""
-    try:
-        content: Json = json.loads(store.cat_file(name))
-        return content
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError):
+        # From 0: else S3 is asked for the size first, and says no reason why that fails.
+        return dict(json.loads(store.cat_file(name, start=0)))
+    return None
 
 
 def read_index(store: Any) -> Json | None:
@@ -124,8 +121,9 @@ def read_index(store: Any) -> Json | None:
 def put(store: Any, name: str, content: Path | Json) -> None:
     """Write a file to a store, where it appears when it is complete."""
     # That is so in object stores; elsewhere it is renamed into place.
-    target = name if store.fs.async_impl else f"{name}.part"
-    if target != name:
+    target = name
+    if not store.fs.async_impl:
+        target = f"{name}.part"
         store.makedirs(name.rpartition("/")[0], exist_ok=True)
     if isinstance(content, Path):
         store.put_file(str(content), target)
@@ -190,8 +188,9 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
         return Path("/", text.removeprefix("file://"))
     if not is_address(text):
         return Path(word).expanduser()
-    text, at, step = text.partition("@")
-    url, _, below = text.partition("/checkpoints/")
+    parent, slash, name = text.rpartition("/")
+    name, at, step = name.partition("@")
+    url, _, below = f"{parent}{slash}{name}".partition("/checkpoints/")
     try:
         check_address(url)
         store = open_store(url)
@@ -235,8 +234,8 @@ class Lease:
         self.url, self.store, self.tell, self.successor = url, store, tell, ""
         self._ended = threading.Event()
         lease = newer = read_json(store, LEASE)
-        if lease and not is_mine(lease) and time.time() - lease["time"] < LEASE_S:
-            tell(f"{url} was written by {lease['host']} a moment ago: waiting for its end.")
+        if lease and not is_mine(lease) and time.time() - lease["time"] < SKEW_S:
+            tell(f"{url} may be in use on {lease['host']}: waiting a minute for a sign of it.")
             until = time.monotonic() + LEASE_S
             while newer == lease and time.monotonic() < until:
                 time.sleep(POLL_S)

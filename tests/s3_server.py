@@ -1,4 +1,4 @@
-"""S3 on the loopback interface (moto's server): it may hold an upload back, or go away.
+"""S3 on the loopback interface (moto's server): it may hold an upload back, refuse, or go away.
 
 Bounded: it listens on 127.0.0.1 only, keeps everything in memory, and ends with its `with` block.
 """
@@ -29,6 +29,7 @@ class S3Server:
         self.address = f"http://127.0.0.1:{self._server.server_port}"
         self.hold: str | None = None
         self.held, self.release, self.gone = (threading.Event() for _ in range(3))
+        self.error = ""  # the code that each call is answered with
         self.refused = 0
 
     @property
@@ -71,9 +72,11 @@ class S3Server:
         self._server.server_close()
 
     def _serve(self, environ: dict[str, Any], answer: Callable[..., Any]) -> Iterable[bytes]:
-        if self.gone.is_set():
+        if self.gone.is_set() or self.error:
             self.refused += 1
-            return Response("away", 503)(environ, answer)
+            text = f"<Error><Code>{self.error}</Code><Message>so: {self.error}</Message></Error>"
+            status = 503 if self.gone.is_set() else 403
+            return Response(text, status, content_type="application/xml")(environ, answer)
         is_upload = environ["REQUEST_METHOD"] == "PUT"
         if is_upload and self.hold and re.search(self.hold, environ["PATH_INFO"]):
             self.held.set()

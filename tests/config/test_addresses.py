@@ -70,13 +70,14 @@ def test_a_missing_package_and_secrets_are_refused_by_name() -> None:
         answer = refusal("trainer.output_dir", url)
         assert "credentials are read from the environment" in answer and "sEcr3t" not in answer
     for url in (
-        "nofs://bucket/run",
-        "s3://",
-        "s3://bucket/../run",
-        "s3:/b/x",
-        "simplecache::s3://b/x",
-    ):
+        "nofs://bucket/run", "s3://", "s3:///x", "s3://bucket/../run", "s3://bucket/./run", "s3://ü/x",
+        "S3://bucket/run", "s3://[b/x", "s3://b/x\ny", "s3:b/x", "s3:", "simplecache::s3://b/x",
+    ):  # fmt: skip
         assert "no address that fsspec opens" in refusal("trainer.store", url)
+        assert "no address that fsspec opens" in refusal("trainer.output_dir", url)
+    # The user of a login and Azure's container are no secrets.
+    assert "adlfs" in refusal("trainer.store", "abfs://runs@account.dfs.core.windows.net/x")
+    assert "password" in refusal("trainer.store", "sftp://me:sEcr3t-w0rd@host/x")
     assert "cannot be written" in refusal("trainer.store", "https://host/run")
 
 

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from s3fs import S3FileSystem
 
 from ppo_cli import load_run
 from ppo_cli.cli.app import main
@@ -21,6 +23,7 @@ from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError
 from ppo_cli.run_folder import RunFolder, paid_calls, run_settings
 from ppo_cli.store import (
+    FETCHING,
     INDEX,
     LEASE,
     checkpoints_in,
@@ -263,6 +266,63 @@ def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme:
     put(open_store(url), INDEX, index)
 
 
+def test_what_is_wrong_with_a_store_is_said_at_the_start(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
+    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 2.0)
+    notes: list[str] = []
+
+    def refusal(url: str, kind: type[Exception]) -> str:
+        S3FileSystem.clear_instance_cache()
+        with pytest.raises(kind) as caught, mirrored(url, RunFolder(tmp_path), notes.append, "x y"):
+            pass
+        return str(caught.value)
+
+    # No rights, a wrong key or clock, no bucket and no key: at once. S3's reason is in the message.
+    for s3.error in ("AccessDenied", "SignatureDoesNotMatch", "RequestTimeTooSkewed"):
+        assert refusal(URL, UserError) == f"{URL} cannot be used: so: {s3.error}."
+    assert s3.refused == 3 and not notes
+    s3.error = ""
+    assert "bucket does not exist" in refusal("s3://none/a", UserError)
+    with monkeypatch.context() as without:
+        without.delenv("AWS_ACCESS_KEY_ID")
+        without.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        assert "Unable to locate credentials" in refusal(URL, UserError)
+    # A store that is away is tried again; then the command goes on with the run.
+    s3.gone.set()
+    assert refusal(URL, Interrupted).endswith("Go on with: x y")
+    assert s3.refused > 4 and len(notes) == 1
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "Could not connect" in refusal(URL, Interrupted)
+    s3.gone.clear()
+    assert s3.names() == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_fetch_that_is_cut_off_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 0.0)
+    store, files = open_store(f"memory://{tmp_path.name}"), ["metrics.jsonl"]
+    files += [f"checkpoints/step_000001/{name}" for name in (MANIFEST, "state/run.json")]
+    for name in files:
+        put(store, name, {"of": name})
+    entries = {name: [1, 1] for name in files}
+    put(store, INDEX, {"files": entries, "links": {"latest": "step_000001"}})
+    copy = mirrored(f"memory://{tmp_path.name}", RunFolder(tmp_path), print, "")
+    with monkeypatch.context() as broken, pytest.raises(Interrupted, match="does not answer"):
+        broken.setattr("ppo_cli.store.move_into_place", Mock(side_effect=OSError("lost")))
+        copy.__enter__()
+    # Nothing has the name of a checkpoint, and the next start does not take this for a run.
+    assert (tmp_path / FETCHING).exists() and not list(tmp_path.glob("checkpoints/step_*"))
+    with mirrored(f"memory://{tmp_path.name}", RunFolder(tmp_path), print, ""):
+        assert {*scan(tmp_path)} == {*files} and not (tmp_path / FETCHING).exists()
+        assert os.readlink(tmp_path / "checkpoints" / "latest") == "step_000001"
+    assert {*store.find("")} == {*files, INDEX}
+
+
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
     monkeypatch.setattr("ppo_cli.store.LEASE_S", 0.6)
@@ -273,9 +333,9 @@ def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.Monke
 
     def renew() -> None:
         while not ended.wait(0.1):
-            put(store, LEASE, lease | {"time": time.time()})
+            put(store, LEASE, lease | {"time": time.time() - 300})
 
-    # Alive: refused. Without a sign of life: taken over.
+    # Alive, with a clock of its own: refused. Without a sign of life: taken over.
     put(store, LEASE, lease | {"time": time.time()})
     ended = threading.Event()
     other = threading.Thread(target=renew)
@@ -287,7 +347,7 @@ def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "metrics.jsonl").write_text("{}")
     with mirrored(url, folder, notes.append, ""):
         assert is_mine(read_json(store, LEASE) or {})
-    assert "waiting for its end" in notes[0] and read_json(store, LEASE) is None
+    assert "may be in use on elsewhere" in notes[0] and read_json(store, LEASE) is None
     # The other one comes back and writes: this run says so at its end, and copies nothing.
     with pytest.raises(Interrupted, match="elsewhere writes to"), mirrored(url, folder, print, ""):
         put(store, LEASE, lease | {"time": time.time()})

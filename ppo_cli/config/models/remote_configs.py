@@ -50,8 +50,19 @@ def remote_config(name: str) -> tuple[dict[str, Any], str]:
 
     Both are empty for a model that neither has. Fine-tunes are not guessed by their names.
     """
-    if _NAME.fullmatch(name) and (fields := _read_kept(name) or _fetch(name)):
-        return fields, HUB
+    if _NAME.fullmatch(name):
+        folder = cache_folder()
+        kept = folder and folder / "configs" / f"{name.replace('/', '--')}.json"
+        with suppress(OSError, ValueError, TypeError):  # not fetched yet, or damaged
+            if kept:
+                return dict(json.loads(kept.read_text(encoding="utf-8"))), HUB
+        if fields := _fetch(name):
+            with suppress(OSError):  # the next plan fetches it again
+                if kept:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    with atomic_replace(kept) as unfinished:
+                        unfinished.write_text(json.dumps(fields), encoding="utf-8")
+            return fields, HUB
     fields = read_table().get(name, {})
     return fields, TABLE if fields else ""
 
@@ -63,22 +74,8 @@ def read_table() -> dict[str, dict[str, Any]]:
     return {name: row["config"] for row in tomllib.loads(text)["model"] for name in row["names"]}
 
 
-def _read_kept(name: str) -> dict[str, Any]:
-    """Return what an earlier plan has fetched; empty if none has."""
-    file = _kept_file(name)
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file else {}
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _kept_file(name: str) -> Path | None:
-    folder = cache_folder()
-    return folder and folder / "configs" / f"{name.replace('/', '--')}.json"
-
-
 def _fetch(name: str) -> dict[str, Any]:
-    """Fetch config.json from the hub and keep it; empty if the hub does not give it in time."""
+    """Fetch config.json from the hub; empty if the hub does not give it in time."""
     import httpx
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
@@ -107,10 +104,4 @@ def _fetch(name: str) -> dict[str, Any]:
     if thread.is_alive():
         _silent.add(ENDPOINT)
         return {}
-    file = _kept_file(name)
-    if fields and file:
-        with suppress(OSError):  # the next plan fetches it again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_replace(file) as unfinished:
-                unfinished.write_text(json.dumps(fields), encoding="utf-8")
     return fields
