@@ -17,13 +17,14 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, MethodType
 from typing import Any
 
 import cloudpickle
 
+from ppo_cli.data_sets.rows import as_plain
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import redact, secret_values
 
@@ -32,25 +33,32 @@ SHOWN_ROWS = 5  # bad values that a message lists
 _CACHED = type(functools.lru_cache(len))
 
 
-def write_rows(folder: Path, argument: str, rows: object) -> str:
-    """Write rows as JSON lines; ConfigError names each row and key that is not JSON."""
-    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes) or not rows:
-        kind = "empty" if rows == [] else f"of type {type(rows).__name__}"
-        raise ConfigError(f"{argument} is {kind}; give a list of dicts.")
+def write_rows(folder: Path, argument: str, rows: Any) -> str:
+    """Write a list of dicts, a data frame or a Dataset as JSON lines; return the file.
+
+    Values become what they are in a parquet file. ConfigError names each row and key that is not
+    JSON.
+    """
+    if hasattr(rows, "iterrows"):  # a frame of pandas, where NaN stands for a missing value
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    listed = hasattr(rows, "__len__") and not isinstance(rows, str | bytes | Mapping)
+    if not listed or not len(rows):
+        kind = "empty" if listed else f"of type {type(rows).__name__}"
+        raise ConfigError(f"{argument} is {kind}; give a list of dicts, a data frame or a Dataset.")
     problems = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            problems.append(f"{argument}: row {number} is of type {type(row).__name__}, no dict.")
+            problems.append(f"{argument}: row {number} is of type {type(row).__name__}, not dict.")
             continue
         for key, value in row.items():
             try:
-                json.dumps({key: value}, ensure_ascii=False, allow_nan=False).encode()
+                json.dumps(as_plain(value, strict=True), allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                problems.append(f"{argument}: row {number}, key {key!r}: {error}.")
+                problems.append(f"{argument}: row {number}, key {key!r}: {value!r:.40}: {error}.")
     if problems:
         excess = f"{argument}: {len(problems) - SHOWN_ROWS} more values are not JSON."
         raise ConfigError(problems[:SHOWN_ROWS] + [excess] * (len(problems) > SHOWN_ROWS))
-    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    text = "".join(f"{json.dumps(as_plain(row), ensure_ascii=False)}\n" for row in rows)
     # Samples are drawn by the name of the file: it stays the same when a row is edited.
     path = folder / hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS] / f"{argument}.jsonl"
     path.parent.mkdir()

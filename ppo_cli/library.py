@@ -7,7 +7,7 @@ to do, a run that stopped early and can be resumed raises Interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.callables import name_of, write_function, write_rows
-from ppo_cli.config.checks.models import damaged_models
+from ppo_cli.config.checks.devices import missing_gpus
+from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.run import refused_in_session
-from ppo_cli.config.checks.runner import missing_inputs, missing_parts
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.plan import Plan, add_second_judge, make_plan
 from ppo_cli.config.resolve import resolve
@@ -49,6 +49,7 @@ ARGUMENTS = {
 }  # fmt: skip
 # Settings that take a function.
 FUNCTIONS = ("reward.function", "environment.path", ARGUMENTS["loss"], ARGUMENTS["estimator"])
+ConfigFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 INPUTS = "inputs"  # the folder for functions and rows in a run folder
 
 
@@ -99,21 +100,19 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 def plan(
     *,
     preset: str | None = None,
-    config: Sequence[str | os.PathLike[str]] = (),
+    config: ConfigFiles = (),
     overrides: Mapping[str, Any] | None = None,
     stepwise: bool = False,
     **settings: Any,
 ) -> Plan:
     """Plan a run with these settings, as `ppo plan` does; no model is loaded.
 
-    See `train` for the arguments; `stepwise` plans a `session`. Raises ConfigError with all
-    problems of the settings, functions and `rows`; problems of files and of the rows in them are
-    only found by `train`.
+    See `train` for the arguments; `stepwise` plans a `session`. Raises ConfigError with all that
+    would stop the run, but for keys and GPUs that this machine lacks: the plan names these.
     """
+    function = "session" if stepwise else "train"
     with TemporaryDirectory() as folder:
-        resolved = _resolve_in(Path(folder), preset, config, overrides or {}, settings)
-        if stepwise and (refusals := list(refused_in_session(resolved.config))):
-            raise ConfigError(refusals)
+        resolved = _resolve(Path(folder), function, preset, config, overrides, settings, plan=True)
         forecast = make_plan(resolved)
     values = {key: _rename(value, folder, INPUTS) for key, value in forecast.values.items()}
     return replace(forecast, values=values)
@@ -122,7 +121,7 @@ def plan(
 def train(
     *,
     preset: str | None = None,
-    config: Sequence[str | os.PathLike[str]] = (),
+    config: ConfigFiles = (),
     overrides: Mapping[str, Any] | None = None,
     screen: Screen | None = None,
     **settings: Any,
@@ -135,7 +134,7 @@ def train(
     `val_rows` lists of dicts; they are written to the run folder (docs/library.md). `screen` shows
     the progress; without one nothing is printed.
     """
-    resolved = _resolve(preset, config, overrides or {}, settings)
+    resolved = _resolve_run("train", preset, config, overrides, settings)
     # Imported here, because this loads torch.
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.assemble import train as train_now
@@ -147,7 +146,7 @@ def train(
 def session(
     *,
     preset: str | None = None,
-    config: Sequence[str | os.PathLike[str]] = (),
+    config: ConfigFiles = (),
     overrides: Mapping[str, Any] | None = None,
     screen: Screen | None = None,
     **settings: Any,
@@ -158,7 +157,7 @@ def session(
     rules by data_source, scores the validations and `Session.reward`; a session may have none.
     Raises UserError as `train` does, also for settings that need the scores while sampling.
     """
-    resolved = _resolve(preset, config, overrides or {}, settings, function="session")
+    resolved = _resolve_run("session", preset, config, overrides, settings)
     # Imported here, because this loads torch.
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.session import Session
@@ -166,30 +165,10 @@ def session(
     return Session(resolved, screen or Screen())
 
 
-def _resolve(
-    preset: str | None,
-    config: Sequence[str | os.PathLike[str]],
-    overrides: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    function: str = "train",
-) -> Resolved:
-    """Resolve the arguments of `train` or `session`, which `function` names.
-
-    Functions and rows are written to the run folder. Raises ConfigError with all problems, those
-    that `ppo train` finds before it starts too.
-    """
+def _resolve_run(function: str, *arguments: Any) -> Resolved:
+    """Resolve the arguments of `train` or `session`; functions and rows are in the run folder."""
     with TemporaryDirectory() as scratch:
-        resolved = _resolve_in(Path(scratch), preset, config, overrides, settings)
-        # The checks of `ppo train`, before anything heavy is imported.
-        problems = [
-            *(refused_in_session(resolved.config) if function == "session" else ()),
-            *missing_parts(resolved),
-            *missing_inputs(resolved.config),
-            *damaged_models(resolved.config),
-        ]
-        if problems:
-            raise ConfigError(dict.fromkeys(problems))
+        resolved = _resolve(Path(scratch), function, *arguments)
         folder = Path(resolved.config.trainer.output_dir).expanduser().absolute()
         for path in [*Path(scratch).rglob("*.py"), *Path(scratch).rglob("*.jsonl")]:
             RunFolder(folder).prepare()
@@ -204,7 +183,7 @@ def _resolve(
         key: _rename(value_of(resolved.config, key), scratch, f"{folder / INPUTS}")
         for key in (*FUNCTIONS, *ARGUMENTS.values())
     }
-    return replace(resolved, config=with_settings(resolved.config, values), function=function)
+    return replace(resolved, config=with_settings(resolved.config, values))
 
 
 def _rename(value: Any, old: str, new: str) -> Any:
@@ -214,16 +193,20 @@ def _rename(value: Any, old: str, new: str) -> Any:
     return value.replace(old, new) if isinstance(value, str) else value
 
 
-def _resolve_in(
+def _resolve(
     folder: Path,
+    function: str,
     preset: str | None,
-    config: Sequence[str | os.PathLike[str]],
-    overrides: Mapping[str, Any],
+    config: ConfigFiles,
+    overrides: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
+    *,
+    plan: bool = False,
 ) -> Resolved:
-    """Resolve the arguments of `plan` and `train`; ConfigError with all problems.
+    """Resolve the arguments of `train` or `session`, which `function` names.
 
-    Functions and rows are written to `folder`.
+    Functions and rows are written to `folder`. Raises ConfigError with all problems; with `plan`,
+    the rows are read for it, but this machine may lack keys and GPUs.
     """
     # Flags by name: the library's arguments are the flags without their dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
@@ -233,10 +216,12 @@ def _resolve_in(
     problems: list[str] = []
     values: dict[str, tuple[Any, str]] = {}  # with their origins, for messages and the plan
     checks: list[Callable[[Config], object]] = []
-    labels = {f"{folder}/": ""}  # what messages say in place of files that are written here
+    labels: dict[str, str] = {}  # what messages say in place of files that are written here
+    if not isinstance(overrides or {}, Mapping):
+        raise ConfigError("overrides is not a dict such as {'actor.clip_ratio_high': 0.28}.")
     for kind, name, key, value in [
         *(("argument", name, flags.get(name, ""), value) for name, value in settings.items()),
-        *(("override", key, key, value) for key, value in overrides.items()),
+        *(("override", key, key, value) for key, value in (overrides or {}).items()),
     ]:
         if not key:
             text = f"There is no setting {name}; give those without a flag as overrides={{…}}."
@@ -246,7 +231,12 @@ def _resolve_in(
             problems.append(f"{values[key][1]} and argument {name} both set {key}; keep one.")
         try:
             if name in ("rows", "val_rows"):
-                value = [write_rows(folder, name, value)]
+                if value is None:  # as if it were left out
+                    continue
+                # An empty list turns validation off, as val_files=[] does.
+                if name == "rows" or not isinstance(value, list) or value:
+                    value = [write_rows(folder, name, value)]
+                    labels[value[0]] = name
             elif key in FUNCTIONS and not isinstance(value, str | os.PathLike | None):
                 checks.append(partial(_check_function, key, value))
                 label, value = f"{name}={name_of(value)}", write_function(folder, name, value)
@@ -256,22 +246,36 @@ def _resolve_in(
             values[key] = _as_typed(value), f"{kind} {name}"
         except ConfigError as error:
             problems += error.problems
+    files = [config] if isinstance(config, str | os.PathLike) else config
     try:
         resolved = resolve(
-            flags=values,
-            preset=preset,
-            config_files=[Path(file) for file in config],
-            overrides=[],
-            environ=os.environ,
-        )
+            flags=values, preset=preset, config_files=[Path(file) for file in files],
+            overrides=[], environ=os.environ,
+        )  # fmt: skip
         problems += collect_problems([partial(check, resolved.config) for check in checks])
+        if not problems:
+            resolved = add_second_judge(replace(resolved, function=function), os.environ)
+            problems += _find_refusals(resolved, plan=plan)
     except ConfigError as error:
         problems += error.problems
     if problems:
-        for file, label in labels.items():
+        for file, label in (labels | {f"{folder}/": ""}).items():
             problems = [problem.replace(file, label) for problem in problems]
-        raise ConfigError(problems)
-    return add_second_judge(resolved, os.environ)
+        raise ConfigError(dict.fromkeys(problems))
+    return resolved
+
+
+def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
+    """Yield why a run would be refused, before anything heavy is imported."""
+    from ppo_cli.run.refusals import find_all_refusals, find_refusals, make_prompt_reader
+
+    config, scored = resolved.config, resolved.function == "train"
+    yield from () if scored else refused_in_session(config)
+    if plan:
+        yield from find_all_refusals(resolved, make_prompt_reader(config), scored=scored)
+    else:
+        yield from [*missing_gpus(config), *missing_keys(config, os.environ)]
+        yield from find_refusals(resolved)
 
 
 def _check_function(key: str, function: Callable[..., Any], config: Config) -> None:

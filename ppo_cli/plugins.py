@@ -14,14 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.errors import ConfigError, did_you_mean, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
+_times: dict[Path, int] = {}  # when files were changed, as they were read last
 # Groups of entry points, and what messages call one of their names.
 KINDS = {
     "losses": "policy loss", "estimators": "advantage estimator", "rules": "rule",
@@ -57,14 +59,12 @@ def _package(point: EntryPoint) -> str:
     return f"the package {point.dist.name if point.dist else point.value}"
 
 
+@cache
 def load(kind: str, spec: str) -> Any:
-    """Import what the name of a plug-in or FILE.py:NAME stands for; ConfigError if that fails."""
-    path = Path(spec.rpartition(":")[0])
-    return _load(kind, spec, path.stat().st_mtime_ns if path.is_file() else 0)
+    """Import what the name of a plug-in or FILE.py:NAME stands for; ConfigError if that fails.
 
-
-@cache  # until the file is changed
-def _load(kind: str, spec: str, changed: int) -> Any:
+    A file is imported once; `Names.read` forgets one that has changed.
+    """
     file, _, name = spec.rpartition(":")
     point = None if file else find_plugin(kind, spec)
     if not file and not point:
@@ -84,11 +84,12 @@ def _load(kind: str, spec: str, changed: int) -> Any:
         ) from error
 
 
-def inputs_of(kind: str, spec: str, inputs: Collection[str]) -> tuple[str, ...]:
+@cache
+def inputs_of(kind: str, spec: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
     """Return which of `inputs` the function of a plug-in or file takes; ConfigError for others."""
     function = load(kind, spec)
-    if not callable(function):
-        raise ConfigError(f"The {KINDS[kind]} {spec} is {function!r:.60}, not a function.")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"The {KINDS[kind]} {spec} is {function!r:.60}, not a plain function.")
     chosen: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -104,8 +105,25 @@ def inputs_of(kind: str, spec: str, inputs: Collection[str]) -> tuple[str, ...]:
 
 
 def call(kind: str, spec: str, values: Mapping[str, Any]) -> Any:
-    """Call the function of a plug-in or of FILE.py:NAME with those of `values` that it takes."""
-    return load(kind, spec)(**{name: values[name] for name in inputs_of(kind, spec, values)})
+    """Call the function of a plug-in or of FILE.py:NAME with those of `values` that it takes.
+
+    An error inside the function becomes a ConfigError that names its line.
+    """
+    inputs = {name: values[name] for name in inputs_of(kind, spec, tuple(values))}
+    # The function may change tensors in place, which the caller goes on to use.
+    inputs = {k: v.clone() if hasattr(v, "clone") else v for k, v in inputs.items()}
+    try:
+        return load(kind, spec)(**inputs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # The innermost line of the function's file: below it is torch.
+        frames = extract_tb(error.__traceback__)[1:]
+        lines = [f for f in frames if f.filename == frames[0].filename]
+        place = f" ({lines[-1].filename}, line {lines[-1].lineno}: {lines[-1].line})" * bool(lines)
+        raise ConfigError(
+            f"The {KINDS[kind]} {spec} raised {type(error).__name__}: {first_line(error)}{place}."
+        ) from error
 
 
 class Declarations(dict[str, T]):
@@ -144,7 +162,14 @@ class Names:
         """Return a name, FILE with its absolute path; ValueError says what is wrong with it."""
         file, _, name = text.rpartition(":")
         if self.files and file.endswith(".py"):
-            text = f"{Path(file).expanduser().absolute()}:{name}"
+            path = Path(file).expanduser().absolute()
+            text = f"{path}:{name}"
+            # A file that has changed since it was imported is imported again.
+            changed = path.stat().st_mtime_ns if path.is_file() else 0
+            if _times.setdefault(path, changed) != changed:
+                _times[path] = changed
+                load.cache_clear()
+                inputs_of.cache_clear()
         elif not find_plugin(self.kind, text, self.table) and text not in self.table:
             raise ValueError(
                 f"'{text}' is not one of {', '.join(self.offered)}"

@@ -243,9 +243,10 @@ def _call_loss(
         "advantages_BT": rows.advantages_BT, "mask_BT": rows.mask_BT,
         "clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual_clip,
     })  # fmt: skip
-    none_BT = torch.zeros_like(rows.mask_BT)
+    none_BT, label = torch.zeros_like(rows.mask_BT), f"The policy loss {name}"
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise ConfigError(f"{label} must return loss_BT or (loss_BT, clip_BT).")
     loss_BT, clip_BT = returned if isinstance(returned, tuple) else (returned, none_BT)
-    label = f"The policy loss {name}"
     # Log-probs that are not finite already come from the model.
     mask_BT = rows.mask_BT & rows.new_BT.isfinite()
     require_finite(label, mask_BT, loss_BT=loss_BT, clip_BT=clip_BT)

@@ -7,11 +7,9 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,70 +20,48 @@ from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
 from ppo_cli.config.checks.devices import missing_gpus
-from ppo_cli.config.checks.models import damaged_models
 from ppo_cli.config.checks.rewards import missing_keys
-from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
+from ppo_cli.config.checks.runner import refused_settings, remarks
 from ppo_cli.config.derived import (
-    DataSplit,
-    describe_missing_rows,
     pretrain_steps,
     split_files,
-    train_rows,
 )
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.memory.disk import find_disk_shortage
 from ppo_cli.config.mixture import describe_reward, judges_of
-from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.folder import (
-    check_folder,
-    has_placeholders,
-    template_raises,
-    vocabulary_size,
-)
 from ppo_cli.config.placement import PlanPart, engine_name
 from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_plan
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
-from ppo_cli.data_sets.sources import check_present, is_hub_name
-from ppo_cli.digests import require_resumable
 from ppo_cli.errors import (
     ConfigError,
     Interrupted,
     PpoError,
     UserError,
-    collect_problems,
     command_line,
     is_address,
     ppo,
 )
-from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import (
     METRICS_FILE,
-    CheckpointStore,
     find_resume,
     read_metrics,
-    read_state,
     run_settings,
 )
 from ppo_cli.store import find_source_anywhere
 
 if TYPE_CHECKING:
-    from ppo_cli.data_sets.rows import RowSet
     from ppo_cli.report.tracker import Screen
+    from ppo_cli.run.refusals import PromptReader
     from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
 # Sentences of the plan at the start of a run.
 SHOWN_COUNTS = ("a step:", "critic pretraining:", "the run:", "time: about")
-# Rows that a plan reads, so that it takes less than a second for any number of rows.
-MAX_PLAN_ROWS = 4_000
-SPLITS: tuple[DataSplit, ...] = ("train", "val")
-# Reads the prompts of a split; a plan and its checks share what it has read.
-PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 
 
 def plan(arguments: Arguments) -> None:
@@ -95,14 +71,13 @@ def plan(arguments: Arguments) -> None:
 
         print_verl_plan(arguments)
         return
+    from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader, plan_resume
+
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     read = make_prompt_reader(resolved.config)
-    notes, resume_problems = plan_resume(resolved.config)
+    notes, resume_problems = plan_resume(resolved.config, command_line())
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    # Everything that would stop the run: settings and files, then rows, which take longer to read.
-    problems = [*find_refusals(resolved), *resume_problems]
-    problems += _find_episode_refusals(resolved.config)
-    problems = list(dict.fromkeys([*problems, *find_row_refusals(resolved.config, read)]))
+    problems = list(dict.fromkeys([*resume_problems, *find_all_refusals(resolved, read)]))
     if refused_settings(resolved):  # these settings have no plan
         raise ConfigError(problems)
     # Print the plan even if the run would be refused.
@@ -149,11 +124,6 @@ def _simulate(config: Config) -> Simulation:
         print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
     return run_simulation(config, report)
-
-
-def checkpoints_of(config: Config) -> CheckpointStore:
-    """Return the checkpoints of the run that the settings name; it writes none."""
-    return CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
 
 
 def resolve_with_fork(arguments: Arguments) -> Resolved:
@@ -208,156 +178,10 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     return replace(resolved, origins=origins, notes=(note, *resolved.notes))
 
 
-def find_refusals(resolved: Resolved) -> list[str]:
-    """Return the reasons why a run would be refused that can be found without loading a model.
-
-    Missing GPUs and keys are left out: a plan may be made on another machine, and notes them.
-    """
-    config = resolved.config
-    if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
-        return []
-    allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
-    missing = [*missing_parts(resolved), *missing_inputs(config)]
-    problems = [line for line in missing if line not in allowed]
-    problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
-    return [redact(line) for line in dict.fromkeys(problems)]
-
-
-def _find_episode_refusals(config: Config) -> list[str]:
-    """Return why the environment, or the model for its episodes, would be refused."""
-    if not config.environment.is_set:
-        return []
-    from ppo_cli.run.episodes import check_episodes
-
-    return list(collect_problems([partial(check_episodes, config)]))
-
-
-def make_prompt_reader(config: Config) -> PromptReader:
-    """Return a cached function that reads the first MAX_PLAN_ROWS local prompts of a split."""
-
-    def read(split: DataSplit) -> list[Prompt]:
-        from ppo_cli.data_sets.rows import prompt_of
-
-        return [
-            prompt_of(rows.label, row)
-            for rows in _read_first_rows(config, split)
-            for row in rows.rows
-        ]
-
-    return cache(read)
-
-
-def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
-    """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
-    from ppo_cli.data_sets.rows import load_sets
-
-    files, max_samples = split_files(config, split)
-    return load_sets(
-        [name for name in files if not is_hub_name(name)],
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
-        max_samples=max_samples,
-        at_most=MAX_PLAN_ROWS,
-    )
-
-
-def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
-    """Yield the problems of rendering the first rows with a local model's chat template."""
-    folder = Path(model_folder(config.model.path or "")).expanduser()
-    if not folder.is_dir():
-        return
-    # Templates of models on the hub are not downloaded for a plan.
-    sets = [_read_first_rows(config, split) for split in splits]
-    raises = template_raises(folder) if config.data.apply_chat_template else None
-    prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
-    plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
-    placeholders = has_placeholders(folder)
-    # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
-    if raises or placeholders or (raises is None and not plain):
-        from ppo_cli.data_sets.prompts import render_prompts
-        from ppo_cli.engine.pretrained import load_tokenizer
-        from ppo_cli.run.assemble import prompt_settings
-
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
-        how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
-        yield from collect_problems(
-            partial(render_prompts, split, tokenizer, **how) for split in sets
-        )
-
-
-def plan_resume(config: Config) -> tuple[list[str], list[str]]:
-    """Return what `train` does with the checkpoints of the run folder: notes, and problems.
-
-    The rows of the data are not compared with those of the checkpoint.
-    """
-    if config.trainer.node_rank:  # other nodes follow node 0
-        return [], []
-    mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
-    notes: list[str] = []
-
-    def check() -> None:
-        checkpoint = find_resume(checkpoints_of(config), mode)
-        if checkpoint is None:
-            if mode == "never" and (folder / METRICS_FILE).exists():
-                notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")
-            return
-        # They import numpy, which a plan of a new run does without.
-        from ppo_cli.report.metrics import find_lr_jumps
-        from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
-
-        identity = setting_values(config)
-        if other := find_changes(checkpoint, config, identity, command_line()):
-            notes.append(describe_new_run(other, checkpoint, identity))
-            return
-        # auto resumes only what is complete; digests of large checkpoints take minutes.
-        if mode != "auto":
-            require_resumable(checkpoint, command_line())
-        step = read_state(checkpoint)["run"]["step"]
-        total = batch_arithmetic(config)["total_steps"]
-        if total and step >= total:
-            notes.append(
-                f"The run in {folder} is complete: {step} of {total} steps. To go on, raise "
-                "--max_steps or --epochs; to start again, use --resume never or another "
-                "--output_dir."
-            )
-            return
-        jumps = find_lr_jumps(config, checkpoint, total) if total else []
-        notes.append("; ".join([f"The run resumes after step {step}, from {checkpoint}", *jumps]))
-
-    problems = collect_problems([check])
-    return notes, [redact(line) for line in problems]
-
-
-def find_row_refusals(config: Config, read: PromptReader) -> list[str]:
-    """Return the problems of the data: rows that are bad, too few, or without ground truth."""
-    if config.trainer.node_rank:
-        return []
-    from ppo_cli.scoring.sources import row_checks
-
-    problems: list[str] = []
-    prompts: list[Prompt] = []
-    # Format of the rows, for files on this disk.
-    named = {split: split_files(config, split)[0] for split in SPLITS}
-    for split, files in named.items():
-        try:
-            prompts += [] if all(map(is_hub_name, files)) else read(split)
-        except UserError as error:
-            problems.append(str(error))
-    # Enough rows for a batch.
-    rows = train_rows(config)
-    if rows and (shortage := describe_missing_rows(config, rows)):
-        problems.append(shortage)
-    # Only with good rows: what the reward and the template need.
-    if not problems and prompts:
-        far = any(is_hub_name(name) for files in named.values() for name in files)
-        problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
-        local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
-        problems += _find_template_refusals(config, local)
-    return [redact(line) for line in dict.fromkeys(problems)]
-
-
 def describe_unread_rows(config: Config) -> list[str]:
     """Return a note for each split of which the plan has read only the first rows."""
+    from ppo_cli.run.refusals import MAX_PLAN_ROWS, SPLITS
+
     notices = []
     for files in (split_files(config, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
@@ -368,23 +192,6 @@ def describe_unread_rows(config: Config) -> list[str]:
                 f"plan; `{line}` checks them all."
             )
     return notices
-
-
-def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield functions that raise UserError if a file, model or package of the run is missing."""
-    from ppo_cli.report.loggers import check_loggers
-    from ppo_cli.scoring.sources import file_checks
-
-    for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
-        yield partial(check_present, name)
-    # Models on this disk, by the flag that names them.
-    models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
-    for flag, path in (models | {"ref.path": config.ref.path}).items():
-        if path is not None:
-            yield partial(check_folder, model_folder(path), flag)
-    # Files of the reward and packages of the loggers.
-    yield from file_checks(config.reward)
-    yield partial(check_loggers, config.trainer.logger)
 
 
 def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
@@ -502,6 +309,8 @@ def train(arguments: Arguments) -> None:
 
         train_on_verl(arguments)
         return
+    from ppo_cli.run.refusals import find_refusals
+
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     problems = find_refusals(resolved)
     # Unlike a plan, a run needs its GPUs and keys here.
@@ -519,6 +328,7 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
     Raises Interrupted if the output was closed, and Crash for bugs.
     """
     from ppo_cli.cli.screen import OutputClosed, align_columns, make_screen
+    from ppo_cli.run.refusals import checkpoints_of
 
     screen = make_screen(quiet=bool(arguments.extras["quiet"]))
     screen.debug = arguments.debug
@@ -553,6 +363,8 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
 
 def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
     """Return what a run will do: names and facts, for the head of its output."""
+    from ppo_cli.run.refusals import make_prompt_reader
+
     config, folder = resolved.config, resolved.config.trainer.output_dir
     plan_of_run, judge = _make_full_plan(resolved, make_prompt_reader(config))
     counts = [line for line in plan_of_run.sentences if line.startswith(SHOWN_COUNTS)]

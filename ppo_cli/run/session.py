@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -115,8 +115,10 @@ class Session:
         """
         sample = self._require_batch(batch)
         try:
+            if isinstance(scores, str | Mapping):  # letters and keys are not scores
+                raise TypeError
             pending = iter(scores)
-        except TypeError:  # numbers, None, arrays without a dimension
+        except TypeError:  # also numbers, None, arrays without a dimension
             kind = type(scores).__name__
             raise UserError(
                 f"update() got a {kind}; give a list with a score per response."

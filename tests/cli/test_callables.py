@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +22,8 @@ from torch import Tensor
 from ppo_cli import plan, train
 from ppo_cli.algo.advantages import compute_advantages, rloo
 from ppo_cli.algo.losses import policy_loss
-from ppo_cli.errors import ConfigError
+from ppo_cli.callables import write_rows
+from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.library import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +184,12 @@ class Scale:  # its hints are read from its module
 def nan(token_rewards_BT, mask_BT): return token_rewards_BT / 0, token_rewards_BT
 def one(token_rewards_BT): return token_rewards_BT
 def mean(new_logprobs_BT): return new_logprobs_BT.mean()
+def three(new_logprobs_BT): return new_logprobs_BT, 1, 2
+def short(new_logprobs_BT, advantages_BT):
+    return new_logprobs_BT[:, 1:] * advantages_BT
+def written(new_logprobs_BT, advantages_BT):
+    advantages_BT += 1
+    return -new_logprobs_BT * advantages_BT
 def flat(new_logprobs_BT): return new_logprobs_BT.detach()
 """
 
@@ -198,9 +209,55 @@ def test_wrong_losses_and_estimators_are_named(desk: Path) -> None:
     for name, pattern in [
         ("mean", r"returned loss_BT \(\); return a tensor \(2, 3\)"),
         ("flat", "has no gradient"),
+        ("three", r"must return loss_BT or \(loss_BT, clip_BT\)"),
+        ("short", r"raised RuntimeError: The size .*wrong.py, line 14: return new_logprobs_BT\["),
     ]:
         with pytest.raises(ConfigError, match=f"^The policy loss wrong.py:{name} {pattern}"):
             policy_loss(
                 new_BT, new_BT.detach(), new_BT.detach(), mask_BT, kind=f"wrong.py:{name}",
                 clip_low=0.2, clip_high=0.2, global_tokens=6, global_sequences=2,
             )  # fmt: skip
+    # A function that writes to its inputs has copies of them.
+    advantages_BT = torch.zeros(2, 3)
+    policy_loss(
+        new_BT, new_BT.detach(), advantages_BT, mask_BT, kind="wrong.py:written",
+        clip_low=0.2, clip_high=0.2, global_tokens=6, global_sequences=2,
+    )  # fmt: skip
+    assert not advantages_BT.any()
+    # A file that was edited is imported again when its name is read in settings.
+    assert plan(preset="embedded", loss="wrong.py:flat")
+    Path("wrong.py").write_text("def flat(x): return x")
+    with pytest.raises(ConfigError, match="'x' is not an input"):
+        plan(preset="embedded", loss="wrong.py:flat")
+
+
+def test_rows_of_frames_and_data_sets_are_those_of_a_list(desk: Path) -> None:
+    rows = [row | {"n": i, "note": None} for i, row in enumerate(ROWS)]
+    numbered = [row | {"n": np.int64(i), "note": None} for i, row in enumerate(ROWS)]
+    frame = pandas.DataFrame(rows).assign(note=math.nan)
+    kinds = (rows, numbered, frame, datasets.Dataset.from_list(rows), np.array(rows))
+    files = []
+    for n, kind in enumerate(kinds):
+        Path(f"{n}").mkdir()
+        files.append(Path(write_rows(Path(f"{n}"), "rows", kind)).read_text())
+    assert set(files) == {files[0]}
+    for kind in (iter(rows), {"prompt": ["a"]}, "rows.jsonl", []):
+        with pytest.raises(ConfigError, match=r"rows is .*; give a list of dicts, a data"):
+            write_rows(desk, "rows", kind)
+
+
+def test_plan_refuses_files_and_rows_as_train_does(desk: Path) -> None:
+    Path("bad.py").write_text("class Env: pass")
+    Path("bad.jsonl").write_text('{"prompt": 5}')
+    few: dict[str, Any] = {"preset": "embedded", "reward": score}
+    for arguments, pattern in [
+        ({"environment": "bad.py:Env"}, "no method reset"),
+        ({"reward": None, "reward_function": "none.py"}, "no file none.py"),
+        ({"train_files": ["bad.jsonl"], "batch_size": 1}, r"bad.jsonl line 1, column prompt"),
+        ({"rows": ROWS[:1], "batch_size": 8}, "1 prompts cannot fill a batch of 8"),
+        ({"rows": ROWS, "batch_size": 8, "reward": None}, "no data_source, which chooses the rule"),
+    ]:
+        for call in (plan, train):
+            with pytest.raises(UserError, match=pattern):
+                call(**few | arguments, output_dir="run")
+    assert plan(stepwise=True, preset="embedded", rows=ROWS, batch_size=8, val_rows=[])

@@ -59,7 +59,11 @@ def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
     )  # fmt: skip
     step = run.metrics.loc[1]
     assert step["grad_norm"] > 0 and "values/mean" not in step and 0 < step["reward_mean"] <= 1
-    assert plan(preset="judge", rm_api_type="acme").values["reward.api.type"][0] == "acme"
+    forecast = plan(
+        preset="judge", rm_api_type="acme", train_files=["embedded"], rm_price_input=1,
+        rm_price_output=4,
+    )  # fmt: skip
+    assert forecast.values["reward.api.type"][0] == "acme"
     assert check_environment(Environment(path="acme_echo")) == ()
 
 

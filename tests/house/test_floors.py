@@ -70,7 +70,7 @@ MAY: dict[str, set[str]] = {
     "library": GROUND
     | FLOOR_2
     | {"run", "algo.estimators", "rewards.function", "callables", "environments.pool"},
-    "callables": GROUND,
+    "callables": GROUND | {"data_sets.rows"},
     "__init__": {"library", "version"},
 }
 # What a command imports only inside a function: heavy, or not for every command.

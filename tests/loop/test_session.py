@@ -130,8 +130,9 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
         s.sample()
     with pytest.raises(UserError, match="got 3 scores for 16 responses"):
         s.update(batch, [1.0] * 3)
-    with pytest.raises(UserError, match="got a NoneType; give a list with a score per response"):
-        s.update(batch, None)  # type: ignore[arg-type]
+    for scores in (None, dict.fromkeys(range(16)), "1" * 16):
+        with pytest.raises(UserError, match=r"got a \w+; give a list with a score per response"):
+            s.update(batch, scores)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"has no reward. The prompts have no data_source"):
         s.reward(batch)
     with pytest.raises(UserError, match="belongs to a run that is still active"):

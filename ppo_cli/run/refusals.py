@@ -1,0 +1,210 @@
+"""What would stop a run and can be found without loading a model: for `ppo plan` and the library.
+
+Nothing here imports torch, unless a chat template has to be tried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+
+from ppo_cli.config.checks.devices import missing_gpus
+from ppo_cli.config.checks.models import damaged_models
+from ppo_cli.config.checks.rewards import missing_keys
+from ppo_cli.config.checks.runner import missing_inputs, missing_parts
+from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
+from ppo_cli.config.layers import Resolved
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import (
+    check_folder,
+    has_placeholders,
+    template_raises,
+    vocabulary_size,
+)
+from ppo_cli.config.plan import batch_arithmetic
+from ppo_cli.config.schema.run import Config
+from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
+from ppo_cli.data_sets.sources import check_present, is_hub_name
+from ppo_cli.digests import require_resumable
+from ppo_cli.errors import UserError, collect_problems
+from ppo_cli.records import Prompt
+from ppo_cli.redact import redact
+from ppo_cli.run_folder import METRICS_FILE, CheckpointStore, find_resume, read_state
+from ppo_cli.scoring.sources import file_checks, row_checks
+
+# Rows that a plan reads, so that it takes less than a second for any number of rows.
+MAX_PLAN_ROWS = 4_000
+SPLITS: tuple[DataSplit, ...] = ("train", "val")
+# Reads the prompts of a split; a plan and its checks share what it has read.
+PromptReader = Callable[[DataSplit], Sequence[Prompt]]
+
+
+def checkpoints_of(config: Config) -> CheckpointStore:
+    """Return the checkpoints of the run that the settings name; it writes none."""
+    return CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
+
+
+def find_all_refusals(resolved: Resolved, read: PromptReader, *, scored: bool = True) -> list[str]:
+    """Return why a run would be refused: settings and files, the environment, then the rows.
+
+    A run that is not `scored` by its reward may lack what that needs of rows.
+    """
+    config, problems = resolved.config, find_refusals(resolved)
+    if config.environment.is_set:
+        from ppo_cli.run.episodes import check_episodes
+
+        problems += collect_problems([partial(check_episodes, config)])
+    return list(dict.fromkeys([*problems, *_find_row_refusals(config, read, scored=scored)]))
+
+
+def find_refusals(resolved: Resolved) -> list[str]:
+    """Return why settings and files would be refused.
+
+    Missing GPUs and keys are left out: a plan may be made on another machine, and notes them.
+    """
+    config = resolved.config
+    if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
+        return []
+    allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
+    missing = [*missing_parts(resolved), *missing_inputs(config)]
+    problems = [line for line in missing if line not in allowed]
+    problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def make_prompt_reader(config: Config) -> PromptReader:
+    """Return a cached function that reads the first MAX_PLAN_ROWS local prompts of a split."""
+
+    def read(split: DataSplit) -> list[Prompt]:
+        return [
+            prompt_of(rows.label, row)
+            for rows in _read_first_rows(config, split)
+            for row in rows.rows
+        ]
+
+    return cache(read)
+
+
+def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
+    """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
+    files, max_samples = split_files(config, split)
+    return load_sets(
+        [name for name in files if not is_hub_name(name)],
+        prompt_key=config.data.prompt_key,
+        source_key=config.data.reward_fn_key,
+        max_samples=max_samples,
+        at_most=MAX_PLAN_ROWS,
+    )
+
+
+def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
+    """Yield the problems of rendering the first rows with a local model's chat template."""
+    folder = Path(model_folder(config.model.path or "")).expanduser()
+    if not folder.is_dir():
+        return
+    # Templates of models on the hub are not downloaded for a plan.
+    sets = [_read_first_rows(config, split) for split in splits]
+    raises = template_raises(folder) if config.data.apply_chat_template else None
+    prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
+    plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
+    placeholders = has_placeholders(folder)
+    # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
+    if raises or placeholders or (raises is None and not plain):
+        from ppo_cli.data_sets.prompts import render_prompts
+        from ppo_cli.engine.pretrained import load_tokenizer
+        from ppo_cli.run.assemble import prompt_settings
+
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
+        how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
+        yield from collect_problems(
+            partial(render_prompts, split, tokenizer, **how) for split in sets
+        )
+
+
+def plan_resume(config: Config, command: str) -> tuple[list[str], list[str]]:
+    """Return what `train`, started by `command`, does with the run folder: notes, and problems.
+
+    The rows of the data are not compared with those of the checkpoint.
+    """
+    if config.trainer.node_rank:  # other nodes follow node 0
+        return [], []
+    mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
+    notes: list[str] = []
+
+    def check() -> None:
+        checkpoint = find_resume(checkpoints_of(config), mode)
+        if checkpoint is None:
+            if mode == "never" and (folder / METRICS_FILE).exists():
+                notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")
+            return
+        # They import numpy, which a plan of a new run does without.
+        from ppo_cli.report.metrics import find_lr_jumps
+        from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
+
+        identity = setting_values(config)
+        if other := find_changes(checkpoint, config, identity, command):
+            notes.append(describe_new_run(other, checkpoint, identity))
+            return
+        # auto resumes only what is complete; digests of large checkpoints take minutes.
+        if mode != "auto":
+            require_resumable(checkpoint, command)
+        step = read_state(checkpoint)["run"]["step"]
+        total = batch_arithmetic(config)["total_steps"]
+        if total and step >= total:
+            notes.append(
+                f"The run in {folder} is complete: {step} of {total} steps. To go on, raise "
+                "--max_steps or --epochs; to start again, use --resume never or another "
+                "--output_dir."
+            )
+            return
+        jumps = find_lr_jumps(config, checkpoint, total) if total else []
+        notes.append("; ".join([f"The run resumes after step {step}, from {checkpoint}", *jumps]))
+
+    problems = collect_problems([check])
+    return notes, [redact(line) for line in problems]
+
+
+def _find_row_refusals(config: Config, read: PromptReader, *, scored: bool) -> list[str]:
+    """Return the problems of the data: rows that are bad, too few, or without ground truth."""
+    if config.trainer.node_rank:
+        return []
+    problems: list[str] = []
+    prompts: list[Prompt] = []
+    # Format of the rows, for files on this disk.
+    named = {split: split_files(config, split)[0] for split in SPLITS}
+    for split, files in named.items():
+        try:
+            prompts += [] if all(map(is_hub_name, files)) else read(split)
+        except UserError as error:
+            problems.append(str(error))
+    # Enough rows for a batch.
+    rows = train_rows(config)
+    if rows and (shortage := describe_missing_rows(config, rows)):
+        problems.append(shortage)
+    # Only with good rows: what the reward and the template need.
+    if not problems and prompts:
+        far = any(is_hub_name(name) for files in named.values() for name in files)
+        if scored:
+            problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
+        local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
+        problems += _find_template_refusals(config, local)
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield functions that raise UserError if a file, model or package of the run is missing."""
+    from ppo_cli.report.loggers import check_loggers
+
+    for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
+        yield partial(check_present, name)
+    # Models on this disk, by the flag that names them.
+    models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
+    for flag, path in (models | {"ref.path": config.ref.path}).items():
+        if path is not None:
+            yield partial(check_folder, model_folder(path), flag)
+    # Files of the reward and packages of the loggers.
+    yield from file_checks(config.reward)
+    yield partial(check_loggers, config.trainer.logger)
