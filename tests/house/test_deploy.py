@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ppo_cli.config.models.bundled import preset_names
+from ppo_cli.config.models.bundled import bundled_path, preset_names
 from ppo_cli.config.schema.keys import table
+from ppo_cli.data_sets.prepare import RECIPES
+from ppo_cli.errors import is_address
 
 # Variables that are no settings.
 OTHERS = {"PRESET", "OUTPUT_DIR", "HF_TOKEN", "PPO_CLUSTER_SECRET", "PPO_TORCH", "RAY_ADDRESS"}
@@ -50,7 +52,10 @@ def test_images_are_pinned_run_as_a_user_and_take_the_pinned_packages(root: Path
     for run in runs:
         assert subprocess.run(["bash", "-n", "-c", run], check=False).returncode == 0
     setup = (root / "scripts" / "setup").read_text()
-    for profile, run in zip(("run", "vllm"), runs[1:], strict=True):
+    pins = {line.partition("==")[0] for line in (root / "constraints.txt").read_text().splitlines()}
+    for profile, run, extra in zip(("run", "vllm"), runs[1::2], runs[2::2], strict=True):
+        packages = shlex.split(extra.partition("/app/constraints.txt ")[2])
+        assert packages and {name.partition("[")[0] for name in packages} <= pins
         build, script, chosen = shlex.split(run)
         assert script == "/app/scripts/setup" and chosen == profile and f"'{profile}'" in setup
         assert build.partition("=")[2] in setup
@@ -58,10 +63,22 @@ def test_images_are_pinned_run_as_a_user_and_take_the_pinned_packages(root: Path
     assert {".git", ".venv*", "outputs*"} <= set(ignored)
 
 
+def assert_prepares_rows(script: str, preset: str, train: str) -> None:
+    """A script of a shell that makes the files of the preset's rows before it trains."""
+    assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
+    (name, folder) = re.findall(r"ppo data prepare (\w+) --out (\S+?);?(?:\s|$)", script)[0]
+    data = yaml.safe_load((bundled_path("presets") / f"{preset}.yaml").read_text())["data"]
+    assert name in RECIPES and train in script
+    assert {Path(file).parent for file in (*data["train_files"], *data["val_files"])} == {
+        Path(folder)
+    }
+
+
 def test_skypilot_gives_each_node_its_variables(root: Path, variables: set[str]) -> None:
     task: dict[str, Any] = yaml.safe_load((root / "deploy" / "sky.yaml").read_text())
     assert {*task["envs"], *task["secrets"]} <= variables
-    assert task["envs"]["PRESET"] in preset_names()
+    assert task["envs"]["PRESET"] in preset_names() and is_address(task["envs"]["OUTPUT_DIR"])
+    assert_prepares_rows(task["setup"], task["envs"]["PRESET"], "")
     # What the run command exports on the second node.
     exports, start = task["run"].strip().rsplit("\n", 1)
     names = re.findall(r"\b([A-Z_]+)=", exports)
@@ -94,4 +111,5 @@ def test_kubernetes_has_the_nodes_that_the_run_waits_for(root: Path, variables: 
         assert mounts == {volume["name"] for volume in pod["volumes"]}
     pins = (root / "constraints.txt").read_text()
     assert f"\nray=={cluster['rayVersion']}\n" in pins
-    assert spec["entrypoint"].startswith("ppo train ") and env["PRESET"] in preset_names()
+    assert env["PRESET"] in preset_names()
+    assert_prepares_rows(spec["entrypoint"], env["PRESET"], "ppo train --preset $PRESET ")
