@@ -1,6 +1,8 @@
 """What a critic buys on long responses with a reward at the end: PPO, pretrained PPO and GRPO.
 
     OMP_NUM_THREADS=1 python benchmarks/long_responses.py --out DIR [--jobs 2] [--picture FILE.svg]
+    OMP_NUM_THREADS=1 python benchmarks/long_responses.py --out DIR --ceiling [--uneven]
+    OMP_NUM_THREADS=1 python benchmarks/long_responses.py --out DIR --uneven
 
 A tiny model, trained here from a seed, walks four times through a list of nine numbers and writes
 the distance from its last result to each number: 36 steps in 293 tokens.
@@ -11,6 +13,8 @@ The reward is 1 if every step is right, else 0. In the first two rounds the mode
 and after a wrong step most of its signs are sloppy ones, so that errors can be seen in the text.
 The choice among signs of a kind is free: most of the entropy has nothing to do with the reward.
 Every step samples 64 responses, and the steps of pretraining are counted. Nothing is downloaded.
+With `--uneven` half of the prompts are easy and half are hard; only the critic at the first update
+is measured. `--ceiling` estimates what the best possible critic explains there.
 The same command continues, and does not repeat finished runs.
 """
 
@@ -57,6 +61,13 @@ PRESET = {
     "critic.optim.lr": 5e-4,
 }  # fmt: skip
 ARMS: dict[str, dict[str, Any]] = {"long-responses": PRESET, "grpo": GRPO, "ppo": {}}
+# The critic at the first update alone, after pretraining and without.
+FIRST_UPDATE = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+FIRST: dict[str, dict[str, Any]] = {
+    "pretrained": PRESET | FIRST_UPDATE,
+    "fresh": PRESET | FIRST_UPDATE | {"critic.pretrain_steps": None},
+}
+PLACES, CONTINUATIONS = 12, 16
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f")
 
 _DRAW = random.Random(MODEL_SEED)
@@ -71,9 +82,9 @@ Curve = list[tuple[int, float]]  # by steps that have sampled
 Floats = Sequence[float]
 
 
-def draw_question(rng: random.Random) -> Question:
-    """Draw a list with any number of large numbers, so that prompts differ in difficulty."""
-    large = rng.randrange(len(LETTERS) + 1)
+def draw_question(rng: random.Random, uneven: bool = False) -> Question:
+    """Draw a list with any number of large numbers; an uneven one has none, or most are large."""
+    large = rng.choice((0, rng.randrange(5, 10))) if uneven else rng.randrange(len(LETTERS) + 1)
     numbers = [rng.randrange(LARGE, 10) for _ in range(large)]
     numbers += [rng.randrange(LARGE) for _ in range(len(LETTERS) - large)]
     rng.shuffle(numbers)
@@ -108,11 +119,26 @@ def write_working(question: Question, rng: random.Random, factors: Floats, share
     return "".join(steps) + f"#### {now}"
 
 
+def write_answer(prompt: str) -> str:
+    """Return the right working, with the first sign of each kind."""
+    question = int(prompt[0]), [int(item[1]) for item in prompt[2:].split(",")]
+    right = write_working(question, random.Random(0), [0.0] * STEPS, 0.0)
+    return right.translate(SAME_SIGNS)
+
+
 def compute_score(solution_str: str, ground_truth: str, **_: Any) -> float:
     """Return 1 if every step is right, else 0. The ground truth is the prompt."""
-    question = int(ground_truth[0]), [int(item[1]) for item in ground_truth[2:].split(",")]
-    right = write_working(question, random.Random(0), [0.0] * STEPS, 0.0)
-    return float(solution_str.translate(SAME_SIGNS) == right.translate(SAME_SIGNS))
+    return float(solution_str.translate(SAME_SIGNS) == write_answer(ground_truth))
+
+
+def write_prompts(folder: Path, rng: random.Random, uneven: bool = False) -> None:
+    """Write the prompts for training and validation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in ROWS.items():
+        prompts = [write_prompt(draw_question(rng, uneven)) for _ in range(count)]
+        rows = [{"prompt": p, "ground_truth": p, "data_source": "working"} for p in prompts]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
 def build(folder: Path) -> None:
@@ -125,12 +151,7 @@ def build(folder: Path) -> None:
 
     torch.set_num_threads(1)
     rng = random.Random(MODEL_SEED)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in ROWS.items():
-        prompts = [write_prompt(draw_question(rng)) for _ in range(count)]
-        rows = [{"prompt": p, "ground_truth": p, "data_source": "working"} for p in prompts]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    write_prompts(folder, rng)
     short, whole = [1.0] * 12, [1.0] * (STEPS // 2) + [0.0] * (STEPS // 2)
     questions = [draw_question(rng) for _ in range(200)]
     texts = [write_prompt(q) + write_working(q, rng, short, 0.9) for q in questions]
@@ -166,18 +187,74 @@ def build(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
-def train_arm(arm: str, seed: int, folder: Path) -> None:
+def train_arm(arm: str, seed: int, folder: Path, model: Path) -> None:
     """Train one run; every step samples 64 responses, in pretraining too."""
     from ppo_cli import train
 
-    settings = COMMON | ARMS[arm]
+    first = arm in FIRST
+    settings = COMMON | (FIRST | ARMS)[arm]
     train(
-        preset=arm if ARMS[arm] is PRESET else None, model=str(folder / "model"),
+        preset="long-responses" if first or arm == "long-responses" else None, model=str(model),
         train_files=[str(folder / "train.jsonl")], val_files=[str(folder / "val.jsonl")],
         reward_function=f"{Path(__file__).resolve()}:compute_score", seed=seed,
-        max_steps=SAMPLED_STEPS - settings.get("critic.pretrain_steps", 0),
+        max_steps=1 if first else SAMPLED_STEPS - settings.get("critic.pretrain_steps", 0),
         output_dir=str(folder / f"{arm}-{seed}"), overrides=settings,
     )  # fmt: skip
+
+
+def measure_ceiling(folder: Path, model_folder: Path) -> None:
+    """Print what the expected reward itself explains, at places in responses to held-out prompts.
+
+    Each beginning of a response is continued CONTINUATIONS times by the policy; after an error the
+    reward is 0 for certain. The square of the mean reward is estimated without bias, from pairs of
+    continuations.
+    """
+    import torch
+    from embedded.warm_up import render
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(MODEL_SEED)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    prompts = [json.loads(x)["prompt"] for x in (folder / "val.jsonl").read_text().splitlines()]
+    ids_BL = torch.tensor([tokenizer.encode(render(tokenizer, prompt)) for prompt in prompts])
+    start = ids_BL.shape[1]
+
+    def extend(begun_BL: Any) -> Any:
+        with torch.no_grad():
+            return model.generate(
+                begun_BL, attention_mask=torch.ones_like(begun_BL), do_sample=True, top_k=0,
+                max_length=start + COMMON["data.max_response_length"],
+            )  # fmt: skip
+
+    def read(rows_BL: Any) -> list[str]:
+        texts = tokenizer.batch_decode(rows_BL[:, start:], skip_special_tokens=True)
+        return [text.translate(SAME_SIGNS) for text in texts]
+
+    whole_BL, answers = extend(ids_BL), [write_answer(prompt) for prompt in prompts]
+    share = np.mean([x == y for x, y in zip(read(whole_BL), answers, strict=True)])
+    lengths = (whole_BL[:, start:] != tokenizer.pad_token_id).sum(1).numpy()
+    length = int(np.median(lengths))
+    print(f"{len(prompts)} responses of {length} tokens (median), {share:.2f} of them right")
+    spreads, variances = [], []
+    for place in range(PLACES):
+        token = (length - 2) * place // (PLACES - 1)
+        right = np.zeros(len(prompts))
+        begun_BL = whole_BL[:, : start + token]
+        so_far = [i for i, text in enumerate(read(begun_BL)) if answers[i].startswith(text)]
+        for rows in torch.tensor(so_far).split(32):
+            texts = read(extend(begun_BL[rows].repeat_interleave(CONTINUATIONS, 0)))
+            for i, text in enumerate(texts):
+                row = int(rows[i // CONTINUATIONS])
+                right[row] += text == answers[row]
+        right = right[lengths > token]
+        squares = right * (right - 1) / CONTINUATIONS / (CONTINUATIONS - 1)
+        mean = right.mean() / CONTINUATIONS
+        spreads.append(squares.mean() - mean**2)
+        variances.append(mean * (1 - mean))
+        print(f"from token {token + 1}: {spreads[-1] / variances[-1]:.2f}", flush=True)
+    print(f"over all tokens: {np.trapezoid(spreads) / np.trapezoid(variances):.2f}")
 
 
 def read_run(folder: Path) -> tuple[Curve, Floats]:
@@ -193,7 +270,7 @@ def read_run(folder: Path) -> tuple[Curve, Floats]:
     pretraining, metrics = read("pretraining.jsonl"), read("metrics.jsonl")
     before = len(pretraining)
     accuracy = [(m["step"] + before, m["val/accuracy"]) for m in metrics if "val/accuracy" in m]
-    start = [(0, accuracy[0][1])] if before else []
+    start = [(0, accuracy[0][1])] if before and accuracy else []
     first = [*pretraining[-4:], metrics[1]]
     return start + accuracy, [m.get("explained_variance") or 0.0 for m in first]
 
@@ -231,17 +308,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--uneven", action="store_true", help="easy and hard prompts")
+    parser.add_argument("--ceiling", action="store_true", help="what the best critic explains")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    folder, model = args.out / "uneven" if args.uneven else args.out, args.out / "model"
     if args.run:
-        train_arm(args.run[0], int(args.run[1]), args.out)
+        train_arm(args.run[0], int(args.run[1]), folder, model)
         return
-    if not (args.out / "model" / "tokenizer.json").exists():
+    if not (model / "tokenizer.json").exists():
         build(args.out)
-    names = [(arm, str(seed)) for arm in ARMS for seed in SEEDS]
-    start = [sys.executable, __file__, "--out", str(args.out), "--run"]
+    if args.uneven and not (folder / "val.jsonl").exists():
+        write_prompts(folder, random.Random(f"{MODEL_SEED} uneven"), uneven=True)
+    if args.ceiling:
+        measure_ceiling(folder, model)
+        return
+    names = [(arm, str(seed)) for arm in (FIRST if args.uneven else ARMS) for seed in SEEDS]
+    start = [sys.executable, __file__, "--out", str(args.out)] + ["--uneven"] * args.uneven
     with ThreadPool(args.jobs) as pool:
-        pool.map(lambda name: subprocess.run([*start, *name], check=True), names, chunksize=1)
+        pool.map(lambda name: subprocess.run([*start, "--run", *name], check=True), names, 1)
+    if args.uneven:
+        for arm, seed in names:
+            _, explained = read_run(folder / f"{arm}-{seed}")
+            print(f"{arm} {seed}: explained variance {explained[-1]:.2f} at update 1")
+        return
     curves: dict[str, list[Curve]] = {arm: [] for arm in ARMS}
     for arm, seed in names:
         accuracy, explained = read_run(args.out / f"{arm}-{seed}")

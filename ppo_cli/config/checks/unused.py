@@ -274,6 +274,10 @@ UNUSED: Final[dict[str, Unused]] = {
         "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
         lambda c: not uses_critic(c),
     ),
+    "no_lam": Unused(
+        "only the estimator gae uses it, until lam_alpha and critic.lam replace it; leave it out",
+        lambda c: not uses_critic(c) or None not in (c.algorithm.lam_alpha, c.critic.lam),
+    ),
     "not_grpo": Unused(
         "only the estimators grpo and gdpo use it; set --adv_estimator grpo, or leave it out",
         lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),

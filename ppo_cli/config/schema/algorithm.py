@@ -624,7 +624,7 @@ class Algorithm(Section):
     )  # fmt: skip
     lam: float = setting(
         0.95, "Lambda of GAE.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0,
-        unused="no_critic",
+        unused="no_lam",
         advice="Raise it towards 1 if explained variance is below 0 (trust rewards more than "
         "the critic); lower it to 0.9 if advantages are noisy.",
     )  # fmt: skip

@@ -510,7 +510,6 @@ class Config(Section):
             example="algorithm.subtract_group_mean=true",
             advice="rollout.n=4",
         ),
-        # The lambdas of actor and critic.
         Conflict(
             "algorithm.lam_alpha data.max_response_length",
             lambda c: (
@@ -524,20 +523,6 @@ class Config(Section):
             ),
             example="algorithm.lam_alpha=0.05 data.max_response_length=16",
             advice="algorithm.lam_alpha=0.5",
-        ),
-        Conflict(
-            "algorithm.lam algorithm.lam_alpha critic.lam",
-            lambda c: (
-                None not in (c.algorithm.lam_alpha, c.critic.lam)
-                and c.algorithm.lam != type(c.algorithm).model_fields["lam"].default
-            ),
-            lambda c, at: (
-                f"algorithm.lam {c.algorithm.lam:g} has no effect: advantages have "
-                f"algorithm.lam_alpha {c.algorithm.lam_alpha:g}, and the critic has critic.lam "
-                f"{c.critic.lam:g}. Leave one of the three out."
-            ),
-            example="algorithm.lam=0.9 algorithm.lam_alpha=0.05 critic.lam=1",
-            advice="algorithm.lam_alpha=null",
         ),
         # Without the score, a teacher has to be there.
         Conflict(
@@ -576,8 +561,8 @@ class Config(Section):
             ),
             lambda c, at: (
                 f"the estimator {c.algorithm.adv_estimator} trains no critic, so there is none to "
-                "pretrain. Use --adv_estimator gae, or leave critic.pretrain_steps and "
-                "critic.pretrain_until out."
+                "pretrain. Use --adv_estimator gae, or set critic.pretrain_steps and "
+                "critic.pretrain_until to null."
             ),
             example="critic.pretrain_steps=2 algorithm.adv_estimator=reinforce_plus_plus",
             advice="algorithm.adv_estimator=gae",
