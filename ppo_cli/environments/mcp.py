@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -51,14 +52,20 @@ async def load(
 
 async def _start(mcp: Any, command: str, worker: Any) -> Any:
     """Return a connected client of a server."""
-    program, *arguments = shlex.split(command)
-    # Servers need keys; the package passes on only HOME, PATH and the like.
-    server = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
     try:
+        server: Any = command
+        if not re.match("https?://", command):
+            program, *arguments = shlex.split(command)
+            # Servers need keys; the package passes on only HOME, PATH and the like.
+            env = dict(os.environ)
+            server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
         return await worker.enter(mcp.Client(server))
     except BaseException as error:
         text = _describe(error, worker)
-        raise worker.Problems(f"--mcp {command!r} does not start: {text}.") from error
+        raise worker.Problems(
+            f"--mcp {command!r} does not start: {text}. Name the command of a server that speaks "
+            "MCP over stdin and stdout, or its http:// address."
+        ) from error
 
 
 def _describe(error: BaseException, worker: Any) -> str:

@@ -199,7 +199,9 @@ class _Process:
             raise self._refuse_answer() from None
         if problems:
             self.kill(problems[0])
-            raise ConfigError(problems)
+            # A server says itself why it ends.
+            line = self._last_line() if self._config.mcp else ""
+            raise ConfigError([*problems, *([f"It printed: {line}"] if line else [])])
         return tools
 
     async def reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
@@ -301,9 +303,13 @@ class _Process:
         exit_kind = f"with exit code {code}"
         with suppress(ValueError):
             exit_kind = f"by signal {signal.Signals(256 - code).name}"
-        lines = self._tail.decode(errors="replace").strip().splitlines()
-        last = f": {lines[-1][:MAX_LAST_LINE]}" if lines else ""
+        last = f": {text}" if (text := self._last_line()) else ""
         self.kill(_one_line(f"the environment process ended {exit_kind}{last}"))
+
+    def _last_line(self) -> str:
+        """Return what the process printed last."""
+        lines = self._tail.decode(errors="replace").strip().splitlines()
+        return redact(lines[-1])[:MAX_LAST_LINE] if lines else ""
 
     async def _read_prints(self, process: asyncio.subprocess.Process) -> None:
         """Write what the process prints into its log.

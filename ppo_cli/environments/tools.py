@@ -8,6 +8,8 @@ wrong with a call is a message that the policy reads. The worker loads this file
 from __future__ import annotations
 
 import asyncio
+import collections.abc
+import contextlib
 import difflib
 import enum
 import functools
@@ -22,15 +24,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = {
-    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
+SEQUENCE = collections.abc.Sequence
+KINDS: dict[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", dict: "object",
+    **dict.fromkeys((list, tuple, set, frozenset, SEQUENCE), "array"),
 }  # fmt: skip
-PYTHON_TYPES: dict[Any, tuple[type, ...]] = {"string": (str,), "number": (int, float)}
 NAMES = {
     "string": "a text", "integer": "an integer", "number": "a number", "boolean": "true or false",
     "array": "a list", "object": "an object", "null": "null",
 }  # fmt: skip
-HINTS = "str, int, float, bool, list, dict, Literal, an Enum, or Optional of one of these"
+HINTS = (
+    "str, int, float, bool, list, dict, Literal, an Enum, a dataclass, a model of pydantic, or a "
+    "Union of these"
+)
 UNIONS = (typing.Union, getattr(types, "UnionType", typing.Union))
 
 
@@ -104,8 +110,7 @@ class ToolEnvironment:
                 arguments = read_arguments(tool, arguments, tool.hints)
             run = functools.partial(tool.run, **arguments)
             value = await self._worker.run_call(run, timeout=self._timeout)
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            failed = False
+            text, failed = write_value(value), False
         except ToolError as error:
             text = f"Error: {error}"
         except self._worker.TimedOut as error:
@@ -147,6 +152,8 @@ async def load(
                 "or leave one of the MCP servers out."
             )
         by_name[tool.name] = tool
+    if not tools:
+        raise worker.Problems(f"--mcp: no tools are offered by {', '.join(commands)}.")
     return lambda: ToolEnvironment(by_name, timeout, worker)
 
 
@@ -176,50 +183,64 @@ async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], list[str]
 
 def read_function(function: Callable[..., Any]) -> tuple[Tool, list[str]]:
     """Return a function as a tool, and what its signature and docstring lack."""
-    name = function.__name__
-    problems = []
     description, texts = read_docstring(inspect.getdoc(function) or "")
+    problems = []
     if not description:
-        problems.append("has no docstring; write what it does, which the policy reads")
+        problems.append(
+            "has no docstring; write what it does, which the policy reads, or begin its name with "
+            "_ if it is not a tool"
+        )
     try:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
         return Tool({}, function, {}), [f"has a type hint that does not work: {error}"]
-    properties, required = {}, []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            problems.append(f"takes {parameter}; a tool has named arguments only")
-            continue
-        if parameter.name not in hints:
-            problems.append(
-                f"has no type hint for {parameter.name!r}; write {parameter.name}: TYPE, which is "
-                f"{HINTS}"
-            )
-            continue
-        schema = describe_type(hints[parameter.name])
-        if schema is None:
-            problems.append(
-                f"has the type {hints[parameter.name]} for {parameter.name!r}; write {HINTS}"
-            )
-            continue
-        if parameter.name in texts:
-            schema["description"] = texts[parameter.name]
-        default = parameter.default
-        if default is parameter.empty:
-            required.append(parameter.name)
-        default = default.value if isinstance(default, enum.Enum) else default
-        if isinstance(default, (str, int, float, bool, list, dict)):
-            schema["default"] = default
-        properties[parameter.name] = schema
+    parameters, mistakes = describe_fields(function, hints, texts)
     schema = {
         "type": "function",
         "function": {
-            "name": name,
-            "description": description,
-            "parameters": {"type": "object", "properties": properties, "required": required},
+            "name": function.__name__, "description": description, "parameters": parameters,
         },
-    }
-    return Tool(schema, function, hints), problems
+    }  # fmt: skip
+    return Tool(schema, function, hints), problems + mistakes
+
+
+def describe_fields(
+    factory: Any, hints: dict[str, Any], texts: dict[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the schema of the arguments of a function or a record's class, and what they lack.
+
+    `texts` describe them by name.
+    """
+    properties, required, problems = {}, [], []
+    if hasattr(factory, "__required_keys__"):  # a TypedDict
+        empty, named = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter(n, named, default=empty if n in factory.__required_keys__ else None)
+            for n in hints
+        ]
+    else:
+        parameters = list(inspect.signature(factory).parameters.values())
+    for parameter in parameters:
+        name, default = parameter.name, parameter.default
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            problems.append(f"takes {parameter}; a tool has named arguments only")
+            continue
+        if name not in hints:
+            problems.append(f"has no type hint for {name!r}; write {name}: TYPE, which is {HINTS}")
+            continue
+        schema = describe_type(hints[name])
+        if schema is None:
+            problems.append(f"has the type {hints[name]} for {name!r}; write {HINTS}")
+            continue
+        if name in texts:
+            schema["description"] = texts[name]
+        if default is parameter.empty:
+            required.append(name)
+        default = default.value if isinstance(default, enum.Enum) else default
+        if isinstance(default, (str, int, float, bool, list, dict)):
+            schema["default"] = default
+        properties[name] = schema
+    return {"type": "object", "properties": properties, "required": required}, problems
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -240,28 +261,53 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(head.split()), texts
 
 
+def is_record(hint: Any) -> bool:
+    """Whether a type is a dataclass, a model of pydantic or a TypedDict."""
+    marks = ("__dataclass_fields__", "model_fields", "__required_keys__")
+    return inspect.isclass(hint) and any(hasattr(hint, mark) for mark in marks)
+
+
+def read_hints(record: Any) -> dict[str, Any]:
+    """Return the types of a record's fields."""
+    # Those of a TypedDict may be wrapped in NotRequired.
+    extras = not hasattr(record, "__required_keys__")
+    return typing.get_type_hints(record, include_extras=extras)
+
+
 def describe_type(hint: Any) -> dict[str, Any] | None:
     """Return the JSON schema of a type hint; None for a type that JSON lacks."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
+    if origin is typing.Annotated:
+        inner, notes = describe_type(arguments[0]), arguments[1:]
+        texts = [n if isinstance(n, str) else getattr(n, "description", None) for n in notes]
+        text = next(filter(None, texts), None)
+        return {**inner, "description": text} if inner is not None and text else inner
     if origin in UNIONS:
         schemas = [describe_type(item) for item in arguments if item is not type(None)]
-        if len(schemas) != 1 or schemas[0] is None:
+        if None in schemas:
             return None
-        return {**schemas[0], "nullable": True} if len(arguments) > 1 else schemas[0]
+        plain = all(list(inner or ()) == ["type"] for inner in schemas)
+        several = {"type": [s["type"] for s in schemas if s]} if plain else {"anyOf": schemas}
+        schema = schemas[0] if len(schemas) == 1 else several
+        return {**(schema or {}), **({"nullable": True} if type(None) in arguments else {})}
     if origin is typing.Literal:
         return _describe_values(arguments)
     if inspect.isclass(hint) and issubclass(hint, enum.Enum):
         return _describe_values([member.value for member in hint])
+    if is_record(hint):
+        schema, problems = describe_fields(hint, read_hints(hint), {})
+        return None if problems else schema
     kind = KINDS.get(origin or hint)
     if kind is None:
         return None
-    # The second argument of a dict is the type of its values.
-    if arguments and kind in ("array", "object"):
-        inner = describe_type(arguments[-1])
+    # The last argument of a dict is the type of its values; a tuple may have different types.
+    items = {item for item in arguments if item is not ...} if kind == "array" else arguments[-1:]
+    if items and kind in ("array", "object"):
+        (schema,) = map(describe_type, items) if len(items) == 1 else (None,)
         key = "items" if kind == "array" else "additionalProperties"
-        return None if inner is None else {"type": kind, key: inner}
+        return None if schema is None else {"type": kind, key: schema}
     return {"type": kind}
 
 
@@ -275,57 +321,109 @@ def _describe_values(values: Any) -> dict[str, Any] | None:
 def read_arguments(tool: Tool, arguments: Any, hints: dict[str, Any]) -> dict[str, Any]:
     """Return a call's arguments as the tool takes them; ToolError for all that is wrong."""
     parameters = tool.schema["function"]["parameters"]
-    properties = parameters["properties"]
-    listed = ", ".join(f"{name}: {name_type(schema)}" for name, schema in properties.items())
-    missing = [name for name in parameters["required"] if name not in arguments]
-    problems = [f"{name!r} is missing" for name in missing]
-    values = {}
-    for name, value in arguments.items():
-        if name not in properties:
-            problems.append(f"there is no argument {name!r}")
-        elif not fits(value, properties[name]):
-            shown = json.dumps(value, ensure_ascii=False)[:60]
-            problems.append(f"{name!r} must be {name_type(properties[name])}, not {shown}")
-        else:
-            values[name] = convert(value, hints[name])
+    try:
+        return read_fields(arguments, parameters, hints)
+    except ToolError as error:
+        properties = parameters["properties"].items()
+        listed = ", ".join(f"{name}: {name_type(schema)}" for name, schema in properties)
+        text = f"{tool.name}: {error}. It takes {listed or 'no arguments'}."
+        raise ToolError(text) from None
+
+
+def read_fields(
+    values: dict[str, Any], schema: dict[str, Any], hints: dict[str, Any], path: str = ""
+) -> dict[str, Any]:
+    """Return an object's values as their types have them; ToolError for all that is wrong.
+
+    `path` is where the object is in the arguments of a call.
+    """
+    missing = [name for name in schema["required"] if name not in values]
+    problems = [f"{path + name!r} is missing" for name in missing]
+    fields = {}
+    for name, value in values.items():
+        if name not in schema["properties"]:
+            problems.append(f"there is no argument {path + name!r}")
+            continue
+        try:
+            fields[name] = read_value(value, hints[name], path + name)
+        except ToolError as error:
+            problems.append(str(error))
     if problems:
-        raise ToolError(f"{tool.name}: {'; '.join(problems)}. It takes {listed or 'no arguments'}.")
-    return values
+        raise ToolError("; ".join(problems))
+    return fields
+
+
+def read_value(value: Any, hint: Any, path: str) -> Any:
+    """Return a JSON value as its type has it: a member of an Enum, 3 for 3.0; else ToolError."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is typing.Annotated:
+        return read_value(value, arguments[0], path)
+    if origin in UNIONS:
+        for item in arguments:
+            with contextlib.suppress(ToolError):
+                return read_value(value, item, path)
+    elif origin is typing.Literal:
+        if any(value == v and type(value) is type(v) for v in arguments):
+            return value
+    elif inspect.isclass(hint) and issubclass(hint, enum.Enum):
+        if any(value == v.value and type(value) is type(v.value) for v in hint):
+            return hint(value)
+    elif is_record(hint):
+        if isinstance(value, dict):
+            hints = read_hints(hint)
+            schema, _ = describe_fields(hint, hints, {})
+            return hint(**read_fields(value, schema, hints, f"{path}."))
+    elif KINDS.get(origin) == "array":
+        if isinstance(value, list):
+            kind, item = (list if origin is SEQUENCE else origin), (*arguments, Any)[0]
+            return kind(read_value(v, item, f"{path}[{i}]") for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            item = (Any, *arguments)[-1]
+            return {key: read_value(v, item, f"{path}.{key}") for key, v in value.items()}
+    elif type(value) is hint or (hint is type(None) and value is None):
+        return value
+    elif hint in (int, float) and type(value) in (int, float) and value == hint(value):
+        return hint(value)
+    shown = json.dumps(value, ensure_ascii=False)[:60]
+    raise ToolError(f"{path!r} must be {name_type(describe_type(hint) or {})}, not {shown}")
 
 
 def name_type(schema: dict[str, Any]) -> str:
     """Return a schema in words."""
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(v, ensure_ascii=False) for v in schema["enum"])
-    return NAMES.get(str(schema.get("type")), "any value")
+    kinds = schema.get("type", ())
+    inner = schema.get("anyOf") or [{"type": kind} for kind in kinds if isinstance(kinds, list)]
+    words = [name_type(s) for s in inner] or [NAMES.get(str(kinds), "any value")]
+    return " or ".join(words)
 
 
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a JSON value has the type of a schema that `describe_type` made."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema and not any(value == v and type(value) is type(v) for v in schema["enum"]):
-        return False
-    kind = schema.get("type")
-    if kind == "array":
-        inner = schema.get("items", {})
-        return isinstance(value, list) and all(fits(item, inner) for item in value)
-    if kind == "object":
-        inner = schema.get("additionalProperties", {})
-        return isinstance(value, dict) and all(fits(item, inner) for item in value.values())
-    if isinstance(value, bool):
-        return kind in ("boolean", None)
-    if kind == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return kind is None or isinstance(value, PYTHON_TYPES.get(kind, ()))
+def write_value(value: Any) -> str:
+    """Return what a tool returned as the text that the policy reads: JSON if it is not a text."""
+    if not isinstance(value, (str, int, float, list, tuple, dict, type(None))):
+        value = _make_plain(value)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_make_plain)
+    except (TypeError, ValueError):  # keys that are not texts, or a list in itself
+        return str(value)
 
 
-def convert(value: Any, hint: Any) -> Any:
-    """Return a value that fits as its type hint has it: a member of an Enum, 3 for 3.0."""
-    if typing.get_origin(hint) in UNIONS:
-        hint = next(item for item in typing.get_args(hint) if item is not type(None))
-    if value is None:
-        return None
-    if inspect.isclass(hint) and issubclass(hint, enum.Enum):
-        return hint(value)
-    return hint(value) if hint in (int, float) else value
+def _make_plain(value: Any) -> Any:
+    """Return an array, a record, a set or a generator in JSON's forms; anything else as text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    if hasattr(value, "__dataclass_fields__"):
+        return dict(vars(value))
+    if isinstance(value, (set, frozenset, types.GeneratorType)):
+        return list(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    # An address would differ in a resumed run.
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))

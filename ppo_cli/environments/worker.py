@@ -48,6 +48,10 @@ class Problems(Exception):
         self.lines = lines
 
 
+class BadReply(Exception):
+    """What a method returned cannot be read; the message says what it may return."""
+
+
 class TimedOut(Exception):
     """A call took too long. `stuck`: its thread still runs, and cannot be stopped."""
 
@@ -71,22 +75,23 @@ async def run_call(
         except BaseException as error:
             return None, error
 
-    async def on_loop(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    async def run() -> tuple[Any, BaseException | None]:
         try:
-            return await work, None
+            value, error = await thread if thread else (await function(*arguments), None)
+            # A decorator may hide an async method.
+            return await value if inspect.isawaitable(value) else value, error
         except BaseException as error:
             return None, error
 
-    work: asyncio.Future[tuple[Any, BaseException | None]]
     is_async = inspect.iscoroutinefunction(function)
-    if is_async:
-        work = asyncio.ensure_future(on_loop(function(*arguments)))
-    else:
-        work = asyncio.get_running_loop().run_in_executor(None, in_thread)
+    loop = asyncio.get_running_loop()
+    thread = None if is_async else loop.run_in_executor(None, in_thread)
+    work = asyncio.ensure_future(run())
     await asyncio.wait([work], timeout=timeout)
     if not work.done():
+        stuck = thread is not None and not thread.done()
         work.cancel()
-        raise TimedOut(timeout or 0, stuck=not is_async)
+        raise TimedOut(timeout or 0, stuck=stuck)
     value, error = work.result()
     if error is not None:
         raise error
@@ -233,20 +238,23 @@ def check_methods(environment: Any, label: str) -> None:
 
 
 def read_messages(value: Any, method: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the messages that a method returned; raises TypeError for anything else.
+    """Return the messages that a method returned; raises BadReply for anything else.
 
-    A text is a user message, None no message. Contents above `limit` characters are shortened.
+    A text is a user message, None no message, a single message a list of it. Contents above
+    `limit` characters are shortened.
     """
     if value is None:
         return []
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
+    if isinstance(value, dict) and "role" in value:
+        value = [value]
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{method} returned {_kind(value)} as messages; return a list or a text")
+        raise BadReply(f"{method} returned {_kind(value)} as messages; return a list or a text")
     messages = []
     for message in value:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise TypeError(
+            raise BadReply(
                 f'{method} returned {_kind(message)} as a message; write {{"role": "user", '
                 f'"content": "…"}} with a role of {", ".join(ROLES)}'
             )
@@ -254,7 +262,9 @@ def read_messages(value: Any, method: str, limit: int | None = None) -> list[dic
         if content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
-            raise TypeError(f"{method} returned a message whose content is {_kind(content)}")
+            raise BadReply(
+                f"{method} returned a message whose content is {_kind(content)}; write a text"
+            )
         fields = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
         messages.append(
             {**fields, "content": content if limit is None else shorten(content, limit)}
@@ -263,20 +273,20 @@ def read_messages(value: Any, method: str, limit: int | None = None) -> list[dic
 
 
 def read_step(value: Any, limit: int) -> dict[str, Any]:
-    """Return what `step` returned as messages, done, rewards and so on; raises TypeError."""
+    """Return what `step` returned as messages, done, rewards and so on; raises BadReply."""
     if isinstance(value, dict):
         unknown = [str(key) for key in value if key not in STEP_KEYS]
         if unknown:
-            raise TypeError(f"step returned the keys {', '.join(unknown)}; {STEP_ADVICE}")
+            raise BadReply(f"step returned the keys {', '.join(unknown)}; {STEP_ADVICE}")
         fields = dict(value)
     elif isinstance(value, (tuple, list)) and len(value) == 3:
         fields = dict(zip(STEP_KEYS, value))  # noqa: B905  (strict is newer than Python 3.9)
     else:
-        raise TypeError(f"step returned {_kind(value)}; {STEP_ADVICE}")
+        raise BadReply(f"step returned {_kind(value)}; {STEP_ADVICE}")
     # Of numpy too; a number here is a reward in the wrong place.
     done = fields.get("done", False)
     if type(done).__name__ not in ("bool", "bool_"):
-        raise TypeError(f"step returned {_kind(done)} as done, not True or False; {STEP_ADVICE}")
+        raise BadReply(f"step returned {_kind(done)} as done, not True or False; {STEP_ADVICE}")
     reward = fields.get("reward")
     parts = reward if isinstance(reward, dict) else {"environment": reward}
     rewards = {}
@@ -286,12 +296,12 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
         try:
             rewards[str(name)] = float(number)
         except (TypeError, ValueError):
-            raise TypeError(f"step returned {_kind(number)} as a reward, not a number") from None
+            raise BadReply(f"step returned {_kind(number)} as a reward, not a number") from None
         if not abs(rewards[str(name)]) < float("inf"):
-            raise ValueError(f"step returned the reward {number}")
+            raise BadReply(f"step returned the reward {number}")
     messages = read_messages(fields.get("messages"), "step", limit)
     if not (messages or done):
-        raise TypeError("step returned no message, but the episode is not done")
+        raise BadReply("step returned no message, but the episode is not done")
     return {
         "messages": messages, "done": bool(done), "rewards": rewards,
         "error": str(fields.get("error") or ""), "tools": fields.get("tools", []),
@@ -365,6 +375,8 @@ class Worker:
         except TimedOut as error:
             text = f"timeout: took longer than {request['timeout']:g} s"
             answer = {"error": text, "stuck": error.stuck, "late": True}
+        except BadReply as error:
+            answer = {"error": str(error)}
         except BaseException as error:
             answer = {"error": f"raised {describe_error(error, self._file)}"}
         try:
@@ -409,6 +421,13 @@ class Worker:
             schemas = getattr(environment, "tools", None)
             schemas = await run_call(schemas) if callable(schemas) else schemas
             await self._close(environment)
+            for schema in schemas or ():
+                function = schema.get("function", schema) if isinstance(schema, dict) else {}
+                if not isinstance(function, dict) or "name" not in function:
+                    raise Problems(
+                        f"{label}: its tools have {_kind(schema)}; write a list of schemas, as in "
+                        '{"type": "function", "function": {"name": "add", "parameters": {…}}}.'
+                    )
         except Problems:
             raise
         except BaseException as error:

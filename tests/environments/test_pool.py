@@ -74,8 +74,9 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
         f"    {prefix}def step(self, message): return eval(message['content'])\n"
     )
     pool = start(path=f"{file}:Echo", max_reply_chars=100)
-    open_episodes(pool, *"abcdefg", extra_info={"array": Path("x")})
+    open_episodes(pool, *"abcdefgh", extra_info={"array": Path("x")})
     user = {"role": "user", "content": "x"}
+    assert say(pool, "a", "dict(role='user', content='x'), False, None").messages == (user,)
     assert say(pool, "a", "'x', False, None") == Reply((user,), seconds=pytest.approx(0, abs=9))
     assert say(pool, "a", "dict(messages=[dict(role='tool', content='\\ud800', tool_call_id='1')])"
                ).messages == ({"role": "tool", "content": "?", "tool_call_id": "1"},)  # fmt: skip
@@ -88,6 +89,7 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
     assert "the reward nan" in failure(pool, "d", "'x', True, float('nan')")
     assert "no message, but the episode is not done" in failure(pool, "e", "None, False, 1")
     assert "a role of system" in failure(pool, "f", "[{'role': 'judge'}], False, 1")
+    assert "write a text" in failure(pool, "h", "[{'role': 'user', 'content': []}], False, 1")
     assert "the keys mesages" in failure(pool, "g", "{'mesages': []}")
 
 
@@ -295,7 +297,8 @@ MISTAKES = {
     "import os; print('bye', flush=True); os._exit(4)": "does not run: the environment process "
     "ended with exit code 4: bye",
     "Game = 7": "is of type int; name a class",
-    "class Game:\n    tools = [{1, 2}]\n    def reset(self, row): pass\n    step = reset": "JSON",
+    "class Game:\n    tools = [{1, 2}]\n    def reset(self, row): pass\n    step = reset":
+    "its tools have set",
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def test_calls_are_answered_in_order(start: Start, file: Path) -> None:
     assert 1.0 < time.monotonic() - started < 1.9  # side by side
     contents = [message["content"] for message in reply.messages]
     assert contents[:2] == ["waited 1.0", "null"]
-    assert contents[2] == '{"start": "Ulm", "unit": "MILES", "speed": 2.0, "stops": [1, 2.0]}'
+    assert contents[2] == '{"start": "Ulm", "unit": "MILES", "speed": 2.0, "stops": [1, 2]}'
     assert reply.messages[1] == {
         "role": "tool", "content": "null", "name": "block", "tool_call_id": "id1",
     }  # fmt: skip
@@ -150,11 +150,11 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     )  # fmt: skip
     contents = [message["content"] for message in reply.messages]
     assert contents[0] == (
-        "Error: route: 'start' is missing; 'stops' must be a list, not [1, \"2\"]; 'speed' must be "
-        'a number, not true; \'unit\' must be one of "km", "miles", not "m"; \'tags\' must be an '
-        "object, not {\"x\": 1}; there is no argument 'sart'. It takes start: a text, stops: a "
-        'list, speed: a number, unit: one of "km", "miles", mode: one of "car", "foot", via: a '
-        "text, tags: an object."
+        "Error: route: 'start' is missing; 'stops[1]' must be an integer, not \"2\"; 'speed' must "
+        'be a number, not true; \'unit\' must be one of "km", "miles", not "m"; \'tags.x\' must be '
+        "true or false, not 1; there is no argument 'sart'. It takes start: a text, stops: a list, "
+        'speed: a number, unit: one of "km", "miles", mode: one of "car", "foot", via: a text, '
+        "tags: an object."
     )
     assert contents[1] == (
         "Error: there is no tool 'rout'. Did you mean 'route'? The tools are: route, wait, block, "
@@ -164,7 +164,7 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     assert "rout" not in dict(reply.tools)
     # Type and message alone: no traceback, no path.
     assert contents[3:5] == ["Error: KeyError: 'of the user'", "Error: SystemExit"]
-    assert contents[5] == "Error: TypeError: Object of type set is not JSON serializable"
+    assert contents[5] == "[1, 2]"
     assert "5,904 characters left out" in contents[6] and len(contents[6]) <= 4096
     assert reply.error.startswith("Error: route") and not reply.done
     # A call that could not be read at all.
@@ -173,6 +173,66 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     content = "Error: The tool call is not valid JSON."
     assert reply.messages == ({"role": "tool", "content": content},)
     assert reply.error and not reply.done
+
+
+RECORDS = """
+import dataclasses, functools
+from typing import Annotated, Sequence, TypedDict, Union
+import numpy as np
+from pydantic import BaseModel, Field
+
+class Point(TypedDict):
+    x: float
+
+class Order(BaseModel):
+    item: str
+    count: int = 1
+
+@dataclasses.dataclass
+class Place:
+    point: Point
+    name: str | None = None
+
+def buy(
+    orders: list[Order], at: Place, size: Annotated[Union[int, str], "A number or a word."],
+    pair: tuple[int, int] = (1, 2), names: Sequence[str] = (),
+):
+    'Buy.'
+    return [orders, at, size, pair, names]
+
+def _hide(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+@_hide
+async def results():
+    'Return what JSON lacks.'
+    letters = (letter for letter in "x")
+    return {"a": np.float32(0.5), "b": np.arange(2), "c": b"x", "d": object(), "e": letters}
+"""
+
+
+def test_records_unions_and_arrays(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(RECORDS)
+    pool = start(tools=str(tmp_path / "shop.py"))
+    fields = pool.tools[0]["function"]["parameters"]["properties"]
+    assert fields["orders"]["items"]["required"] == ["item"]
+    assert fields["at"]["properties"]["point"]["required"] == ["x"]
+    assert fields["size"] == {"type": ["integer", "string"], "description": "A number or a word."}
+    open_episodes(pool, "a")
+    right = {"orders": [{"item": "pear"}], "at": {"point": {"x": 1}}, "size": "big", "pair": [3, 4]}
+    wrong = {"orders": [{"count": "1"}], "at": {"point": {}}, "size": True}
+    reply = call(pool, ("buy", right), ("buy", wrong), ("results", {}))
+    contents = [message["content"] for message in reply.messages]
+    order, place = '{"item": "pear", "count": 1}', '{"point": {"x": 1.0}, "name": null}'
+    assert contents[0] == f'[[{order}], {place}, "big", [3, 4], []]'
+    assert contents[1].startswith(
+        "Error: buy: 'orders[0].item' is missing; 'orders[0].count' must be an integer, not \"1\"; "
+        "'at.point.x' is missing; 'size' must be an integer or a text, not true. It takes orders:"
+    )
+    assert contents[2] == '{"a": 0.5, "b": [0, 1], "c": "x", "d": "<object object>", "e": ["x"]}'
 
 
 def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> None:
@@ -200,14 +260,16 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
     lines = str(error.value).splitlines()
     assert lines == [
         "--tools tools.py: first (line 1) has no docstring; write what it does, which the policy "
-        "reads.",
+        "reads, or begin its name with _ if it is not a tool.",
         "--tools tools.py: first (line 1) has no type hint for 'x'; write x: TYPE, which is str, "
-        "int, float, bool, list, dict, Literal, an Enum, or Optional of one of these.",
+        "int, float, bool, list, dict, Literal, an Enum, a dataclass, a model of pydantic, or a "
+        "Union of these.",
         "--tools tools.py: first (line 1) takes *rest; a tool has named arguments only.",
         "--tools tools.py: second (line 4) has a type hint that does not work: name 'Nobody' is "
         "not defined.",
         "--tools tools.py: third (line 5) has the type <class 'complex'> for 'when'; write str, "
-        "int, float, bool, list, dict, Literal, an Enum, or Optional of one of these.",
+        "int, float, bool, list, dict, Literal, an Enum, a dataclass, a model of pydantic, or a "
+        "Union of these.",
     ]
     with pytest.raises(UserError, match=r"has no 'thrd'\. Did you mean 'third'"):
         check_environment(Environment(tools=f"{path}:thrd"))
@@ -270,8 +332,11 @@ def test_an_mcp_server_has_tools(
     assert call(pool, ("add", {"a": 1, "b": 1}), episode="c").messages[0]["content"] == "2"
 
 
-def test_an_mcp_server_that_does_not_start_is_refused() -> None:
+def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("mcp.server")
+    (tmp_path / "server.py").write_text("import sys; sys.exit('no key')")
+    with pytest.raises(UserError, match=r"Connection closed\. Name the .*\nIt printed: no k"):
+        check_environment(Environment(mcp=(f"{sys.executable} {tmp_path}/server.py",)))
     with pytest.raises(UserError, match="--mcp 'no-such-program x' does not start: FileNotFound"):
         check_environment(Environment(mcp=("no-such-program x",)))
 
