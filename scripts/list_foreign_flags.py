@@ -15,8 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_cli.cli.flags import list_flag_keys
-from ppo_cli.cli.foreign_flags import load_foreign_flags
+from ppo_cli.cli.foreign_flags import find_name, is_known
 
 RELEASES = Path(__file__).parents[1] / "tests" / "cli" / "foreign_releases.json"
 # Files of a wheel whose classes or parsers declare flags of PPO and its relatives.
@@ -57,18 +56,12 @@ def read_wheel(wheel: Path) -> list[str]:
         return sorted({flag for name in files for flag in list_flags(archive.read(name).decode())})
 
 
-def list_known_flags() -> set[str]:
-    """Return the flags that are ours, taken, or answered."""
-    tables = load_foreign_flags()
-    return set(list_flag_keys()).union(*tables.values()) | {"config_name", "config_path"}
-
-
 def main() -> None:
     """Print the unknown flags of each wheel; with --write keep all names."""
     wheels = [Path(word) for word in sys.argv[1:] if word != "--write"]
     releases = {" ".join(wheel.name.split("-")[:2]): read_wheel(wheel) for wheel in wheels}
     for release, flags in releases.items():
-        unknown = [flag for flag in flags if flag not in list_known_flags()]
+        unknown = [flag for flag in flags if not is_known(find_name(flag))]
         print(f"{release}: {len(flags)} flags, unknown: {', '.join(unknown) or 'none'}")
     if "--write" in sys.argv:
         RELEASES.write_text(json.dumps(releases, indent=1) + "\n")

@@ -15,13 +15,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ppo_cli.cli.explain import build_schema
-from ppo_cli.cli.foreign_flags import load_foreign_flags
+from ppo_cli.cli.foreign_flags import find_name, load_foreign_flags
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
 from ppo_cli.plugins import Names
 
 DOCS = Path(__file__).parent.parent / "docs"
+RELEASES = DOCS.parent / "tests" / "cli" / "foreign_releases.json"
 INTRODUCTION = """# Settings
 
 Every setting with its default, range, flag and environment variable. This page is written by
@@ -121,7 +122,9 @@ TABLES = "## Flags that mean the same\n"
 def moving() -> str:
     """The page as it is, with its tables of flags from the lists that the command line reads."""
     flags = load_foreign_flags()
-    dotted = {old: f" or `--{new}`" for new, old in flags["renamed"].items()}
+    # Names that releases have for a flag of another name.
+    names_of = {*flags["renamed"]}.union(*json.loads(RELEASES.read_text()).values())
+    dotted = {find_name(n): f" or `--{n}`" for n in sorted(names_of) if find_name(n) != n}
 
     def names(flag: str) -> str:
         return f"`--{flag}`{dotted.get(flag, '')}"
@@ -132,13 +135,19 @@ def moving() -> str:
         if flag != ours  # a switch of our own
     }
     same |= {flag: f"`{ours}`" for flag, ours in flags["switches"].items()}
+    same |= {
+        flag: f"{' '.join(f'`{key}`' for key in keys.split())}, computed"
+        for flag, keys in flags["computed"].items()
+    }
     for name in ("several", "pairs"):
         same |= {
             flag: " ".join(f"`{key}=VALUE`" for key in keys.split())
             for flag, keys in flags[name].items()
         }
     values = [
-        f"| {names(flag)} | `{value}` | {f'`{settings}`' if settings else 'the default'} |"
+        f"| {names(flag)} | `{value}` | {f'`{settings}`' if settings else 'the default'} |".replace(
+            value, value.replace("|", "\\|")
+        )
         for flag, meanings in sorted(flags["values"].items())
         for value, settings in meanings.items()
     ]
@@ -150,6 +159,12 @@ def moving() -> str:
         f"| {names(flag)} | {text.format(ppo='ppo')} |"
         for flag, text in sorted(flags["pointers"].items())
     ]
+    defaults = [
+        f"| {flags['defaults_of'][program]} | "
+        + " ".join(f"`{name if '.' in name else f'--{name}'} {v}`" for name, v in rows.items())
+        + " |"
+        for program, rows in flags["defaults"].items()
+    ]
     lines = [
         "These flags of TRL (PPO to 1.12, GRPO to 1.16), OpenRLHF (0.9 to 0.11) and Hugging Face's",
         "Trainer are accepted.",
@@ -160,6 +175,14 @@ def moving() -> str:
         "Values that mean something else here, or several settings:",
         "",
         *("| flag | value | means |", "|---|---|---|", *values),
+        "",
+        "## What a line leaves out",
+        "",
+        "A line of TRL, known by its program or `--model_name_or_path`, or of OpenRLHF, known by",
+        "its program or `--pretrain`, has these defaults of its program. One note lists them. The",
+        "flags of the line win over them, a preset or a file does not.",
+        "",
+        *("| line of | leaves out |", "|---|---|", *defaults),
         "",
         "## Flags that are left out",
         "",

@@ -145,7 +145,8 @@ def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]
     flags = (f"{name}={value}" for name, (value, _) in arguments.flags.items())
     verl_words = [word for word in (*flags, *arguments.overrides) if is_verl_only(word)]
     names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in verl_words]
-    verl_names = [name for name in dict.fromkeys(names) if name in text]
+    # What is no value of a setting of ours is none of verl's either.
+    verl_names = [n for n in dict.fromkeys(names) if n in text and f"{n}: '" not in text]
     if verl_names:
         line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
         yield (

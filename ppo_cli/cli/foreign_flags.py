@@ -1,15 +1,17 @@
 """Reads command lines of other programs: TRL, OpenRLHF, Hugging Face's Trainer, their launchers.
 
 foreign_flags.toml says what each of their flags is here. What has an equal is replaced, what
-changes no result is left out with a note, and for the others a sentence says what to use.
+changes no result is left out with a note, and for the others a sentence says what to use. What a
+whole line of theirs leaves out has their default.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,26 +19,28 @@ from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
+from ppo_cli.config.placement import gpu_count
 from ppo_cli.config.schema.keys import table
+from ppo_cli.config.verl.translator import VERSION
 from ppo_cli.errors import ppo
 
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
 SUGGESTION_CUTOFF = 0.75
 # Programs that start another one.
 LAUNCHER = re.compile(
-    r"(\S*/)?(accelerate|bash|conda|deepspeed|docker|env|mpirun|nohup|numactl|nsys|poetry|"
+    r"(\S*/)?(accelerate|bash|conda|deepspeed|docker|env|exec|mpirun|nohup|numactl|nsys|poetry|"
     r"python[\w.]*|ray|sh|srun|sudo|time|torchrun|trl|uv)$"
 )
 # Those whose own flags count processes, and their modules.
 COUNTING = re.compile(
     r"(\S*/)?(accelerate|deepspeed|torchrun)$|torch\.distributed\.(run|launch)$|accelerate\.commands"
 )
+MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+/\S+\.py$")  # without a launcher
 # What only the estimator gae uses.
 CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
-VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")  # in front of a command
+VARIABLE = re.compile(r"[A-Z][A-Za-z0-9_]*=")  # in front of a command
 OFF = frozenset({"false", "0", "no", "off"})
-# verl's own configuration files; its defaults are built in.
-VERL_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+Flag = tuple[str, list[str] | None]  # a flag with its values, or another argument with None
 
 
 @cache
@@ -47,10 +51,20 @@ def load_foreign_flags() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
 
 
+# The tables whose rows are flags, without those of dotted names.
+NAMING = ("aliases", "switches", "several", "pairs", "computed", "values", "ignored", "pointers")
+
+
 @cache
-def own_flags() -> frozenset[str]:
-    """Return the flags of our settings."""
-    return frozenset(key.flag for key in table().values() if key.flag)
+def own_flags() -> Mapping[str, str]:
+    """Return the keys of our settings by their flags."""
+    return {key.flag: key.name for key in table().values() if key.flag}
+
+
+@cache
+def foreign_flags() -> frozenset[str]:
+    """Return the names of all flags of other programs, but for dotted ones."""
+    return frozenset(name for rows in NAMING for name in load_foreign_flags()[rows])
 
 
 @dataclass
@@ -68,6 +82,13 @@ class Translation:
     values: dict[str, list[str]] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=load_foreign_flags)
 
+    def number(self, name: str, default: float = 1) -> float:
+        """Return the value of a flag as a number; NaN for any other text."""
+        try:
+            return float("".join(self.values.get(name, [])) or default)
+        except ValueError:
+            return math.nan
+
 
 def translate(args: Sequence[str]) -> Translation:
     """Replace flags of other programs by ours, or by KEY=VALUE for a setting without a flag.
@@ -76,43 +97,60 @@ def translate(args: Sequence[str]) -> Translation:
     """
     done = Translation()
     line = _skip_launcher(args, done)
-    parts = [part for flag in _split(line) for part in _open_file(*flag, done)]
-    done.values = {_name(flag): values for flag, values in parts if values is not None}
+    for pattern, reason in done.tables["programs"].items():
+        if re.search(pattern, done.program.lower()):
+            done.problems.append(f"{done.program} {reason.format(ppo=ppo())}.")
+            return done
+    flags = [part for flag in _split(line) for part in _open_file(*flag, done)]
+    done.values = {find_name(flag): values for flag, values in flags if values is not None}
     estimator = _estimator(done)
-    for flag in done.tables["with"].keys() & {*done.values, estimator}:
+    method = _method(estimator, flags, done)
+    defaults = _list_defaults(estimator, method, done)
+    done.values = {find_name(flag): values or [] for flag, values in defaults} | done.values
+    for flag in done.tables["with"].keys() & {*done.values, estimator, method}:
         rows = done.tables["with"][flag]
         done.tables = {**done.tables, **{name: done.tables[name] | rows[name] for name in rows}}
-    for flag, values in parts:
-        if values is None:
-            done.args.append(flag)
-            continue
-        replaced = _translate_flag(flag.partition("=")[0], values, done)
-        if replaced is None:
-            replaced = [flag, *([] if "=" in flag else values)]
-        elif estimator not in ("", "gae"):
-            if CRITIC.match("".join(replaced[:1])):
-                done.notes.append(f"{flag} is left out: only the estimator gae uses it.")
-                continue
-            replaced = [argument for argument in replaced if not argument.startswith("critic.")]
-        done.args += replaced
-    if estimator in done.tables["estimators"] and "adv_estimator" not in " ".join(done.args):
-        flags = done.tables["estimators"][estimator].split()
-        if {"num_generations", "rloo_k", "config"} & done.values.keys():
-            flags = flags[:2]
-        done.args[:0] = flags
-        done.notes.append(f"{' '.join(flags)}: that is what TRL's {estimator.upper()} is.")
+    # What the line leaves out comes first and in one note, so that its own flags win.
+    silent = Translation(values=done.values, tables=done.tables)
+    done.args = _translate_flags(defaults, estimator, silent)
+    if defaults:
+        left_out = " ".join(" ".join([flag, *(values or [])]) for flag, values in defaults)
+        label = done.tables["defaults_of"].get(method or estimator)
+        whole = f"What the line leaves out is as in {label}: {left_out}"
+        done.notes.append(f"{whole if method else f'{left_out}: the line has flags of {label}'}.")
+    done.args += _translate_flags(flags, estimator, done)
     return done
 
 
-def _split(args: Sequence[str]) -> Iterator[tuple[str, list[str] | None]]:
-    """Yield each flag with its values, and each other argument with None."""
+def _translate_flags(flags: Iterable[Flag], estimator: str, done: Translation) -> list[str]:
+    """Return the arguments for flags; without those of a critic if the estimator has none."""
+    args: list[str] = []
+    for flag, values in flags:
+        words = None if values is None else _translate_flag(flag.partition("=")[0], values, done)
+        if words is None:
+            words = [flag, *([] if "=" in flag else values or [])]
+        elif estimator not in ("", "gae"):
+            if CRITIC.match("".join(words[:1])):
+                done.notes.append(f"{flag} is left out: only the estimator gae uses it.")
+                continue
+            words = [word for word in words if not word.startswith("critic.")]
+        args += words
+    return args
+
+
+def _split(args: Sequence[str]) -> Iterator[Flag]:
+    """Yield each flag with its values, and each other argument with None.
+
+    `learning_rate=1e-6,`, as Python's calls have it, is a flag with its value.
+    """
     end = args.index("--") if "--" in args else len(args)
     rest = list(args[:end])
     while rest:
         argument = rest.pop(0)
-        _, equals, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
         if not argument.startswith("--"):
-            yield argument, None
+            keyword = equals and name != VERSION and "." not in name and is_known(name)
+            yield (f"--{name}", [value.rstrip(",")]) if keyword else (argument, None)
         elif equals:
             yield argument, [value]
         else:  # its values end at the next flag or override
@@ -122,9 +160,7 @@ def _split(args: Sequence[str]) -> Iterator[tuple[str, list[str] | None]]:
     yield from ((argument, None) for argument in args[end:])
 
 
-def _open_file(
-    argument: str, values: list[str] | None, done: Translation
-) -> Iterator[tuple[str, list[str] | None]]:
+def _open_file(argument: str, values: list[str] | None, done: Translation) -> Iterator[Flag]:
     """Yield the flags of TRL's YAML file for `--config FILE`; any other argument as it is."""
     path = Path("".join(values or []))
     flags = None
@@ -145,68 +181,178 @@ def _open_file(
             yield f"--{name}={value}", [str(value)]
 
 
-def _name(flag: str) -> str:
-    """Return the name of a flag in foreign_flags.toml."""
-    typed = flag.partition("=")[0][2:].replace("-", "_")
-    return str(load_foreign_flags()["renamed"].get(typed, typed))
+def find_name(flag: str) -> str:
+    """Return the name of a flag in foreign_flags.toml.
+
+    A dotted name of OpenRLHF is found there with underscores, or without its groups.
+    """
+    typed = flag.partition("=")[0].lstrip("-").replace("-", "_")
+    renamed = load_foreign_flags()["renamed"]
+    inner = typed.partition(".")[2].replace(".", "_")
+    for name in (typed, typed.replace(".", "_"), inner, typed.rpartition(".")[2]):
+        if is_known(name):
+            return str(renamed.get(name, name))
+    return typed
+
+
+def is_known(name: str) -> bool:
+    """Whether a flag of this name, ours or another program's, is taken or answered."""
+    renamed = load_foreign_flags()["renamed"]
+    return name in renamed or name in foreign_flags() or f"--{name}" in own_flags()
 
 
 def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str] | None:
     """Return the arguments for a flag and its values; None to leave them as they are."""
-    flags, name = done.tables, _name(flag)
-    value = values[0].lower() if len(values) == 1 else ""
+    flags, name = done.tables, find_name(flag)
+    value = values[0] if len(values) == 1 else ""
     if name in flags["values"]:
         meanings = flags["values"][name]
-        if value in meanings:
-            return list(meanings[value].split())
+        for pattern, settings in meanings.items():
+            if match := re.fullmatch(pattern, value, re.IGNORECASE):
+                return list(settings.format(value, *match.groups()).split())
         if not any(name in flags[t] for t in ("aliases", "several")):
             if name in flags["pointers"] or f"--{name}" in own_flags() or not values:
                 return None
             offered = ", ".join(meanings)
             done.problems.append(f"{flag} {' '.join(values)} is not offered; there are {offered}.")
             return []
+    if name in flags["remarks"]:
+        done.notes.append(f"{flag}: {flags['remarks'][name]}.")
     if name in flags["ignored"]:
         done.notes.append(f"{flag} is left out: {flags['ignored'][name].format(ppo=ppo())}.")
         return []
     if name in flags["switches"]:
-        settings = flags["switches"][name].split()
-        return [] if value in OFF else settings
-    if name in flags["pointers"] and value == "false":
+        return [] if value.lower() in OFF else list(flags["switches"][name].split())
+    if name in COMPUTED and values:
+        return COMPUTED[name](flag, done)
+    if name in flags["pointers"] and value.lower() == "false":
         return []
     if name in flags["pairs"]:
         return [f"{k}={v}" for k, v in zip(flags["pairs"][name].split(), values, strict=False)]
-    if name in flags["several"] and values:
-        keys = flags["several"][name].split()
-        return [key if "=" in key else _set(key, values) for key in keys]
-    if name in ("config_name", "config_path"):
-        return _skip_verl_file(flag, name, value, done)
-    if name == "train_batch_size" and "rollout_batch_size" in done.values:
-        return _count_prompts(flag, value, done)
-    alias = flags["aliases"].get(name)
-    if alias is None:
-        # A flag that has our name, but for the dots.
-        renamed = name != flag[2:].replace("-", "_") and name not in flags["pointers"]
-        return [f"--{name}", *values] if renamed else None
-    if alias.startswith("--"):
-        return [alias, *values]
-    return [_set(alias, values)] if values else None
+    words = str(flags["several"].get(name) or flags["aliases"].get(name, "")).split()
+    if words and not values:
+        done.problems.append(f"{flag} needs a value.")
+        return []
+    if words:
+        return [arg for word in words for arg in _set(word, values)]
+    # A flag that has our name, but for the dots.
+    renamed = name != flag[2:].replace("-", "_") and name not in flags["pointers"]
+    return [f"--{name}", *values] if renamed else None
 
 
-def _set(key: str, values: Sequence[str]) -> str:
-    """Return the override of a setting; several values are a list, commas between them or not."""
+def _set(word: str, values: Sequence[str]) -> list[str]:
+    """Return a flag with its values, or an override; several values are a list, commas or not."""
+    if word.startswith("--"):
+        return [word, *values]
     if len(values) > 1:
-        return f"{key}=[{','.join(value.strip(',') for value in values)}]"
-    return f"{key}={values[0]}"
+        return [f"{word}=[{','.join(value.strip(',') for value in values)}]"]
+    return [word if "=" in word else f"{word}={values[0]}"]
 
 
-def _count_prompts(flag: str, value: str, done: Translation) -> list[str] | None:
+def _count_prompts(flag: str, done: Translation) -> list[str] | None:
     """Return OpenRLHF's responses of an optimizer step as prompts, if they divide."""
-    samples = "".join(done.values.get("n_samples_per_prompt") or ["1"])
-    if not (value.isdigit() and samples.isdigit() and int(samples)) or int(value) % int(samples):
+    samples, responses = done.number("n_samples_per_prompt"), done.number("train_batch_size")
+    if "rollout_batch_size" not in done.values or not (responses / samples).is_integer():
         return None
-    prompts = int(value) // int(samples)
-    done.notes.append(f"{flag} {value} is --mini_batch_size {prompts}: {samples} to a prompt.")
-    return ["--mini_batch_size", str(prompts)]
+    prompts = str(int(responses / samples))
+    done.notes.append(f"{flag} {responses:g} is --mini_batch_size {prompts}: {samples:g} to each.")
+    return ["--mini_batch_size", prompts]
+
+
+def _count_responses(done: Translation) -> tuple[float, float]:
+    """Return the responses of TRL's optimizer step, and the optimizer steps of a batch.
+
+    TRL counts them on each process. Where the line does not say how many there are, the GPUs of
+    this machine count.
+    """
+    nodes = done.number("nnodes", done.number("num_machines"))
+    count = next((n for n in ("nproc_per_node", "num_gpus", "n_gpus") if n in done.values), "")
+    a_node = done.number(count, math.nan)
+    processes = nodes * (max(1, gpu_count()) if math.isnan(a_node) else a_node)
+    if "num_processes" in done.values:
+        processes = done.number("num_processes")
+    accumulated = done.number("gradient_accumulation_steps")
+    responses = done.number("per_device_train_batch_size") * accumulated * processes
+    if "generation_batch_size" in done.values:
+        return responses, done.number("generation_batch_size") / responses
+    steps = done.number("steps_per_generation", accumulated) / accumulated
+    return responses, steps * done.number("num_mini_batches")
+
+
+def _count_batches(flag: str, done: Translation) -> list[str] | None:
+    """Return the prompts of TRL's batch and mini-batch, if its responses divide."""
+    samples = done.number("rloo_k", done.number("num_generations", done.number("rollout_n")))
+    responses, steps = _count_responses(done)
+    mini, batch = responses / samples, responses * steps / samples
+    if not (mini.is_integer() and batch.is_integer() and batch >= mini):
+        return None
+    sizes = ["--batch_size", f"{batch:.0f}", "--mini_batch_size", f"{mini:.0f}"]
+    done.notes.append(
+        f"{flag}: {responses:g} responses in an optimizer step, {samples:g} to a prompt, are "
+        f"{' '.join(sizes)}."
+    )
+    part = f"ppo_micro_batch_size_per_gpu={done.number('per_device_train_batch_size'):.0f}"
+    return [*sizes, f"actor.{part}", f"critic.{part}"]
+
+
+def _count_steps(flag: str, done: Translation) -> list[str] | None:
+    """Return the steps that TRL's number of episodes takes."""
+    responses, steps = _count_responses(done)
+    if "per_device_train_batch_size" not in done.values or math.isnan(responses * steps):
+        return None
+    return ["--max_steps", str(math.ceil(done.number("total_episodes") / (responses * steps)))]
+
+
+def _count_gpus(flag: str, done: Translation) -> list[str] | None:
+    """Return accelerate's number of processes as GPUs of a node."""
+    a_node = done.number("num_processes") / done.number("num_machines")
+    return ["--n_gpus", f"{a_node:.0f}"] if a_node.is_integer() else None
+
+
+def _split_length(flag: str, done: Translation) -> list[str] | None:
+    """Return the prompt's share of OpenRLHF's `max_len`, which counts prompt and response."""
+    response = done.number("max_new_tokens", done.number("generate_max_len", math.nan))
+    prompt = done.number("max_len") - response
+    if not prompt > 0:
+        return None
+    return [] if "prompt_max_len" in done.values else ["--max_prompt_length", f"{prompt:.0f}"]
+
+
+def _join_betas(flag: str, done: Translation) -> list[str]:
+    """Return both of Adam's betas, with transformers' default for one that is left out."""
+    betas = f"betas=[{done.number('adam_beta1', 0.9):g},{done.number('adam_beta2', 0.999):g}]"
+    return [f"actor.optim.{betas}", f"critic.optim.{betas}"]
+
+
+def _name_sets(flag: str, done: Translation) -> list[str]:
+    """Return data sets with configuration and split, `NAME/CONFIG:SPLIT`; files have neither."""
+    target, *names = done.tables["splits"][find_name(flag)].split()
+    configuration, split, test = ("".join(done.values.get(name, [])) for name in names)
+    sources = [s for value in done.values[find_name(flag)] for s in value.split(",")]
+
+    def name(split: str) -> list[str]:
+        """Return the sources with their configuration and a split; `train` is the default."""
+        ends = (f"/{configuration}" if configuration else "") + (f":{split}" if split else "")
+        return [source if PurePath(source).suffix else f"{source}{ends}" for source in sources]
+
+    args = [target, *name("" if split == "train" else split)]
+    if test and "".join(done.values.get("eval_strategy", ["no"])) != "no":
+        args += ["--val_files", *name(test)]
+    return args
+
+
+COMPUTED: Mapping[str, Callable[[str, Translation], list[str] | None]] = {
+    "train_batch_size": _count_prompts,
+    "per_device_train_batch_size": _count_batches,
+    "total_episodes": _count_steps,
+    "num_processes": _count_gpus,
+    "max_len": _split_length,
+    "adam_beta1": _join_betas,
+    "adam_beta2": _join_betas,
+    "dataset_name": _name_sets,
+    "prompt_data": _name_sets,
+    "eval_dataset": _name_sets,
+}
 
 
 def _estimator(done: Translation) -> str:
@@ -216,27 +362,65 @@ def _estimator(done: Translation) -> str:
         return named[0]
     if "rloo" in program or "rloo_k" in values:
         return "rloo"
-    return "grpo" if "grpo" in program or "num_generations" in values else ""
+    # What only the configuration of TRL's GRPO has.
+    return "grpo" if "grpo" in program or values.keys() & set(done.tables["marks"]["grpo"]) else ""
 
 
-def _skip_verl_file(flag: str, name: str, value: str, done: Translation) -> list[str] | None:
-    """Leave out verl's own configuration files, whose defaults are built in; refuse others."""
-    path = PurePath(value)
-    if (path.stem if name == "config_name" else path.name) not in VERL_FILES | {"config"}:
-        return None
-    done.notes.append(f"{flag} {value} is left out: verl's defaults are built in.")
-    return []
+def _method(estimator: str, flags: Iterable[Flag], done: Translation) -> str:
+    """Return whose defaults a whole line of another program has, a table of `defaults`; or ""."""
+    values, program = done.values, done.program.lower()
+    # In a line of verl, whose defaults config/verl has, and with a file of ours.
+    if any(v is None and "." in flag.partition("=")[0] for flag, v in flags) or "config" in values:
+        return ""
+    if "pretrain" in values or "openrlhf" in program or "train_ppo" in program:
+        return "openrlhf"
+    if not (program or {"model_name_or_path", "sft_model_path"} & values.keys()):
+        return ""
+    marked = values.keys() & set(done.tables["marks"]["ppo"])
+    if marked or re.search(r"^ppo(_\w+)?(\.py)?$", program):
+        return "rloo_old" if estimator == "rloo" else "ppo"
+    return estimator if estimator in done.tables["defaults"] else ""
+
+
+def _list_defaults(estimator: str, method: str, done: Translation) -> list[Flag]:
+    """Return the flags, or the settings of ours, that a line of another program leaves out."""
+    rows = dict(done.tables["defaults"].get(method, {}))
+    if estimator in ("grpo", "rloo"):
+        rows = {"adv_estimator": estimator} | rows
+    typed = set().union(*(_targets(name) for name in done.values))
+    aliases = done.tables["aliases"]
+    critic = {n for n in rows if CRITIC.match(aliases.get(n, n))} if estimator != "gae" else set()
+    rows = {
+        n: v for n, v in rows.items() if not (_targets(n) & typed or (estimator and n in critic))
+    }
+    # A batch that does not divide stays ours.
+    counted = Translation(values={n: v.split() for n, v in rows.items()} | done.values)
+    if "per_device_train_batch_size" in rows and not _count_batches("", counted):
+        del rows["per_device_train_batch_size"]
+    return [
+        (f"{name}={value}", None) if "." in name else (f"--{name}", value.split())
+        for name, value in rows.items()
+    ]
+
+
+def _targets(name: str) -> set[str]:
+    """Return the settings that a flag of another program may set, and its own name."""
+    tables = load_foreign_flags()
+    texts = [str(tables[rows].get(name, "")) for rows in NAMING[:5]]
+    texts += tables["values"].get(name, {}).values()
+    words = {word.partition("=")[0] for text in texts for word in text.split()}
+    return {own_flags().get(word, word) for word in {*words, name, f"--{name}"}}
 
 
 def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     """Return the arguments after a launcher and its program, with its counts of processes.
 
     `accelerate launch --num_processes 8 train.py`, `CUDA_VISIBLE_DEVICES=0 python3 -m verl…`,
-    `trl grpo`, `ray job submit … -- python3 …`, `srun … bash -c "…"`.
+    `trl grpo`, `ray job submit … -- python3 …`, `srun … bash -c "…"`, `openrlhf.cli.train_ppo`.
     """
-    line = list(args)
+    line = list(args)[args[:1] == ["$"] :]  # a pasted prompt
     start = next((i for i, argument in enumerate(line) if not VARIABLE.match(argument)), 0)
-    if not line or not LAUNCHER.match(line[start]):
+    if not line or not (LAUNCHER.match(line[start]) or MODULE.match(line[start])):
         return line
     for shell, dash, script in zip(line, line[1:], line[2:], strict=False):
         if shell.endswith("sh") and dash in ("-c", "-lc"):
@@ -248,6 +432,7 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
         if argument.endswith(".py")
         or (before in ("-m", "--module", "trl") and not COUNTING.match(argument))
         or (re.search(r"python[\w.]*$", before) and not argument.startswith("-"))
+        or MODULE.match(argument)
     )
     end = next(ends, 0)
     if end == 0:
@@ -256,15 +441,15 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     while line[end:] and line[end].isalpha():  # a command of the script
         end += 1
     at = next((i for i in range(start, end) if line[i].startswith("--")), end)
-    done.notes.append(f"`{' '.join(line[start:at])}` is left out: this program starts itself.")
+    unread = f", and {done.program} is not read" if done.program.endswith(".py") else ""
+    launcher = " ".join(line[start:at])
+    done.notes.append(f"`{launcher}` is left out: this program starts itself{unread}.")
     for variable in line[:start]:
         done.notes.append(f"{variable} is left out: write it in front of the command.")
     counting = max((i for i in range(end) if COUNTING.match(line[i])), default=end)
     flags: list[str] = []
     for flag, values in _split(line[counting:end]):
-        name = _name(flag)
-        listed = any(name in rows for rows in load_foreign_flags().values())
-        if values is not None and (listed or f"--{name}" in own_flags()):
+        if values is not None and is_known(find_name(flag)):
             flags += [flag, *([] if "=" in flag else values[:1])]
         elif values is not None and flag != "--module":
             done.notes.append(f"{flag} is left out: it is the launcher's.")
@@ -292,19 +477,20 @@ def describe_unknown_flags(
 
 def _advise(flag: str, names: dict[str, str], program: str) -> str:
     """Return what to use in place of an unknown flag, or a similar flag; `names` are ours."""
-    foreign = load_foreign_flags()
-    aliases, pointers, renamed = foreign["aliases"], foreign["pointers"], foreign["renamed"]
-    typed = flag.lstrip("-").replace("-", "_")
-    name = renamed.get(typed, typed)
-    if name not in pointers:
-        # A dotted name is a flag of OpenRLHF: only those are near it.
-        candidates = [*renamed] if "." in typed else [*names, *aliases, *pointers]
-        # In a line of another program an unknown flag is rather the script's own than mistyped.
-        cutoff = 0.9 if program else SUGGESTION_CUTOFF
-        near = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
-        if not near:
-            return f": it is {program}'s own; see `{ppo('explain')} NAME`." if program else "."
-        name = near[0]
+    tables = load_foreign_flags()
+    aliases, pointers = tables["aliases"], tables["pointers"]
+    name = find_name(flag)
     if name in pointers:
         return f": {pointers[name].format(ppo=ppo())}."
-    return f". Did you mean '{names.get(name) or aliases.get(name) or '--' + name}'?"
+    # A setting without a flag that has this name.
+    if same := [key for key in table() if key.rpartition(".")[2] == name]:
+        return f": use {same[0]}=VALUE."
+    # In a line of another program an unknown flag is rather the script's own than mistyped.
+    candidates = [*names, *foreign_flags(), *tables["renamed"]]
+    cutoff = 0.9 if program else SUGGESTION_CUTOFF
+    near = difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=cutoff)
+    meant = next((names.get(n) or aliases.get(n) or f"--{n}" for n in near), "")
+    if program:
+        meant = f", unless '{meant}' is meant" if meant else ""
+        return f", which only {program} has{meant}; see `{ppo('explain')} NAME`."
+    return f". Did you mean '{meant}'?" if meant else "."

@@ -152,6 +152,14 @@ def _parse_count(raw: Any) -> int:
     return number
 
 
+def _parse_number(raw: Any) -> float:
+    """Return a number; ValueError for anything else."""
+    try:
+        return float(str(raw))
+    except ValueError:
+        raise ValueError(f"'{raw}' is not a number") from None
+
+
 def _register_translation(
     names: str, read: Callable[[Any], Any] = lambda raw: raw, *, null: bool = True
 ) -> Callable[[Translation], Translation]:
@@ -367,12 +375,19 @@ def _translate_data_parallel(state: TranslationState, entry: Entry, size: int) -
     )
 
 
+@_register_translation("rollout.val_kwargs.temperature", _parse_number, null=False)
+def _translate_validation_temperature(
+    state: TranslationState, entry: Entry, temperature: float
+) -> None:
+    state.put(entry, entry.name, DerivedValue(lambda value: temperature))
+
+
 @_register_translation("rollout.val_kwargs.do_sample", read_switch)
 def _translate_validation_sampling(state: TranslationState, entry: Entry, on: bool) -> None:
     """Without sampling, validation has temperature 0."""
     if not on:
-        # A greedy validation needs a temperature of 0, a sampled one a temperature above it.
-        state.put(entry, "rollout.val_kwargs.temperature", "0")
+        # Of several temperatures the lowest holds: as in verl, this wins over one that is set.
+        state.put(entry, "rollout.val_kwargs.temperature", DerivedValue(lambda value: 0.0))
         return
     state.demand(
         entry,
@@ -629,20 +644,23 @@ def _require_environment(state: TranslationState, entry: Entry, raw: Any) -> Non
         )
 
 
-# Estimators and losses that only verl has: refused without a suggestion.
-_VERLS_OWN: Final = (
-    "grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline",
-    "dro", "bypass_mode",
-)  # fmt: skip
+# Estimators and losses that only verl or its forks have, and what is near to them.
+_NOT_OFFERED: Final = dict.fromkeys(
+    ("grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline", "dro", "bypass_mode"), ""
+) | {
+    "raft": ": it trains on good responses alone, as grpo with actor.positive_nll_coef=1 nearly does"
+}
 
 
 @_register_translation("algorithm.adv_estimator actor.policy_loss.loss_mode")
 def _translate_method(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept estimators and policy losses, also by verl's other names."""
     name = str(raw).strip()
-    if name in _VERLS_OWN:
+    if name in _NOT_OFFERED:
         choices = ", ".join(table()[entry.name].choices)
-        state.problem(entry, f"{entry.name} '{name}' is not offered; there are {choices}.")
+        near = _NOT_OFFERED[name]
+        text = f"{entry.name}{':' if near else ''} '{name}' is not offered{near}"
+        state.problem(entry, f"{text}; there are {choices}.")
         return
     if name == "dr_grpo":  # arXiv 2503.20783: no division by the spread, nor by the length
         plain, summed = "algorithm.norm_adv_by_std_in_grpo", "actor.loss_agg_mode"
