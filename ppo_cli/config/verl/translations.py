@@ -645,11 +645,10 @@ def _require_environment(state: TranslationState, entry: Entry, raw: Any) -> Non
 
 
 # Estimators and losses that only verl or its forks have, and what is near to them.
-_NOT_OFFERED: Final = dict.fromkeys(
-    ("grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline", "dro", "bypass_mode"), ""
-) | {
-    "raft": ": it trains on good responses alone, as grpo with actor.positive_nll_coef=1 nearly does"
-}
+_NOT_OFFERED: Final = {
+    "grpo_passk": "", "optimal_token_baseline": "", "tir_optimal_token_baseline": "", "dro": "",
+    "bypass_mode": "", "raft": ": near to it is grpo with actor.positive_nll_coef=1",
+}  # fmt: skip
 
 
 @_register_translation("algorithm.adv_estimator actor.policy_loss.loss_mode")
