@@ -165,10 +165,14 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """Calls whose arguments are keys and values between tags; values of texts have no quotes."""
+    """Calls whose arguments are keys and values between tags; values of texts have no quotes.
+
+    `wrappers` surround all calls.
+    """
 
     opening: str
     closing: str
+    wrappers: tuple[str, str]
     example: str
     tools: Schemas
     name_end: str  # "" if the first key ends the name
@@ -187,6 +191,8 @@ class TaggedCalls:
                 raise CallError(f"The tool call is not closed. Write {self.example}")
             calls.append(self._read_body(body))
             visible += rest[0].strip()
+        for wrapper in self.wrappers if calls else ():
+            visible = visible.replace(wrapper, "")
         return Reading(visible.strip(), reasoning, calls)
 
     def _read_body(self, body: str) -> Call:
@@ -328,7 +334,7 @@ def _read_probe(single: str, double: str, tools: Schemas) -> CallFormat | None:
             return None
         name_end, *marks = details["tags"]
         example = "…".join((f"{opening}", f"{name_end}\n{marks[0]}", *marks[1:])) + f"\n{closing}"
-        return TaggedCalls(opening, closing, example, tools, name_end, *marks)
+        return TaggedCalls(opening, closing, wrappers, example, tools, name_end, *marks)
     example = single[start:end].replace(NAMES[0], "…").replace(IDS[0], "…")
     example = re.sub(rf"\{{[^{{}}]*{KEYS[0]}.*{VALUES[1]}[^{{}}]*\}}", "{…}", example, flags=re.S)
     example = f"{opening}{example}{closing}".replace("\n", " ")

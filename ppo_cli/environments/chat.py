@@ -240,7 +240,7 @@ class Chat:
         calls = None
         for message in messages:
             if message.get("role") == "assistant":
-                new = dict(message)
+                new = {**message, "content": message.get("content") or ""}
                 thought = new.pop("reasoning_content", "")
                 calls = iter(new.get("tool_calls", ()))
                 if thought and new.get("tool_calls") and isinstance(self._format, ChannelCalls):
@@ -250,8 +250,9 @@ class Chat:
                     new.update(dict.fromkeys(keys, thought))
                 elif thought:
                     new["content"] = f"<think>\n{thought}\n</think>\n\n{new['content']}"
-                if self._arguments_as_text and "tool_calls" in new:
-                    new["tool_calls"] = [_write_arguments(call) for call in new["tool_calls"]]
+                if new.get("tool_calls"):
+                    as_text = self._arguments_as_text
+                    new["tool_calls"] = [_convert_call(c, as_text) for c in new["tool_calls"]]
             elif calls is None:
                 new = dict(message)
             else:
@@ -359,12 +360,18 @@ def _answer() -> dict[str, Any]:
     return {"role": "assistant", "content": ANSWER}
 
 
-def _write_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are JSON text."""
+def _convert_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    """Return a call whose arguments are JSON text, or an object, as the template takes them."""
     function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str) and not as_text:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a tool call are not JSON: {error}") from None
+    elif as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _make_id(turn: Sequence[int], index: int) -> str:

@@ -258,3 +258,42 @@ def test_a_malformed_call_tells_the_model_what_was_expected(
     assert message["error"] == error
     assert "tool_calls" not in message
     assert message["content"] == (text if name != "gpt-oss" else "")
+
+
+# Calls of MiniMax M2: tags, with a mark around all calls of a turn.
+WRAPPED = """{{ tools | tojson if tools }}{% for m in messages %}]~b]{{ m.role }}
+{{ m.content }}{% if m.tool_calls %}
+<minimax:tool_call>
+{% for call in m.tool_calls %}<invoke name="{{ call.function.name }}">
+{% for key, value in call.function.arguments | items %}<parameter name="{{ key }}">{{
+value if value is string else value | tojson }}</parameter>
+{% endfor %}</invoke>
+{% endfor %}</minimax:tool_call>{% endif %}[e~[
+{% endfor %}{% if add_generation_prompt %}]~b]assistant
+{% endif %}"""
+
+
+def test_marks_around_all_tagged_calls_are_no_content() -> None:
+    tokenizer = make_tokenizer(WRAPPED, ("]~b]", "[e~["), "[e~[")
+    chat = Chat(tokenizer, {}, (SCHEMA,), frozenset({tokenizer.eos_token_id}))
+    one = '<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    turn = f"Let me.\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>[e~["
+    message = chat.parse(tokenizer(turn, add_special_tokens=False)["input_ids"])
+    assert message["content"] == "Let me." and calls_of(message) == [("add", {"a": 1})] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_arguments_of_rows_may_be_json_texts(name: str) -> None:
+    chat, _ = make_chat(name)
+    texts = [open_with(chat, arguments) for arguments in ({"a": 1}, '{"a": 1}')]
+    assert texts[0] == texts[1] and '{"a": 1}' in texts[0]
+    with pytest.raises(ValueError, match="the arguments of a tool call are not JSON"):
+        open_with(chat, "{a")
+
+
+def open_with(chat: Chat, arguments: Any) -> str:
+    """Return the text of an opening that ends with a call and its result, as OpenAI writes them."""
+    function = {"name": "add", "arguments": arguments}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    return chat.open([{"role": "user", "content": "q"}, call, {"role": "tool", "content": "1"}])[0]
