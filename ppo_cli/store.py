@@ -191,20 +191,19 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
     parent, slash, name = text.rpartition("/")
     name, at, step = name.partition("@")
     url, _, below = f"{parent}{slash}{name}".partition("/checkpoints/")
+    folder = Path(cache_folder("glances" if small else "copies", url)).expanduser()
     try:
         check_address(url)
         store = open_store(url)
-        if (index := read_index(store)) is None:
-            raise DataError(f"{url} has no run: {INDEX} is missing there.")
-        if small:
-            index["files"] = {name: entry for name, entry in index["files"].items()
-                              if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
-        folder = Path(cache_folder("glances" if small else "copies", url)).expanduser()
-        fetch(store, index, folder)
-    except DataError:
-        raise
+        if index := read_index(store):
+            if small:
+                index["files"] = {name: entry for name, entry in index["files"].items()
+                                  if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
+            fetch(store, index, folder)
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
+    if index is None:
+        raise DataError(f"{url} has no run: {INDEX} is missing there.")
     return folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
 
 

@@ -272,7 +272,7 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 2.0)
+    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 1.0)
     notes: list[str] = []
 
     def refusal(url: str, kind: type[Exception]) -> str:
@@ -294,7 +294,7 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     # A store that is away is tried again; then the command goes on with the run.
     s3.gone.set()
     assert refusal(URL, Interrupted).endswith("Go on with: x y")
-    assert s3.refused > 4 and len(notes) == 1
+    assert s3.refused > 3 and len(notes) == 1
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "Could not connect" in refusal(URL, Interrupted)
     s3.gone.clear()
