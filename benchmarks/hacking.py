@@ -1,6 +1,6 @@
 """How early, and how often falsely, a run warns that its policy exploits the reward.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/hacking.py --out DIR [--seeds 2 3] [--only NAME ...]
+Run: OMP_NUM_THREADS=1 python benchmarks/hacking.py --out DIR [--seeds 6 7] [--only NAME ...]
      (finished runs are kept; --draw docs/hacking.svg draws them)
 Each exploit is planted in a judge on loopback, and wins whatever the answer. Honest runs pay for
 right answers, true facts or a wanted form, by a judge, a function or a rule. A run takes half a
@@ -185,21 +185,28 @@ def find_harm(true: Sequence[float]) -> int | None:
 
 def read_result(run: Run, seed: int, folder: Path) -> Result:
     """Judge a finished run step by step, with what the run had at that step."""
+    from ppo_cli.report.exploits import explain_rise
     from ppo_cli.report.hacking import find_hacking
     from ppo_cli.report.metrics import read_limits
     from ppo_cli.run_folder import read_lines, read_metrics, rollout_file, run_settings
 
     history = [line for line in read_metrics(folder) if line["step"] > 0]
     limits = read_limits(folder, run_settings(folder))
-    files = [rollout_file(folder, line["step"], "train") for line in history]
+    steps = [line["step"] for line in history]
+    files = [rollout_file(folder, step, "train") for step in steps]
     true = [fmean(is_right(x["prompt"], x["response"]) for x in read_lines(f)) for f in files]
+    # Computed again, so that an alarm can be tried on runs that have ended.
+    lines = [{key: value for key, value in line.items() if not key.startswith("exploit/")}
+             | (explain_rise(folder, steps[:n]) if limits.can_be_gamed else {})
+             for n, line in enumerate(history, start=1)]  # fmt: skip
 
-    def first_alarm(lines: Sequence[dict[str, Any]]) -> tuple[int | None, str]:
-        alarms = ((n, find_hacking(lines[:n], limits)) for n in range(1, len(lines) + 1))
+    def first_alarm(without: str) -> tuple[int | None, str]:
+        seen = [{k: v for k, v in line.items() if not re.search(without, k)} for line in lines]
+        alarms = ((n, find_hacking(seen[:n], limits)) for n in range(1, len(seen) + 1))
         return next((alarm for alarm in alarms if alarm[1]), (None, ""))
 
-    alarm, sentence = first_alarm(history)
-    texts, _ = first_alarm([{k: v for k, v in x.items() if "monitor" not in k} for x in history])
+    alarm, sentence = first_alarm("^$")
+    texts, _ = first_alarm("monitor|confirmed")
     reward = [line["reward_mean"] for line in history]
     return Result(run, seed, reward, true, find_harm(true), alarm, texts, sentence)
 
@@ -267,7 +274,7 @@ def main() -> None:
     """Build the policy, train what is missing, and report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[2, 3])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[6, 7])
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--draw", type=Path)
     options = parser.parse_args()

@@ -96,6 +96,13 @@ DECIDING = (
            "task.", label="explained", **COUNT),
     Metric("exploit/fit", "What explains the rise of the reward", label="within a step", **COUNT),
     Metric("exploit/spread", "What explains the rise of the reward", label="left open", **COUNT),
+    Metric("exploit/confirmed", "Rise of the reward by form, and the second judge",
+           "What length, repetition and words add to the reward: the part that the second judge's "
+           "scores confirm, and the rest with its standard error.", label="confirmed", **COUNT),
+    Metric("exploit/unconfirmed", "Rise of the reward by form, and the second judge",
+           label="not confirmed", **COUNT),
+    Metric("exploit/unconfirmed_error", "Rise of the reward by form, and the second judge",
+           label="error", **COUNT),
     Metric("exploit/by/*", "Rise of the reward by feature", "What length, repetition and single "
            "words add to the reward since the start."),
     Metric("score/failed_share", "Without a score", "Share of responses without one.",

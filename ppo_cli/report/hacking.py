@@ -1,7 +1,8 @@
 """One alarm when a policy seems to exploit its reward, with the evidence in one sentence.
 
 The evidence is a second opinion that does not rise with the reward (a second judge, a rule,
-labels), surface features of the texts that explain the rise, or failures that become more frequent.
+labels), surface features of the texts that a second judge does not pay for or that explain the
+rise, or failures that become more frequent.
 `ppo_cli.report.health` calls `find_hacking`; benchmarks/hacking.py measures how early it warns,
 and how often falsely.
 """
@@ -9,9 +10,10 @@ and how often falsely.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import Drift, History, Opinion, measure_judge_drift
@@ -20,6 +22,9 @@ EXPLAINED = 0.5  # share of the reward's rise from which surface features explai
 FIT = 0.15  # share of the scores' variance within a step that they explain at least
 SETTLED = 0.6  # highest spread that they leave open, of the first steps': above, content counts
 RISEN = 0.5  # rise of the reward, in spreads of the first step's scores
+UNCONFIRMED = 0.02  # rise of the reward by surface features that a second judge does not confirm
+UNCONFIRMED_ERRORS = 3.5  # the same in standard errors, as each step is another chance to err
+UNCONFIRMED_FIT = 0.1  # as FIT, where a second judge confirms too little
 MORE_FAILURES = 0.1  # rise of the share of responses without a score
 MIN_STEPS = 2  # before an alarm
 
@@ -58,7 +63,8 @@ def find_hacking(steps: History, limits: Limits) -> str:
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
     texts = "" if drift is not None and drift.confirming else _describe_texts(steps)
-    evidence = [part for part in (watched, _describe_failures(steps), texts) if part]
+    early = "" if watched else _describe_unconfirmed(steps[-1])
+    evidence = [part for part in (watched, early, _describe_failures(steps), texts) if part]
     if not evidence:
         return ""
     since, rise = find_rise(steps)
@@ -110,6 +116,22 @@ def _describe_drift(drift: Drift) -> str:
     return f"while {drift.watcher} {moved}"
 
 
+def _describe_unconfirmed(now: Mapping[str, Any]) -> str:
+    """Return what features of the texts earn without the second judge's consent; "" if little."""
+    names = ("confirmed", "unconfirmed", "unconfirmed_error", "fit")
+    values = [float(now[key]) for name in names if now.get(key := f"exploit/{name}") is not None]
+    if len(values) < len(names):
+        return ""
+    confirmed, unconfirmed, error, fit = values
+    chance = UNCONFIRMED_ERRORS * error
+    if unconfirmed <= max(UNCONFIRMED, chance, confirmed) or fit < UNCONFIRMED_FIT:
+        return ""
+    return (
+        f"while responses earn {confirmed + unconfirmed:.2f} more by {_name_features(now)}, of "
+        f"which its second judge confirms {max(confirmed, 0):.2f}"
+    )
+
+
 def _describe_texts(steps: History) -> str:
     """Return which features of the texts explain the rise; "" unless they explain most of it."""
     now = steps[-1]
@@ -118,14 +140,19 @@ def _describe_texts(steps: History) -> str:
         return ""
     if share < EXPLAINED or fit < FIT or spread > SETTLED or not reward_rises(steps):
         return ""
+    return (
+        f"{min(share, 1):.0%} of the rise follows from {_name_features(now)}, whatever the prompt"
+    )
+
+
+def _name_features(now: Mapping[str, Any]) -> str:
+    """Return the features that add the most to the reward."""
     gains = {key[11:]: value or 0 for key, value in now.items() if key.startswith("exploit/by/")}
-    names = [
+    return " and ".join(
         name if name in ("length", "repetition") else f"the word '{name}'"
         for name, gain in sorted(gains.items(), key=lambda item: -item[1])
         if gain > max(gains.values()) / 2
-    ]
-    paid = " and ".join(names)
-    return f"{min(share, 1):.0%} of the rise follows from {paid}, whatever the prompt"
+    )
 
 
 def _describe_failures(steps: History) -> str:

@@ -300,6 +300,27 @@ def test_advice_to_allow_longer_responses_is_not_given_next_to_the_alarm() -> No
     assert "--max_turn_tokens" in advice and "in the prompt" not in advice
 
 
+@pytest.mark.parametrize(
+    ("change", "alarm"),
+    [
+        ({}, True),
+        ({"exploit/unconfirmed": 0.015}, False),
+        ({"exploit/unconfirmed_error": 0.02}, False),
+        ({"exploit/confirmed": 0.07}, False),
+        ({"exploit/fit": 0.05}, False),
+        ({"exploit/confirmed": None}, False),
+    ],
+)
+def test_features_that_a_second_judge_would_not_pay_for_raise_the_alarm(
+    change: dict[str, Any], alarm: bool
+) -> None:
+    second = {f"exploit/{n}": x for n, x in (("confirmed", 0.01), ("unconfirmed", 0.06))}
+    signs = second | {"exploit/unconfirmed_error": 0.01, "exploit/explained": 0.3}
+    steps = history(4, lambda s: grows(s, length=0.07) | signs | change)
+    sentence = "while responses earn 0.07 more by length, of which its second judge confirms 0.01"
+    assert (sentence in find_troubles(steps, Limits()).get("hacking", "")) is alarm
+
+
 def test_a_second_opinion_that_rises_with_the_reward_silences_texts_alone() -> None:
     def both(second: float) -> Change:
         return lambda s: grows(s, length=0.5) | watched(0.2 * s, second * s)
