@@ -48,7 +48,10 @@ def load_foreign_flags() -> dict[str, dict[str, Any]]:
     """Read foreign_flags.toml; its comments say what each table is."""
     import tomllib
 
-    return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
+    read = tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
+    for rows in ("ignored", "pointers"):  # a sentence, and the flags that it is for
+        read[rows] = {name: text for text, names in read[rows].items() for name in names.split()}
+    return read
 
 
 # The tables whose rows are flags, without those of dotted names.
@@ -83,11 +86,12 @@ class Translation:
     tables: Mapping[str, Any] = field(default_factory=load_foreign_flags)
 
     def number(self, name: str, default: float = 1) -> float:
-        """Return the value of a flag as a number; NaN for any other text."""
+        """Return the value of a flag as a number above 0; NaN for any other text."""
         try:
-            return float("".join(self.values.get(name, [])) or default)
+            value = float("".join(self.values.get(name, [])) or default)
         except ValueError:
             return math.nan
+        return value if value > 0 else math.nan
 
 
 def translate(args: Sequence[str]) -> Translation:
@@ -276,7 +280,7 @@ def _count_responses(done: Translation) -> tuple[float, float]:
     if "generation_batch_size" in done.values:
         return responses, done.number("generation_batch_size") / responses
     steps = done.number("steps_per_generation", accumulated) / accumulated
-    return responses, steps * done.number("num_mini_batches")
+    return responses, (1 if steps < 1 else steps) * done.number("num_mini_batches")
 
 
 def _count_batches(flag: str, done: Translation) -> list[str] | None:
@@ -298,9 +302,10 @@ def _count_batches(flag: str, done: Translation) -> list[str] | None:
 def _count_steps(flag: str, done: Translation) -> list[str] | None:
     """Return the steps that TRL's number of episodes takes."""
     responses, steps = _count_responses(done)
-    if "per_device_train_batch_size" not in done.values or math.isnan(responses * steps):
+    count = done.number("total_episodes") / (responses * steps)
+    if "per_device_train_batch_size" not in done.values or not math.isfinite(count):
         return None
-    return ["--max_steps", str(math.ceil(done.number("total_episodes") / (responses * steps)))]
+    return ["--max_steps", str(math.ceil(count))]
 
 
 def _count_gpus(flag: str, done: Translation) -> list[str] | None:
@@ -320,7 +325,8 @@ def _split_length(flag: str, done: Translation) -> list[str] | None:
 
 def _join_betas(flag: str, done: Translation) -> list[str]:
     """Return both of Adam's betas, with transformers' default for one that is left out."""
-    betas = f"betas=[{done.number('adam_beta1', 0.9):g},{done.number('adam_beta2', 0.999):g}]"
+    defaults = {"adam_beta1": ["0.9"], "adam_beta2": ["0.999"]} | done.values
+    betas = f"betas=[{','.join(''.join(defaults[name]) for name in ('adam_beta1', 'adam_beta2'))}]"
     return [f"actor.optim.{betas}", f"critic.optim.{betas}"]
 
 
@@ -482,15 +488,14 @@ def _advise(flag: str, names: dict[str, str], program: str) -> str:
     name = find_name(flag)
     if name in pointers:
         return f": {pointers[name].format(ppo=ppo())}."
-    # A setting without a flag that has this name.
-    if same := [key for key in table() if key.rpartition(".")[2] == name]:
-        return f": use {same[0]}=VALUE."
     # In a line of another program an unknown flag is rather the script's own than mistyped.
     candidates = [*names, *foreign_flags(), *tables["renamed"]]
     cutoff = 0.9 if program else SUGGESTION_CUTOFF
     near = difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=cutoff)
-    meant = next((names.get(n) or aliases.get(n) or f"--{n}" for n in near), "")
+    meant = [names.get(n) or aliases.get(n) or f"--{n}" for n in near]
+    # A setting without a flag may have this name.
+    meant = [key for key in table() if key.rpartition(".")[2] == name][:1] or meant
     if program:
-        meant = f", unless '{meant}' is meant" if meant else ""
-        return f", which only {program} has{meant}; see `{ppo('explain')} NAME`."
-    return f". Did you mean '{meant}'?" if meant else "."
+        unless = f", unless '{meant[0]}' is meant" if meant else ""
+        return f", which only {program} has{unless}; see `{ppo('explain')} NAME`."
+    return f". Did you mean '{meant[0]}'?" if meant else "."

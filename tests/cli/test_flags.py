@@ -208,7 +208,8 @@ def test_a_name_that_is_nearly_another_programs_is_only_a_guess() -> None:
     assert describe_unknown_flags(["--use_adora", "--kl_loss_coef"], [], "a.py") == [
         "there is no flag --use_adora, which only a.py has, unless '--use_dora' is meant; see "
         f"`{ppo('explain')} NAME`.",
-        "there is no flag --kl_loss_coef: use actor.kl_loss_coef=VALUE.",
+        "there is no flag --kl_loss_coef, which only a.py has, unless 'actor.kl_loss_coef' is "
+        f"meant; see `{ppo('explain')} NAME`.",
     ]
 
 

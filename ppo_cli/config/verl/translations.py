@@ -58,7 +58,7 @@ def _tighter_limit(first: DerivedValue, second: DerivedValue) -> DerivedValue:
 
     def tighter(value: Lookup) -> Any:
         limits = [late.compute(value) for late in (first, second)]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return min((limit for limit in limits if limit is not None), default=None, key=float)
 
     return DerivedValue(tighter)
 
@@ -150,14 +150,6 @@ def _parse_count(raw: Any) -> int:
     if number < 1:
         raise ValueError(f"'{raw}' is not a whole number of 1 or more")
     return number
-
-
-def _parse_number(raw: Any) -> float:
-    """Return a number; ValueError for anything else."""
-    try:
-        return float(str(raw))
-    except ValueError:
-        raise ValueError(f"'{raw}' is not a number") from None
 
 
 def _register_translation(
@@ -375,11 +367,9 @@ def _translate_data_parallel(state: TranslationState, entry: Entry, size: int) -
     )
 
 
-@_register_translation("rollout.val_kwargs.temperature", _parse_number, null=False)
-def _translate_validation_temperature(
-    state: TranslationState, entry: Entry, temperature: float
-) -> None:
-    state.put(entry, entry.name, DerivedValue(lambda value: temperature))
+@_register_translation("rollout.val_kwargs.temperature")
+def _translate_validation_temperature(state: TranslationState, entry: Entry, raw: Any) -> None:
+    state.put(entry, entry.name, DerivedValue(lambda value: raw))
 
 
 @_register_translation("rollout.val_kwargs.do_sample", read_switch)
@@ -387,7 +377,7 @@ def _translate_validation_sampling(state: TranslationState, entry: Entry, on: bo
     """Without sampling, validation has temperature 0."""
     if not on:
         # Of several temperatures the lowest holds: as in verl, this wins over one that is set.
-        state.put(entry, "rollout.val_kwargs.temperature", DerivedValue(lambda value: 0.0))
+        state.put(entry, "rollout.val_kwargs.temperature", DerivedValue(lambda value: "0"))
         return
     state.demand(
         entry,
