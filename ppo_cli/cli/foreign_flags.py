@@ -150,8 +150,11 @@ def _split(args: Sequence[str]) -> Iterator[Flag]:
     end = args.index("--") if "--" in args else len(args)
     rest = list(args[:end])
     while rest:
-        argument = rest.pop(0)
+        # A web page makes one long dash of two.
+        argument = re.sub("^[\u2013\u2014]-?", "--", rest.pop(0))
         name, equals, value = argument.partition("=")
+        if not argument.strip():
+            continue  # a variable without a value, or a space after a backslash
         if not argument.startswith("--"):
             keyword = equals and name != VERSION and "." not in name and is_known(name)
             yield (f"--{name}", [value.rstrip(",")]) if keyword else (argument, None)

@@ -146,7 +146,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ),
         ("--use_wandb KEY --label_key answer --stop_token eos", "trainer.logger=[console,wandb]"),
         ("--max_len 512 --max_new_tokens 128", "--max_prompt_length 384 --max_response_length 128"),
-        ("learning_rate=1e-6, max_steps=5,", "--lr 1e-6 --max_steps 5"),
+        ("learning_rate=1e-6, '' \u2014max_steps 5", "--lr 1e-6 --max_steps 5"),
         ("$ openrlhf.cli.train_ppo --actor.adam.lr 1", "--lr 1"),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
     ],
