@@ -155,6 +155,8 @@ class ServedModel:
                     f"{what}: the loss {loss} takes {sorted(names)}, with one number for "
                     f"each of the {len(row.tokens)} tokens, not {sizes}."
                 )
+            if row.inputs["target_tokens"].is_floating_point():
+                raise UserError(f"{what}: target_tokens are not integers.")
             for tokens in (row.tokens, row.inputs["target_tokens"].tolist()):
                 self._check_tokens(tokens, what)
 

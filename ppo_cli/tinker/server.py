@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ppo_cli.atomic import delete
+from ppo_cli.atomic import delete, sweep_unfinished
 from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.keys import with_settings
@@ -35,14 +35,22 @@ from ppo_cli.errors import EXIT_USER, UserError, exit_code_of, first_line
 from ppo_cli.scoring.rows import read_response_row
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
 from ppo_cli.tinker.models import FACTS, ServedModel
-from ppo_cli.tinker.wire import TOKENS_ALONE, read_batch, write_logprobs, write_samples
+from ppo_cli.tinker.wire import (
+    TOKENS_ALONE,
+    check_ranges,
+    read_batch,
+    write_logprobs,
+    write_samples,
+)
 
 POLL_S = 30.0  # the SDK waits 45 s for the reply to a poll
+FINISHED = re.compile(r"sessions/([^/]+)/finish")
 KEPT_MODELS = 8
 KEPT_RESULTS = 1000  # that clients have read, in case a reply was lost
 KEPT_SAMPLERS = 4  # unnamed sampler weights of a model
 LOOPBACK = ("127.0.0.1", "localhost")
-PATH = re.compile(r"tinker://(\w[\w.:-]*)/(weights|sampler_weights)/(\w[\w.:-]*)")
+# Names are those of folders, so that they have at most 255 bytes.
+PATH = re.compile(r"tinker://(\w[\w.:-]{0,59})/(weights|sampler_weights)/(\w[\w.:-]{0,59})")
 # A chunk of a batch is sent when the one before it is queued, so that they add up in order.
 CONSTANT_REPLIES: Mapping[str, Any] = {
     "client/config": {"parallel_fwdbwd_chunks": False}, "client/dynamic_config": {},
@@ -68,9 +76,14 @@ class TinkerServer:
     def __init__(self, config: Config, served_name: str | None) -> None:
         model = config.model
         self._config = fill_dtype(config)
-        self._names = [*dict.fromkeys((model.path, served_name or model.path))]
+        # The SDK and the cookbook load the tokenizer from this machine.
+        self._tokenizer_folder = str(Path(model_folder(model.path)).resolve())
+        names = (model.path, self._tokenizer_folder, served_name or model.path)
+        self._names = [*dict.fromkeys(names)]
         self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self._root = Path(config.trainer.output_dir).resolve()
+        for folder in self._root.glob("*/*weights"):  # what a killed server was writing
+            sweep_unfinished(folder)
         self._models: dict[str, ServedModel] = {}
         self._samplers: dict[str, str | None] = {}  # id -> path of its weights; None: base model
         self._results: dict[str, Future[Any]] = {}
@@ -102,7 +115,8 @@ class TinkerServer:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
         with open_reward(self._config.reward, [], Callbacks(note=note)) as self._reward:
-            note(f"Serving on http://127.0.0.1:{listener.getsockname()[1]}. Ctrl-C ends it.")
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            note(f"Serving {' and '.join(self._names)} on {address}. Ctrl-C ends it.")
             web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
             for executor in (self._worker, self._judge):
                 executor.shutdown(cancel_futures=True)
@@ -129,6 +143,9 @@ class TinkerServer:
             if route in self._extra:
                 executor = self._judge if route == "ppo/score" else self._worker
                 return _reply(await asyncio.wrap_future(executor.submit(self._extra[route], body)))
+            if finished := FINISHED.fullmatch(route):
+                self._worker.submit(self._finish, finished[1])
+                return _reply({})
             if (name := route.removeprefix("samplers/")) in self._samplers:
                 return _reply({"sampler_id": name, "base_model": self._names[-1]})
         except (UserError, RowError) as error:
@@ -139,6 +156,7 @@ class TinkerServer:
 
     def _queue(self, route: str, body: Body) -> Body:
         """Queue a request once: when the SDK repeats it, it has the same owner and number."""
+        check_ranges(body)
         owner = body.get("model_id") or body.get("sampling_session_id") or body["session_id"]
         number = body.get("seq_id", body.get("model_seq_id", secrets.token_hex(4)))
         name = f"{owner}:{route}:{number}"
@@ -168,15 +186,21 @@ class TinkerServer:
         return _reply({"error": f"bug in ppo-cli: {first_line(error)}", "category": "server"})
 
     def _model(self, body: Body) -> ServedModel:
-        if body["model_id"] not in self._models:
-            raise UserError(f"There is no model {body['model_id']}: create it, or load its state.")
-        return self._models[body["model_id"]]
+        name: str = body["model_id"]
+        if name not in self._models:
+            raise UserError(f"There is no model {name}: create it, or load its state.")
+        # The model whose last call is longest ago makes room for a new one.
+        self._models[name] = self._models.pop(name)
+        return self._models[name]
+
+    def _finish(self, session: str) -> None:
+        """Free the models of a session that its client has closed."""
+        for name in [name for name in self._models if name.startswith(f"{session}:")]:
+            del self._models[name]
 
     def _describe(self, body: Body) -> Body:
         model, name = self._model(body), self._names[-1]
-        # The SDK loads the tokenizer from this machine.
-        folder = str(Path(model_folder(self._config.model.path)).resolve())
-        data = {"model_name": name, "tokenizer_id": folder}
+        data = {"model_name": name, "tokenizer_id": self._tokenizer_folder}
         lora = {"is_lora": model.rank > 0, "lora_rank": model.rank}
         return {"model_id": body["model_id"], "model_name": name, "model_data": data, **lora}
 
@@ -226,7 +250,7 @@ class TinkerServer:
         # Another server may have another served name.
         facts = {"base_model": self._names[0], "user_metadata": body.get("user_metadata")}
         model.save(folder, facts, sampler=sampler)
-        if body.get("path"):
+        if body.get("path") or not sampler:
             return {"path": path, "type": body["type"]}
         for old in sorted(folder.parent.glob("unnamed.*"))[:-KEPT_SAMPLERS]:
             delete(old)
@@ -246,7 +270,10 @@ class TinkerServer:
     def _folder(self, path: str, kind: str) -> Path:
         """Return the folder of a path such as tinker://RUN/weights/NAME."""
         if not (parts := PATH.fullmatch(path)) or parts[2] != kind:
-            raise UserError(f"'{path}' is not a path such as tinker://RUN/{kind}/NAME.")
+            raise UserError(
+                f"'{path}' is not a path such as tinker://RUN/{kind}/NAME, where NAME has at most "
+                "60 letters, digits, dots, colons and dashes."
+            )
         return self._root.joinpath(*parts.groups())
 
     def _find(self, path: str, kind: str) -> tuple[Path, int]:
@@ -293,7 +320,7 @@ class TinkerServer:
         sampling = Sampling(
             settings["temperature"], settings["top_p"], settings["top_k"], body["num_samples"],
             settings.get("max_tokens") or self._config.data.max_response_length, seed,
-            tuple(text for text in stop or () if isinstance(text, str)),
+            tuple(text for text in stop or () if text and isinstance(text, str)),
         )  # fmt: skip
         model, logprobs = self._open(self._samplers[name]), None
         if body.get("prompt_logprobs"):

@@ -1,16 +1,22 @@
-"""The protobuf messages of the Tinker SDK, declared in `messages.textproto`."""
+"""Requests and replies of the Tinker SDK: ranges of JSON fields, and protobuf messages.
+
+The messages are declared in `messages.textproto`.
+"""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from ppo_cli.errors import UserError
 from ppo_cli.records import Rollout
@@ -18,6 +24,36 @@ from ppo_cli.records import Rollout
 PACKAGE = "ppo_cli.tinker"
 DTYPES = {1: np.float32, 2: np.int64}  # of a Tensor
 TOKENS_ALONE = "An input has an image or a sound; this server reads tokens alone."
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Numbers(TypedDict, total=False):
+    """The numbers of requests by name; the SDK sends any."""
+
+    num_samples: PositiveInt
+    max_tokens: PositiveInt | None
+    temperature: Size
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Annotated[int, Field(ge=-1)]
+    rank: NonNegativeInt
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
+    learning_rate: Size
+    beta1: Decay
+    beta2: Decay
+    eps: Size
+    weight_decay: Size
+    grad_clip_norm: Size
+
+
+def check_ranges(body: Mapping[str, Any]) -> None:
+    """Raise UserError that names each number of a request that is out of range."""
+    parts = (body.get(name) or {} for name in ("sampling_params", "adam_params", "lora_config"))
+    try:
+        TypeAdapter(Numbers).validate_python(dict(body, **ChainMap(*parts)))
+    except ValidationError as error:
+        problems = (f"{e['loc'][0]} is {e['input']}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{'; '.join(problems)}.") from None
 
 
 class Datum(NamedTuple):

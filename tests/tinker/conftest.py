@@ -53,7 +53,7 @@ class Client:
 
     def batch(
         self, model: str, rows: Sequence[dict[str, Sequence[float]]], loss: str = "cross_entropy",
-        forward_only: bool = False, **config: float,
+        forward_only: bool = False, float_targets: bool = False, **config: float,
     ) -> Any:  # fmt: skip
         """Run rows, whose key `tokens` is the input; return (loss, log-probs), or the error."""
         self.count += 1
@@ -67,7 +67,8 @@ class Client:
             chunk = datum.model_input.add().encoded_text
             chunk.tokens = np.array(row["tokens"], np.int32).tobytes()
             for key in row.keys() - {"tokens"}:
-                value, kind = datum.loss_fn_inputs.add(key=key).value, key == "target_tokens"
+                value = datum.loss_fn_inputs.add(key=key).value
+                kind = key == "target_tokens" and not float_targets
                 value.dtype = 1 + kind
                 dtype = np.int64 if kind else np.float32
                 value.dense = np.array(row[key], dtype).tobytes()

@@ -159,6 +159,7 @@ def test_samples_have_seeds_ends_and_the_log_probs_of_the_model(client: Client) 
     (whole, _, reason), *_ = client.sample(sampler, prompt, stop=[], **greedy)[0]
     assert (len(whole), reason) == (8, 1) and whole[: len(tokens)] == tokens
     first = AutoTokenizer.from_pretrained(FOLDER).decode(tokens[:1])
+    assert client.sample(sampler, prompt, stop="", **greedy)[0][0][0] == tokens
     for stop in ([tokens[0]], first, [first]):
         assert client.sample(sampler, prompt, stop=stop, **greedy)[0][0][0] == tokens[:1]
 
@@ -200,6 +201,8 @@ def test_a_new_server_continues_from_states_that_a_killed_one_saved(
             again = client.queue("save_weights", model_id=name, path="half")
             assert "already" in again["error"] and again["category"] == "user"
             saved[rank] = (*paths, train(client, name))
+    # What it was writing when it was killed; no process has this number.
+    (tmp_path / name / "weights" / f".unfinished-{2**22 + 1}.1-half").mkdir()
     with serving(tmp_path) as (url, _):
         client = connect(url)
         for rank, (state, policy, expected) in saved.items():
@@ -243,7 +246,7 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         ),
         "below 282": client.batch(name, [{**rows[0], "tokens": [999] * 5}]),
         "no model": client.batch("nobody", rows),
-        "has embedded, not Qwen": client.wait(client.post(
+        "embedded/model, not Qwen": client.wait(client.post(
             "create_model", session_id="s", model_seq_id=1, base_model="Qwen")),
         "no tinker://x/weights/y": client.queue(
             "load_weights", model_id=name, path="tinker://x/weights/y", optimizer=True),
@@ -252,6 +255,8 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         "has rank 8, the model 0": client.queue(
             "load_weights", model_id=client.create(0), path=state, optimizer=True),
         "not served, as": client.sample("s:sample:0", [1], record_stability_info=True),
+        "at most 60 letters": client.queue("save_weights", model_id=name, path="x" * 61),
+        "not integers": client.batch(name, rows, float_targets=True),
     }  # fmt: skip
     for text, reply in wrong.items():
         assert text in reply["error"] and reply["category"] == "user", (text, reply)
@@ -263,10 +268,33 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
     for (route, status), body in refused.items():
         reply = client.http.post(route, json=body)
         assert (reply.status_code, bool(reply.json()["detail"])) == (status, True), route
+    for route, part, number, value in [
+        ("asample", "sampling_params", "temperature", -1), ("asample", "", "num_samples", 0),
+        ("asample", "sampling_params", "max_tokens", 0), ("asample", "sampling_params", "top_p", 0),
+        ("optim_step", "adam_params", "learning_rate", None),
+        ("create_model", "lora_config", "rank", -1),
+    ]:  # fmt: skip
+        body = {part: {number: value}} if part else {number: value}
+        reply = client.http.post(route, json=body | {"session_id": "s", "base_model": "embedded"})
+        assert reply.status_code == 422 and f"{number} is {value}" in reply.json()["detail"], number
     assert client.http.post("healthz", headers={"X-API-Key": "x"}).json() == {"status": "ok"}
     foreign = client.http.post("create_session", headers={"Host": "rebound.example"})
     del client.http.headers["X-API-Key"]
     assert foreign.status_code == client.http.post("create_session").status_code == 401
+
+
+def test_the_model_in_use_stays_and_a_closed_session_frees_its_models(
+    url: str, connect: Connect
+) -> None:
+    client, rows = connect(url), make_rows("weights", count=1)
+    first, *others = [client.create(2) for _ in range(2)]
+    for _ in range(7):
+        client.batch(first, rows, forward_only=True)
+        client.create(2)
+    assert len(client.batch(first, rows, forward_only=True)[1]) == len(rows)
+    assert "no model" in client.batch(others[0], rows)["error"]
+    assert client.http.post(f"sessions/{client.session}/finish", json={}).json() == {}
+    assert "no model" in client.batch(first, rows)["error"]
 
 
 def test_critic_reference_and_reward_are_calls_beside_the_protocol(client: Client) -> None:
