@@ -8,6 +8,7 @@ Entry points are read when a name is checked, and a module is imported when its 
 from __future__ import annotations
 
 import inspect
+import json
 import runpy
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +29,11 @@ _times: dict[Path, int] = {}  # when files were changed, as they were read last
 KINDS = {
     "losses": "policy loss", "estimators": "advantage estimator", "rules": "rule",
     "providers": "judge provider", "environments": "environment",
+}  # fmt: skip
+# Sections of the settings that name plug-ins of a kind.
+SECTIONS = {
+    "losses": "actor.", "estimators": "algorithm.", "rules": "reward.", "providers": "reward.",
+    "environments": "environment.",
 }  # fmt: skip
 
 
@@ -53,6 +59,17 @@ def find_plugin(kind: str, name: str, built_in: Collection[str] = ()) -> EntryPo
             "use, or rename its entry point."
         )
     return points[0] if points else None
+
+
+def package_versions(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the packages whose names the settings use, by package."""
+    versions: dict[str, str] = {}
+    for kind, section in SECTIONS.items():
+        values = json.dumps([v for k, v in settings.items() if k.startswith(section)], default=str)
+        for name, points in entry_points(kind).items():
+            if json.dumps(name) in values:
+                versions |= {point.dist.name: point.dist.version for point in points if point.dist}
+    return versions
 
 
 def _package(point: EntryPoint) -> str:

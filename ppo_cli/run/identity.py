@@ -22,6 +22,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import UserError
+from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
 from ppo_cli.run_folder import has_model, read_state, refuse_late_pretraining, run_settings
@@ -54,7 +55,8 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
     """Return the settings that identify a run, or those that score an eval.
 
     An eval has those of its environment too, if it plays episodes. Secrets
-    are masked. Models and files that the reward reads are included with their digests.
+    are masked. Models and files that the reward reads are included with their digests, and packages
+    with plug-ins with their versions.
     """
     free = {"start"} if of_eval else {"start", "eval"}
     # Settings of a free identity do not count; rows count by content.
@@ -73,6 +75,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         if k.startswith(("reward.", "environment.")) or k.endswith(".path") or ".py:" in str(v)
     ]
     values[CONTENTS] = dict(_digest_contents(named))
+    values["plugins"] = package_versions(values)
     # Functions and rows of a call in Python are in the run folder, which may move.
     folder = Path(config.trainer.output_dir).expanduser().absolute()
     text = json.dumps(values, default=str).replace(json.dumps(f"{folder}/")[1:-1], "")

@@ -17,6 +17,7 @@ from ppo_cli.environments.pool import check_environment
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.plugins import entry_points
 from ppo_cli.rewards.rules import get_rule
+from ppo_cli.run.identity import describe_changes, setting_values
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -57,6 +58,11 @@ def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
         policy_loss="acme_reinforce", adv_estimator="acme_centred", output_dir="run",
         overrides={"reward.function_kwargs.most": 2},
     )  # fmt: skip
+    # Another version of the package makes another run.
+    identity = setting_values(run.config)
+    assert identity["plugins"] == {"acme-ppo": "0.1"}
+    changes = describe_changes(identity | {"plugins": {"acme-ppo": "0.0"}}, identity)
+    assert changes == "plugins.acme-ppo (was 0.0, now 0.1)"
     step = run.metrics.loc[1]
     assert step["grad_norm"] > 0 and "values/mean" not in step and 0 < step["reward_mean"] <= 1
     forecast = plan(
