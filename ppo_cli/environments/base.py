@@ -1,4 +1,4 @@
-"""What the loop knows of an environment: openings, replies, failures, and the pool's interface.
+"""What the loop knows of an environment: openings, replies and failures.
 
 The pool runs environments in separate processes (`pool.py`, `worker.py`); `episodes.py` plays the
 episodes with an engine. Nothing here imports torch.
@@ -6,10 +6,9 @@ episodes with an engine. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_cli.records import Message
 
@@ -46,70 +45,3 @@ class EnvironmentFailure(Exception):
 
     The message is one line, the reason for which the episode is masked.
     """
-
-
-class Chat(Protocol):
-    """Renders conversations with the chat template, and reads what the policy wrote."""
-
-    end_ids: frozenset[int]  # that end a turn
-
-    def open(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
-        """Return the text and the tokens of a conversation up to where the policy writes.
-
-        Raises ValueError, in one line, for messages that the template refuses.
-        """
-        ...
-
-    def continue_after(
-        self, turn: Sequence[int], replies: Sequence[Message], opening: Sequence[Message]
-    ) -> tuple[int, ...]:
-        """Return the tokens from the end of a turn to where the policy writes again.
-
-        `turn` has the tokens that the policy wrote; if it was cut they begin with the mark that
-        ends a turn. `opening` has the episode's first messages, whose system message may decide
-        about thoughts. Raises ValueError for replies that the template refuses.
-        """
-        ...
-
-    def parse(self, turn: Sequence[int]) -> Message:
-        """Return what the policy wrote as a message: content, reasoning, tool_calls.
-
-        Its `error`, if it has one, says why its tool calls cannot be read.
-        """
-        ...
-
-
-class Environments(Protocol):
-    """Plays many episodes side by side; a future resolves to an answer or an EnvironmentFailure."""
-
-    tools: tuple[Schema, ...]
-
-    def start(self) -> None:
-        """Start the processes and read the tools; UserError says what is wrong."""
-        ...
-
-    def reset(self, episode: str, row: Mapping[str, Any]) -> Future[Opening]:
-        """Begin an episode.
-
-        `row` has prompt, messages, ground_truth, data_source, extra_info, and a seed.
-        """
-        ...
-
-    def step(self, episode: str, message: Message) -> Future[Reply]:
-        """Give the policy's message to an episode.
-
-        Its `error`, if it has one, says why its tool calls cannot be read.
-        """
-        ...
-
-    def release(self, episodes: Sequence[str]) -> None:
-        """End episodes that are not needed any longer."""
-        ...
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return restarts, timeouts and the like since the last call."""
-        ...
-
-    def close(self) -> None:
-        """End all processes. Safe to call twice."""
-        ...

@@ -34,7 +34,9 @@ from ppo_cli.engine.base import (
     start_rollouts,
     stream_key,
 )
-from ppo_cli.environments.base import Chat, EnvironmentFailure, Environments, Opening, Reply
+from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply
+from ppo_cli.environments.chat import Chat
+from ppo_cli.environments.pool import EnvironmentPool
 from ppo_cli.records import Message, Prompt, Rollout, Turn, format_tool
 from ppo_cli.thoughts import Detokenize, count_tokens, find_open_mark
 
@@ -69,7 +71,7 @@ class Episodes:
     """Plays the episodes of a run: its environments, the chat format, and the limits."""
 
     def __init__(
-        self, environments: Environments, chat: Chat, config: Config, decode: Detokenize
+        self, environments: EnvironmentPool, chat: Chat, config: Config, decode: Detokenize
     ) -> None:
         self.environments = environments
         self._chat = chat

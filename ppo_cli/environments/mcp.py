@@ -6,7 +6,6 @@ the process: the pool replaces both.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -96,8 +95,5 @@ def _make_call(
 
 
 def _read_block(block: Any) -> str:
-    with contextlib.suppress(AttributeError):
-        return str(block.text)
-    with contextlib.suppress(AttributeError):
-        return str(block.resource.text)
-    return f"[{block.type}: not a text]"
+    texts = (getattr(part, "text", None) for part in (block, getattr(block, "resource", None)))
+    return next((text for text in texts if text is not None), f"[{block.type}: not a text]")

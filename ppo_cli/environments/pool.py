@@ -367,7 +367,7 @@ class _Process:
 
 
 class EnvironmentPool:
-    """Environment processes with their episodes; implements `Environments`."""
+    """Environment processes with their episodes; futures have answers or EnvironmentFailures."""
 
     tools: tuple[Schema, ...] = ()
 
@@ -427,7 +427,10 @@ class EnvironmentPool:
         self._processes[index].start()
 
     def reset(self, episode: str, row: Mapping[str, Any]) -> Future[Opening]:
-        """Begin an episode in the process that has the fewest."""
+        """Begin an episode in the process that has the fewest.
+
+        `row` has prompt, messages, ground_truth, data_source, extra_info, and a seed.
+        """
         return self._loop.submit(self._reset(episode, row))
 
     async def _reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
@@ -444,7 +447,10 @@ class EnvironmentPool:
             raise self._end_failed(episode, error) from None
 
     def step(self, episode: str, message: Message) -> Future[Reply]:
-        """Give the policy's message to an episode; it ends when the reply says that it is done."""
+        """Give the policy's message to an episode; it ends when the reply says that it is done.
+
+        The message's `error`, if it has one, says why its tool calls cannot be read.
+        """
         return self._loop.submit(self._step(episode, message))
 
     async def _step(self, episode: str, message: Message) -> Reply:

@@ -21,7 +21,8 @@ class Environment(Section):
         flag="--tools", env="TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
-        (), "Tools of MCP servers: a command each, which speaks MCP over stdin and stdout.",
+        (), "Tools of MCP servers: each a command, which speaks MCP over stdin and stdout, or an "
+        "http:// address.",
         flag="--mcp", unused="",
     )  # fmt: skip
     kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
@@ -61,7 +62,8 @@ class Environment(Section):
             lambda s: s.path is not None and bool(s.tools or s.mcp),
             lambda s, at: (
                 f"{at}path names an environment, which has its own tools ({at}tools, {at}mcp); "
-                "keep one. An environment offers tools to the policy by its attribute tools."
+                f"keep one: {at}tools=null leaves a preset's tools out. An environment offers "
+                "tools to the policy by its attribute tools."
             ),
             example="path=game.py:Game tools=tools.py",
             advice="tools=null",
