@@ -41,7 +41,7 @@ def uses_critic(config: Config) -> bool:
 def pretrain_steps(config: Config) -> int:
     """Return how many steps pretrain the critic at most; 0 for none."""
     default = 0 if config.critic.pretrain_until is None else DEFAULT_PRETRAIN_STEPS
-    return config.critic.pretrain_steps or default
+    return (config.critic.pretrain_steps or default) if uses_critic(config) else 0
 
 
 def uses_reference(config: Config) -> bool:

@@ -71,6 +71,7 @@ from ppo_cli.engine.models.lora import (
 )
 from ppo_cli.engine.models.policy import Adapt, adapted
 from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
 from ppo_cli.engine.samplers.hf import HFSampler, build_shared_sampler
@@ -481,12 +482,24 @@ class Learner:
         return packed
 
     def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:
-        """Raise ModelError if a model has too few embeddings for the tokenizer's tokens."""
+        """Raise ModelError if a model has too few embeddings for the run's tokens, or others."""
         size, policy_size = (count_embeddings(m.model) for m in (loaded, self.policy))
         if size < min(policy_size, len(self._tokenizer)):
             raise ModelError(
                 f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
                 f"and the model {path} only {size}: they do not belong together."
+            )
+        try:
+            trust = self._config.model.trust_remote_code
+            ids = load_tokenizer(path, trust_remote_code=trust).get_vocab()
+        except ModelError:  # weights without a tokenizer: there is nothing to compare
+            return
+        policy_ids = self._tokenizer.get_vocab()
+        # A relative may have a few added tokens of its own.
+        if sum(ids.get(token) != at for token, at in policy_ids.items()) > len(policy_ids) / 50:
+            raise ModelError(
+                f"{path} has another tokenizer than {self._config.model.path}, so it would read "
+                "other text: name a model of the same family."
             )
 
     def _probe_states(self, loaded: Policy | ValueModel) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,24 @@ def test_a_critic_without_weights_has_the_same_tensors(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("part", ["critic", "reference"])
-def test_a_model_without_embeddings_for_all_tokens_of_the_policy_is_refused(
-    part: str, tmp_path: Path
+@pytest.mark.parametrize("size", [281, 282])
+def test_a_model_without_the_policys_tokens_is_refused(
+    part: str, size: int, tmp_path: Path
 ) -> None:
-    path = str(build(tmp_path, "olmo2", vocab_size=281))
+    path = build(tmp_path, "olmo2", vocab_size=size)
     settings: dict[str, Any] = {
-        "critic": {"critic": {"model": {"path": path}}},
-        "reference": {"ref": {"path": path}, "actor": {"use_kl_loss": True}},
+        "critic": {"critic": {"model": {"path": str(path)}}},
+        "reference": {"ref": {"path": str(path)}, "actor": {"use_kl_loss": True}},
     }[part]
+    # Embeddings for all tokens, but the ids of tokens are others.
+    description = json.loads((path / "tokenizer.json").read_text())
+    ids = description["model"]["vocab"]
+    description["model"]["vocab"] = dict(zip(ids, reversed(ids.values()), strict=True))
+    (path / "tokenizer.json").write_text(json.dumps(description))
     config = Config.model_validate({"model": {"path": "embedded"}} | settings)
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
-    with pytest.raises(ModelError, match=r"has 282 tokens and the model .* only 281"):
+    problem = "has 282 tokens and the model .* only 281" if size == 281 else "another tokenizer"
+    with pytest.raises(ModelError, match=problem):
         LocalEngine(config, tokenizer, total_steps=1)
 
 

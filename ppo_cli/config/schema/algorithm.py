@@ -440,8 +440,9 @@ class CriticModel(Section):
     """Which backbone the critic starts from."""
 
     path: LocalPath = setting(
-        None, "Model that the critic starts from. Unset: the actor's.", flag="--critic_model",
-        env="CRITIC_MODEL_PATH", identity="checkpoint",
+        None, "Model that the critic starts from; of a reward model with its head, if that is one "
+        "number. Unset: the actor's.", flag="--critic_model", env="CRITIC_MODEL_PATH",
+        identity="checkpoint",
     )  # fmt: skip
     enable_gradient_checkpointing: bool | None = setting(
         None, "Recompute the critic's activations in the backward pass. Unset: as for the actor.",

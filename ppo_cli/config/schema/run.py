@@ -554,20 +554,6 @@ class Config(Section):
             advice="trainer.critic_warmup=0",
         ),
         Conflict(
-            "critic.pretrain_steps critic.pretrain_until algorithm.adv_estimator",
-            lambda c: (
-                (c.critic.pretrain_steps or c.critic.pretrain_until) is not None
-                and not ESTIMATORS[c.algorithm.adv_estimator].critic
-            ),
-            lambda c, at: (
-                f"the estimator {c.algorithm.adv_estimator} trains no critic, so there is none to "
-                "pretrain. Use --adv_estimator gae, or set critic.pretrain_steps and "
-                "critic.pretrain_until to null."
-            ),
-            example="critic.pretrain_steps=2 algorithm.adv_estimator=reinforce_plus_plus",
-            advice="algorithm.adv_estimator=gae",
-        ),
-        Conflict(
             "critic.pretrain_steps critic.pretrain_until trainer.profile_steps",
             lambda c: (
                 (c.critic.pretrain_steps or c.critic.pretrain_until) is not None
