@@ -271,7 +271,7 @@ def read_run(folder: Path) -> tuple[Curve, Floats]:
     before = len(pretraining)
     accuracy = [(m["step"] + before, m["val/accuracy"]) for m in metrics if "val/accuracy" in m]
     start = [(0, accuracy[0][1])] if before and accuracy else []
-    first = [*pretraining[-4:], metrics[1]]
+    first = [*pretraining[-4:], next(m for m in metrics if m["step"] == 1)]
     return start + accuracy, [m.get("explained_variance") or 0.0 for m in first]
 
 
