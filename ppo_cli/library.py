@@ -205,8 +205,8 @@ def _resolve(
 ) -> Resolved:
     """Resolve the arguments of `train` or `session`, which `function` names.
 
-    Functions and rows are written to `folder`. Raises ConfigError with all problems; with `plan`,
-    the rows are read for it, but this machine may lack keys and GPUs.
+    Functions and rows are written to `folder`. Raises ConfigError with all problems; for a `plan`
+    this machine may lack keys and GPUs.
     """
     # Flags by name: the library's arguments are the flags without their dashes.
     flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
@@ -215,7 +215,7 @@ def _resolve(
         flags["reward"] = "reward.function"
     problems: list[str] = []
     values: dict[str, tuple[Any, str]] = {}  # with their origins, for messages and the plan
-    checks: list[Callable[[Config], object]] = []
+    checks: list[Callable[[Mapping[str, Any]], object]] = []
     labels: dict[str, str] = {}  # what messages say in place of files that are written here
     if not isinstance(overrides or {}, Mapping):
         raise ConfigError("overrides is not a dict such as {'actor.clip_ratio_high': 0.28}.")
@@ -238,7 +238,10 @@ def _resolve(
                     value = [write_rows(folder, name, value)]
                     labels[value[0]] = name
             elif key in FUNCTIONS and not isinstance(value, str | os.PathLike | None):
-                checks.append(partial(_check_function, key, value))
+                if key == "reward.function":
+                    from ppo_cli.rewards.function import check_callable
+
+                    checks.append(partial(check_callable, value))
                 label, value = f"{name}={name_of(value)}", write_function(folder, name, value)
                 labels = {f"--environment {Path(value).name}": label, value: label} | labels
             elif callable(value):
@@ -252,7 +255,8 @@ def _resolve(
             flags=values, preset=preset, config_files=[Path(file) for file in files],
             overrides=[], environ=os.environ,
         )  # fmt: skip
-        problems += collect_problems([partial(check, resolved.config) for check in checks])
+        settings_of_reward = resolved.config.reward.function_kwargs
+        problems += collect_problems(partial(check, settings_of_reward) for check in checks)
         if not problems:
             resolved = add_second_judge(replace(resolved, function=function), os.environ)
             problems += _find_refusals(resolved, plan=plan)
@@ -267,27 +271,12 @@ def _resolve(
 
 def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
     """Yield why a run would be refused, before anything heavy is imported."""
-    from ppo_cli.run.refusals import find_all_refusals, find_refusals, make_prompt_reader
+    from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader
 
     config, scored = resolved.config, resolved.function == "train"
     yield from () if scored else refused_in_session(config)
-    if plan:
-        yield from find_all_refusals(resolved, make_prompt_reader(config), scored=scored)
-    else:
-        yield from [*missing_gpus(config), *missing_keys(config, os.environ)]
-        yield from find_refusals(resolved)
-
-
-def _check_function(key: str, function: Callable[..., Any], config: Config) -> None:
-    """Raise UserError for a reward or an environment that the run would refuse."""
-    if key == "reward.function":
-        from ppo_cli.rewards.function import check_callable
-
-        check_callable(function, config.reward.function_kwargs)
-    elif key == "environment.path":
-        from ppo_cli.environments.pool import check_environment
-
-        check_environment(config.environment)
+    yield from () if plan else [*missing_gpus(config), *missing_keys(config, os.environ)]
+    yield from find_all_refusals(resolved, make_prompt_reader(config), scored=scored)
 
 
 def _as_typed(value: Any) -> Any:
