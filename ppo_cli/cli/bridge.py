@@ -145,8 +145,9 @@ def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]
     flags = (f"{name}={value}" for name, (value, _) in arguments.flags.items())
     verl_words = [word for word in (*flags, *arguments.overrides) if is_verl_only(word)]
     names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in verl_words]
-    # What is no value of a setting of ours is none of verl's either.
-    verl_names = [n for n in dict.fromkeys(names) if n in text and f"{n}: '" not in text]
+    # A mistyped value is none of verl's either, nor are estimators that a translation names.
+    ours = " ".join(p for p in problems if "Did you mean" in p or "algorithm.adv_estimator:" in p)
+    verl_names = [n for n in dict.fromkeys(names) if n in text and f"{n}: '" not in ours]
     if verl_names:
         line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
         yield (

@@ -154,8 +154,8 @@ def find_key(name: str) -> Key | None:
 def suggest_key(name: str, *, strict: bool = False) -> str:
     """Return ` Did you mean …?` for a key that is not known, or an empty string.
 
-    `strict` is for keys of another program: one of ours is suggested only from the same group and
-    with the same number of words.
+    `strict` is for keys of another program: one of ours is suggested only from the same group, with
+    the same number of words, or the same last word.
     """
     settings = table()
     group, _, leaf = name.rpartition(".")
@@ -163,8 +163,9 @@ def suggest_key(name: str, *, strict: bool = False) -> str:
     if strict:
         beside = {k.rpartition(".")[2]: k for k in settings if k.rpartition(".")[0] == group}
         siblings = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
-        near = get_close_matches(leaf, siblings, n=1, cutoff=0.85)
-        return f" Did you mean '{beside[near[0]]}'?" if near else ""
+        near = [beside[k] for k in get_close_matches(leaf, siblings, n=1, cutoff=0.85)]
+        near += [k for k in settings if k.startswith(f"{group}.") and k.endswith(f".{leaf}")]
+        return f" Did you mean '{near[0]}'?" if near else ""
     for key in settings.values():
         # A flag's name, then the same last word in another group.
         if key.flag and leaf == key.flag.removeprefix("--"):
