@@ -329,7 +329,7 @@ def read_labels(responses: ResponseSet, column: str, positive: str | None = None
         numbers = np.asarray([float(value) for value in values])
         levels = np.unique(numbers)
         if len(levels) != 2:
-            description = f"{len(levels)} levels from {levels[0]:g} to {levels[-1]:g}"
+            description = f"{plural(len(levels), 'level')} from {levels[0]:g} to {levels[-1]:g}"
             return LabelledRows(rows, numbers, None, description, notes)
         flags = numbers == levels[1]
         good = str(values[flags.argmax()]).lower()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ppo_cli.errors import plural
 from ppo_cli.estimates import bootstrap, estimate_mean
 from ppo_cli.records import Score
 from ppo_cli.scoring.rows import ResponseRow
@@ -135,7 +136,7 @@ def estimate_or_reason(
     """An estimate as a dict; its `why` is the reason when there is no value."""
     # Few rows first: that reason is more useful than the others.
     if rows < MIN_ROWS:
-        why_not = f"{rows} rows with a score; at least {MIN_ROWS} are needed"
+        why_not = f"{plural(rows, 'row')} with a score; at least {MIN_ROWS} are needed"
     if why_not:
         return {"value": None, "low": None, "high": None, "why": why_not}
     estimate = bootstrap(statistic, rows, share=share)

@@ -140,6 +140,10 @@ def _check_others(judge: Judge) -> Iterator[Clash]:
     itself = api.model_copy(update={"judges": {"itself": {}}})
     different = [other_judge(itself, "itself")] if names and (api.model or "").strip() else []
     for name in names:
+        if "," in name:
+            yield Clash(keys, f"{name!r} is not one model; the cheaper judge is --rm_cascade, the "
+                        "other one --rm_model.")  # fmt: skip
+            continue
         try:
             other = other_judge(api, name)
         except ConfigError as error:
