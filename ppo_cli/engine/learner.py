@@ -483,6 +483,8 @@ class Learner:
 
     def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:
         """Raise ModelError if a model has too few embeddings for the run's tokens, or others."""
+        if path == model_folder(self._config.model.path):
+            return
         size, policy_size = (count_embeddings(m.model) for m in (loaded, self.policy))
         if size < min(policy_size, len(self._tokenizer)):
             raise ModelError(
