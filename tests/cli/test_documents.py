@@ -175,6 +175,8 @@ def flags_of_all_commands() -> set[str]:
 
 def test_every_flag_and_setting_exists() -> None:
     flags = flags_of_all_commands() | {normalize_flag(flag) for flag in FOREIGN_FLAGS}
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        flags |= set(map(normalize_flag, re.findall(r'"(--[a-z][\w-]+)"', file.read_text("utf-8"))))
     unknown = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
