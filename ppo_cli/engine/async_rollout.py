@@ -221,8 +221,7 @@ def _round_from_dict(saved: Mapping[str, Any], rows: Iterator[Numbers], publishe
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
         for p in saved["prompts"]
     )
-    lists = {name: tuple(saved["sampling"].get(name, ())) for name in ("stop", "end_ids")}
-    sampling = Sampling(**saved["sampling"] | lists)
+    sampling = Sampling(**saved["sampling"] | {"stop": tuple(saved["sampling"].get("stop", ()))})
     by_uid = {prompt.uid: prompt for prompt in prompts}
     rollouts: list[Rollout] = []
     for saved_rollout in saved["rollouts"]:

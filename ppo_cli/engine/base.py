@@ -33,8 +33,8 @@ class Sampling:
     """Sampling parameters: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
     The same weights, prompts and `seed` give the same rollouts. A string of `stop` ends a
-    response; the tokens up to the one that completes it are kept. `end_ids` end one as well as the
-    model's. A response that needs more than `new_tokens` in one call is returned unfinished.
+    response; the tokens up to the one that completes it are kept. A response that needs more than
+    `new_tokens` in one call is returned unfinished.
     """
 
     temperature: float = 1.0
@@ -44,7 +44,6 @@ class Sampling:
     max_tokens: int = 512
     seed: int = 0
     stop: tuple[str, ...] = ()
-    end_ids: tuple[int, ...] = ()
     new_tokens: int | None = None
 
     def length_limit(self, drawn: int) -> int:

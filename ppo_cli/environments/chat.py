@@ -52,8 +52,7 @@ class Chat:
 
     `tools` are schemas, and a template that does not show them to the model is refused. Results of
     tools are messages of role tool; a template without that role only takes replies of role user.
-    `end_ids` are the tokens that end a response; afterwards also the token that ends a turn in the
-    template, since the files of a base model may name another.
+    `end_ids` are the tokens that end a response.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Chat:
         tools: Sequence[Schema],
         end_ids: frozenset[int],
     ) -> None:
-        self._tokenizer, self._tools = tokenizer, tools
+        self._tokenizer, self._tools, self._end_ids = tokenizer, tools, end_ids
         self._template = str(tokenizer.chat_template or "")
         if not self._template:
             raise ModelError(
@@ -96,10 +95,7 @@ class Chat:
                 "one, such as <|im_end|>."
             )
         self._opened = find_open_mark(self._prompt)
-        listed = {self._decode([token]) for token in end_ids}
-        self._ends = {end, *listed}
-        new_ids = () if listed & {end, self._final_end} else self._renderer.tokenise([end])[0]
-        self.end_ids = end_ids.union(new_ids)
+        self._ends = {end, *(self._decode([token]) for token in end_ids)}
         # How the model calls tools.
         self._format: CallFormat = ChannelCalls() if has_channels(self._template) else NoCalls()
         self._arguments_as_text = False
@@ -134,7 +130,7 @@ class Chat:
 
         `error` says what is wrong with its tool calls; `content` is all of its answer then.
         """
-        ids = list(turn[:-1] if turn and turn[-1] in self.end_ids else turn)
+        ids = list(turn[:-1] if turn and turn[-1] in self._end_ids else turn)
         text = self._opened + self._decode(ids)
         message: dict[str, Any] = {"role": "assistant"}
         try:

@@ -121,11 +121,7 @@ class Episodes:
             except (EnvironmentFailure, ValueError) as error:
                 failed.append((episode, episode.finish(str(error))))
         version = 0
-        turn_sampling = replace(
-            sampling,
-            new_tokens=self._settings.max_turn_tokens,
-            end_ids=tuple(sorted(self._chat.end_ids)),
-        )
+        turn_sampling = replace(sampling, new_tokens=self._settings.max_turn_tokens)
         while playing:
             by_uid = {e.unfinished.prompt.uid: e for e in playing}
             # All samplers return generators: closing one frees it.

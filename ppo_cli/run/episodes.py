@@ -12,7 +12,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
-from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.engine.samplers.text import decode_text, run_end_ids
 from ppo_cli.environments.base import Schema
 from ppo_cli.environments.chat import Chat
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
@@ -40,9 +40,9 @@ def start_episodes(
     pool.start()
     path = model_folder(config.model.path)
     model_config = load_config(path, "--model", config.model.trust_remote_code)
-    end_ids = read_stop_token_ids(path, model_config, tokenizer)
+    end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
     chat = _make_chat(config, tokenizer, pool.tools, end_ids)
-    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=chat.end_ids))
+    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=end_ids))
 
 
 def check_episodes(config: Config) -> None:

@@ -315,6 +315,9 @@ class TinkerServer:
         tokens = [token for chunk in chunks for token in chunk["tokens"]]
         stop, seed = settings.get("stop"), settings.get("seed")
         stop = [stop] if isinstance(stop, str) else stop
+        # Decoded responses end before a token such as <|im_end|>.
+        tokens_by_text = self._tokenizer.get_added_vocab()
+        stop = stop and [tokens_by_text.get(end, end) for end in stop]
         if seed is None:
             seed = stream_key(self._config.trainer.seed, name.split(":")[-1], body["seq_id"])
         sampling = Sampling(

@@ -131,10 +131,6 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         assert cut[key].finish_reason == ("stop" if first else full.finish_reason)
         ended += bool(first) and end < len(full.token_ids)
     assert 2 <= ended < len(rollouts)
-    # A token that ends a turn of the chat template.
-    by_id = small.sample(model, prompts, n=4, end_ids=(drawn[0][4],)).values()
-    assert drawn[0][4] in {r.token_ids[-1] for r in by_id if r.finish_reason == "stop"}
-    assert not any(drawn[0][4] in r.token_ids[:-1] for r in by_id)
     assert small.tokens_of(small.sample(model, prompts, 3, n=4, stop=stop)) == small.tokens_of(cut)
 
 

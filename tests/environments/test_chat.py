@@ -14,6 +14,7 @@ import torch
 
 from ppo_cli.engine.base import Sampling, start_rollouts
 from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.engine.samplers.text import run_end_ids
 from ppo_cli.environments.chat import Chat
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.records import Prompt
@@ -50,15 +51,15 @@ def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_a_turn_of_a_base_model_ends_as_its_template_says() -> None:
-    _, family, tokenizer = make_chat("qwen3")
-    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<tool_call>"])
-    chat = Chat(tokenizer, family.arguments, family.tools, frozenset({other}))
-    assert chat.end_ids == {end, other}
-    assert chat.parse([*encode(tokenizer, "Yes."), end])["content"] == "Yes."
-    # That of gpt-oss ends each message of a turn with <|end|>, and the turn with another token.
-    chat, family, tokenizer = make_chat("gpt-oss")
-    assert tokenizer.convert_tokens_to_ids("<|end|>") not in chat.end_ids
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_response_ends_as_the_template_says_whatever_a_base_model_lists(name: str) -> None:
+    _, family, tokenizer = make_chat(name)
+    (end,) = run_end_ids(frozenset(), config(), tokenizer)
+    assert tokenizer.decode([end]) in family.ends
+    # Stop texts that are tokens count as such.
+    text, token = next(iter(tokenizer.get_added_vocab().items()))
+    rollout, raw = {"stop": [text, "Observation:"]}, {"apply_chat_template": False}
+    assert run_end_ids(frozenset({9}), config(rollout=rollout, data=raw), tokenizer) == {9, token}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -55,7 +55,7 @@ from ppo_cli.engine.models.lora import adapt, load_adapter
 from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
-from ppo_cli.engine.samplers.text import decode_text, find_stop
+from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
@@ -403,7 +403,7 @@ class HFSampler:
         rows.entropies_RT[live, rows.counts_R[live]] = entropies_R[live]
         rows.counts_R[live] += 1
         rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
-        rows.stopped_R[live] = np.isin(tokens_R[live], [*self._eos_ids, *sampling.end_ids])
+        rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
         # Stop strings need the decoded text.
         for i in live if sampling.stop else ():
             begun = rows.jobs[i].begun
@@ -526,11 +526,12 @@ def build_shared_sampler(
 ) -> HFSampler:  # fmt: skip
     """Build the hf sampler on a loaded model; it uses the model's live weights.
 
-    `end_ids` are the tokens that end a response; None: those of the model.
+    `end_ids` are the tokens that end a response; None: those of the model and of a run.
     """
     if problem := column_problem(model.config.to_dict(), config.model.path, config.data):
         raise ModelError(problem)
-    end_ids = stop_token_ids(model, tokenizer) if end_ids is None else end_ids
+    if end_ids is None:
+        end_ids = run_end_ids(stop_token_ids(model, tokenizer), config, tokenizer)
     return HFSampler(
         model,
         eos_token_ids=end_ids,

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from ppo_cli.config.schema.run import Config
 from ppo_cli.thoughts import Detokenize, count_shared, decode_piece
 
 MOST_BYTES = 4  # of a character in UTF-8, so also its most tokens
@@ -35,7 +36,7 @@ def decode_text(
     context, so a character that the context only contains in part belongs to the text.
     """
     # Drop the end tokens, and keep a short context that does not start within a run of bytes.
-    ends = end_ids | _closing_ids(tokenizer)
+    ends = end_ids | {tokenizer.eos_token_id, tokenizer.pad_token_id} | find_reply_ends(tokenizer)
     size = len(token_ids)
     while size and token_ids[size - 1] in ends:
         size -= 1
@@ -96,10 +97,22 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 _REPLY = "reply"
 
 
+def run_end_ids(listed: frozenset[int], config: Config, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a response of a run; `listed` are those of the model's files.
+
+    The files of a base model may name another token than the one that ends a reply in its chat
+    template.
+    """
+    # Decoded responses end before such a token, so the text of one is not found in them.
+    added = tokenizer.get_added_vocab()
+    ids = listed.union(added[text] for text in config.rollout.stop if text in added)
+    return ids | find_reply_ends(tokenizer) if config.data.apply_chat_template else ids
+
+
 @lru_cache(maxsize=8)
-def _closing_ids(tokenizer: Any) -> frozenset[int]:
-    """Return a tokenizer's end and padding tokens, and the special token that ends a reply."""
-    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+def find_reply_ends(tokenizer: Any) -> frozenset[int]:
+    """Return the special token that ends a reply in the chat template; empty if there is none."""
+    ids = set[int]()
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
     # Some models have no template, and some templates reject this conversation.
     with suppress(Exception):

@@ -52,7 +52,7 @@ from ppo_cli.engine.models import read_stop_token_ids
 from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_adapter
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
-from ppo_cli.engine.samplers.text import decode_text, find_stop
+from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
@@ -421,7 +421,7 @@ class VLLMSampler:
             max_tokens=sampling.length_limit(drawn) - drawn,
             seed=stream_key(begun.seed, stream, sample) >> 1,  # vLLM's are signed
             ignore_eos=True,
-            stop_token_ids=[*self._eos_ids, *sampling.end_ids],
+            stop_token_ids=self._eos_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -447,7 +447,7 @@ class VLLMSampler:
             begun,
             ids,
             logprobs,
-            stopped=end is not None or ids[-1] in (*self._eos_ids, *sampling.end_ids),
+            stopped=end is not None or ids[-1] in self._eos_ids,
             sampling=sampling,
             weight_version=weight_version,
             detokenize=self._detokenize,
@@ -571,7 +571,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     require_length(model_config.to_dict(), settings.path, config.data)
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
-    end_ids = read_stop_token_ids(path, model_config, tokenizer)
+    end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
     return VLLMSampler(
         path,
         eos_token_ids=end_ids,
