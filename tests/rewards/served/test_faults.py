@@ -50,7 +50,8 @@ def test_only_the_sample_that_is_rejected_fails(bench: Bench, status: int) -> No
     assert scores[5].value is None and scores[5].failure == f"http_{status}: this one is too long"
     expected = [score_of_text(sent_text(rollout)) for rollout in rollouts]
     assert [s.value for s in scores[:5] + scores[6:]] == expected[:5] + expected[6:]
-    assert len(bench.server.calls) < 40
+    # Halved until one is left: 9 requests. Those that fail with 500 are repeated for a while first.
+    assert len(bench.server.calls) <= (9 if status < 500 else 60)
 
 
 def test_a_server_that_takes_fewer_rows_gets_fewer(bench: Bench) -> None:
