@@ -22,10 +22,7 @@ from ppo_cli.cli.help import App
 from ppo_cli.config.checks.devices import missing_gpus
 from ppo_cli.config.checks.rewards import missing_keys
 from ppo_cli.config.checks.runner import refused_settings, remarks
-from ppo_cli.config.derived import (
-    pretrain_steps,
-    split_files,
-)
+from ppo_cli.config.derived import pretrain_steps, split_files
 from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
 from ppo_cli.config.memory.devices import assume_gpu_memory
 from ppo_cli.config.memory.disk import find_disk_shortage

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import AddedToken
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.engine.base import Sampling
+from ppo_cli.config.schema.run import Config
+from ppo_cli.engine.base import Sampling, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text, find_stop
 from ppo_cli.records import PlacedReward, Prompt, Rollout
@@ -160,3 +164,20 @@ def test_ends_of_the_run_and_of_the_template_are_no_text(special_tokenizer: Any)
     closing = load_tokenizer(model_folder("embedded"))
     closing.chat_template = "{{ raise_exception('no') }}"
     assert decode_text(closing, closing("1<|im_end|>")["input_ids"], (1,)) == "1"
+
+
+def test_a_response_of_a_base_model_ends_where_its_template_ends_a_reply(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder("embedded"), tmp_path / "base"))
+    ends = {"eos_token_id": 279, "eos_token": "<|endoftext|>"}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        fields = json.loads((folder / name).read_text())
+        changed = {key: value for key, value in ends.items() if key in fields}
+        (folder / name).write_text(json.dumps(fields | changed))
+    config = Config.model_validate({"model": {"path": str(folder)}, "rollout": {"name": "hf"}})
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_token == "<|endoftext|>"
+    rendered = "<|im_start|>user\n12 + 30 =<|im_end|>\n<|im_start|>assistant\n"
+    prompt = Prompt("sum", "12 + 30 =", (), rendered, tuple(encode(tokenizer, rendered)))
+    rollouts = list(build_sampler(config, tokenizer).generate([prompt], Sampling(n=8), 0))
+    assert {r.finish_reason for r in rollouts} == {"stop"}
+    assert {tokenizer.decode(r.token_ids[-1:]) for r in rollouts} == {"<|im_end|>"}
