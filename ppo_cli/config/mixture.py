@@ -554,13 +554,12 @@ OF_REWARD = (
 )  # fmt: skip
 
 
-def other_judge(api: ApiReward, name: str) -> ApiReward:
-    """Return the settings of a further judge: MODEL, TYPE/MODEL, or a name in `api.judges`.
+def read_judge(judges: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Read what a judge's name sets: a name in `judges`, TYPE/MODEL or MODEL.
 
-    What it does not set is as in `api`, but for what belongs to another provider or model. Raises
-    ConfigError with every problem.
+    Raises ConfigError with every problem.
     """
-    raw_values = api.judges.get(name, name)
+    raw_values = judges.get(name, name)
     if isinstance(raw_values, str):
         kind, _, model = raw_values.partition("/")
         named = kind in JUDGES and model
@@ -574,6 +573,16 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
         raise ConfigError(
             f"{at}.{key}: {text}" + "." * (text[-1] not in ".?") for key, text in problems
         )
+    return values
+
+
+def other_judge(api: ApiReward, name: str) -> ApiReward:
+    """Return the settings of a further judge: see `read_judge`.
+
+    What it does not set is as in `api`, but for what belongs to another provider or model. Raises
+    ConfigError with every problem.
+    """
+    values = read_judge(api.judges, name)
     # Another provider has other models, addresses and keys, another model other prices.
     fresh: tuple[str, ...] = ("judges", "cascade", "panel", "monitor", "local")
     if values.get("type", api.type) != api.type:
@@ -583,7 +592,8 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
     order = {"rubric_order": "shuffled"} if api.shuffles else {}
     judge = override_section(api, order | values, fresh)
     if not (judge.model or "").strip():
-        raise ConfigError(f"{at} has no model: set {at}.model.")
+        at = f"reward.api.judges.{name}.model"
+        raise ConfigError(f"reward.api.judges.{name} has no model: set {at}.")
     return judge
 
 

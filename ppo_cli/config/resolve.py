@@ -30,6 +30,7 @@ from ppo_cli.config.layers import (
     read_entry,
     read_layers,
 )
+from ppo_cli.config.mixture import read_judge
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import (
     describe_range,
@@ -172,6 +173,7 @@ def _build_config(draft: _Draft) -> Config:
     # Values first: defaults and validation depend on them.
     for entry in draft.entries.values():
         _read_value(draft, entry)
+    _split_cascade(draft)
     _default_judge_model(draft)
     _default_kl_in_reward(draft)
     _default_environment_reward(draft)
@@ -187,6 +189,30 @@ def _check_free_keys(draft: _Draft) -> None:
         if owner := set_nested(tree, name, value):
             problem = f"{owner} has one plain value already and is not a group."
             _reject(draft, name, f"{draft.entries[name].origin}: {name}: {problem}")
+
+
+def _split_cascade(draft: _Draft) -> None:
+    """Read `--rm_cascade CHEAPER,JUDGE`: the second name gives the settings of the judge."""
+    key, at = "reward.api.cascade.model", "reward.api"
+    cheaper, comma, judge = (name.strip() for name in (draft.values.get(key) or "").partition(","))
+    if not comma or "," in judge:
+        return
+    origin = draft.entries[key].origin
+    judges = nest_values(draft.values).get("reward", {}).get("api", {}).get("judges", {})
+    try:
+        settings = read_judge(judges, judge)
+    except ConfigError as error:
+        _reject(draft, key, f"{origin}: {error}")
+        return
+    for name, value in settings.items():
+        other = draft.values.setdefault(f"{at}.{name}", value)
+        if other != value:
+            problem = f"names {judge} as the judge, but {at}.{name} is {other}; keep one of the two"
+            _reject(draft, key, f"{origin}: {key} {problem}.")
+            draft.broken.add(f"{at}.model")
+            return
+        draft.entries.setdefault(f"{at}.{name}", Entry(f"{at}.{name}", f"{value}", origin))
+    _set_default(draft, key, cheaper, origin)
 
 
 def _default_judge_model(draft: _Draft) -> None:

@@ -141,8 +141,8 @@ def _check_others(judge: Judge) -> Iterator[Clash]:
     different = [other_judge(itself, "itself")] if names and (api.model or "").strip() else []
     for name in names:
         if "," in name:
-            yield Clash(keys, f"{name!r} is not one model; the cheaper judge is --rm_cascade, the "
-                        "other one --rm_model.")  # fmt: skip
+            yield Clash(keys, f"{name!r} is not one model; name one at a time, such as "
+                        "--rm_cascade CHEAPER --rm_model MODEL.")  # fmt: skip
             continue
         try:
             other = other_judge(api, name)

@@ -235,7 +235,8 @@ class Cascade(Section):
 
     model: Annotated[str | None, checked(_check_not_blank)] = setting(
         None, "Cheaper judge, asked first: MODEL, TYPE/MODEL or a name in reward.api.judges. The "
-        "judge of --rm_model is asked where this one is unsure.", flag="--rm_cascade",
+        "judge of --rm_model is asked where this one is unsure; CHEAPER,JUDGE names both.",
+        flag="--rm_cascade",
     )  # fmt: skip
     # When it is unsure: one of two.
     spread: float | None = setting(

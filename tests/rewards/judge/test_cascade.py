@@ -13,6 +13,7 @@ from ppo_cli.config.mixture import cheaper_judge, other_judge
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt
+from tests.config.settling import problems, settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.server import digest
 from tests.rewards.scoring import score_all, sum_rollout, wait_until
@@ -213,3 +214,29 @@ def test_a_band_has_both_ends_and_a_missing_spread_is_doubt() -> None:
     ]  # fmt: skip
     spread = Doubt(spread=0.1)
     assert [spread.applies(1.0, x) for x in (0.09, 0.1, None)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("names", "judge"),
+    [
+        ("small,gpt-5.1", {"type": "openai", "model": "gpt-5.1"}),
+        ("small, claude/claude-opus-4-8", {"type": "claude", "model": "claude-opus-4-8"}),
+        ("small,strong", {"type": "gemini", "model": "large", "temperature": 0.5, "votes": 3}),
+    ],
+)
+def test_one_flag_names_both_judges(names: str, judge: dict[str, Any]) -> None:
+    judges = "{small: {type: openai, model: s}, strong: {type: gemini, model: large, votes: 3, "
+    overrides = [f"reward.api.judges={judges}temperature: 0.5}}}}", "reward.api.enable=true"]
+    if judge["type"] == "openai":
+        overrides.append("reward.api.type=openai")
+    keys = {f"{name}_API_KEY": "key" for name in ("OPENAI", "CLAUDE", "GOOGLE")}
+    resolved = settle(f"reward.api.cascade.model={names}", *overrides, env=keys)
+    api = resolved.config.reward.api
+    assert {name: getattr(api, name) for name in judge} == judge
+    assert api.cascade.model == "small"
+
+
+def test_a_flag_that_names_another_judge_than_the_settings_is_refused() -> None:
+    (problem,) = problems("reward.api.cascade.model=a,b", "reward.api.enable=true",
+                          "reward.api.model=other")  # fmt: skip
+    assert "names b as the judge, but reward.api.model is other" in problem
