@@ -114,6 +114,8 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     labels = Labels.of(settings.labels, settings.criteria) if settings.labels else None
     split, dropped = read_split(settings, screen, labels)
+    if labels:
+        require_two_labels(labels, settings, split.train, split.held_out)
     recipe = settings.recipe
     # Incomplete weights are found now, before anything is loaded.
     require_intact_model(
@@ -143,6 +145,8 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
             screen.note_all(notes)
             dropped.update(left_out)
             sides.append(encoded)
+    if labels:  # some rows may have been too long
+        require_two_labels(labels, settings, *sides)
     record = Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
     if labels is None:
         return record
@@ -185,9 +189,10 @@ def read_split(
 
     def load(flag: str, files: Sequence[str]) -> PairSet:
         loaded = load_pairs(files, skip_bad_rows=settings.skip_bad_rows, labels=labels)
-        screen.note_all(loaded.notes)
         if not loaded.pairs:
-            raise DataError(f"{flag} has no usable {word}.")
+            why = [*loaded.notes, *([labels.shape] if labels else [])]
+            raise DataError(" ".join([f"{flag} {', '.join(files)} has no usable {word}.", *why]))
+        screen.note_all(loaded.notes)
         return loaded
 
     loaded = load("--data", settings.data)
@@ -201,6 +206,34 @@ def read_split(
         screen.note(f"{plural(shared, word[:-1])} left out: the prompt is in --val_data too.")
         dropped["in_val_data"] = shared
     return split, dropped
+
+
+def require_two_labels(
+    labels: Labels,
+    settings: FitSettings,
+    train: Sequence[Example | EncodedExample],
+    held_out: Sequence[Example | EncodedExample],
+) -> None:
+    """Raise DataError if equal labels leave nothing to learn, or nothing to measure."""
+    grades = [row.targets for row in (*train, *held_out)]
+    # A held-out row that lacks the label of a criterion has no score to compare.
+    complete = [row.targets for row in held_out if not any(map(math.isnan, row.targets))]
+    measured = [(labels.rubric.value(row),) for row in complete]
+    add, files = "Add rows with another label", ", ".join((*settings.data, *settings.val_data))
+    for rows, side, advice in (
+        (grades, "row", add),
+        (grades[: len(train)], "training row", f"{add}: all that there are were held out"),
+        (measured, "held-out row", f"{add}, or hold out others with --val_share or --val_data"),
+    ):
+        if len(set(rows)) < 2:
+            problem = "no held-out row has all labels"
+            if rows:
+                label = "/".join("null" if math.isnan(g) else f"{g:g}" for g in rows[0])
+                problem = f"{plural(len(rows), side)} with only the label {label}"
+            raise DataError(
+                f"{files}: {problem} in column '{labels.column}': there is nothing to "
+                f"{'measure' if rows is measured else 'learn'}. {advice}."
+            )
 
 
 class Fit:
@@ -253,11 +286,6 @@ class Fit:
                 raise ModelError(
                     f"{self._settings.model} gives scores that are not finite: its weights may be "
                     "damaged, or --dtype is too small for it."
-                )
-            if math.isnan(self._before.accuracy):
-                raise DataError(
-                    "All labels of the held-out rows are equal, so that nothing can be measured. "
-                    "Hold out more with --val_share, or name other rows with --val_data."
                 )
             self._screen.note(self._figures_line(self._before))
             self._train_steps(stop.reason)

@@ -351,7 +351,7 @@ def split_by_prompt(pairs: Sequence[Example], share: float, seed: int) -> Split:
     prompts = sorted(counts)
     if len(prompts) < 2:
         raise DataError(
-            f"{len(prompts)} prompt in {len(pairs)} {word}s: none of them can be held out. Give "
+            f"1 prompt in {plural(len(pairs), word)}: none of them can be held out. Give "
             f"{word}s of more prompts, or the held-out {word}s with --val_data FILE."
         )
     # Take prompts in random order until the share is reached; at least one stays for training.

@@ -186,7 +186,17 @@ def test_one_label_becomes_a_score_from_0_to_1(write: Write, tmp_path: Path) -> 
     assert 0.0 < scores.score_B.item() < 1.0 and not scores.objectives
 
 
-def test_held_out_labels_that_are_equal_measure_nothing(write: Write) -> None:
-    rows = [row(True, prompt=f"{n}?") for n in range(8)]
-    with pytest.raises(DataError, match=r"held-out rows are equal[\s\S]*--val_share"):
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([True] * 8, "rows.jsonl: 8 rows with only the label 1 in column 'label'"),
+        ([0] + [1] * 7, "2 held-out rows with only the label .* nothing to measure.*--val_share"),
+        ([None] * 8, "--data .*rows.jsonl has no usable rows. 8 rows left out: without a label."),
+    ],
+)
+def test_labels_that_teach_or_measure_nothing_are_refused(
+    labels: list[Any], message: str, write: Write
+) -> None:
+    rows = [row(label, prompt=f"{n}?") for n, label in enumerate(labels)]
+    with pytest.raises(DataError, match=message):
         fit(short_fit(Path(write(*rows)), labels="label"), Screen())
