@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -50,6 +51,9 @@ PATIENCE_S = 60.0  # for a store that does not answer, at the start and at the e
 READERS = 8
 # Errors of a store that waiting does not mend.
 MISTAKES = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
+
+# RUN/checkpoints, or one of them or a folder in it.
+CHECKPOINT = re.compile(r"(\w+://.+)/checkpoints(?:/((?:step_\d+|latest|best)(?:/.*)?))?")
 
 Files = dict[str, list[int]]  # name -> bytes and time of change in ns
 Json = dict[str, Any]
@@ -188,23 +192,29 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
         return Path("/", text.removeprefix("file://"))
     if not is_address(text):
         return Path(word).expanduser()
-    parent, slash, name = text.rpartition("/")
+    parent, slash, name = text.rstrip("/").rpartition("/")
     name, at, step = name.partition("@")
-    url, _, below = f"{parent}{slash}{name}".partition("/checkpoints/")
-    folder = Path(cache_folder("glances" if small else "copies", url)).expanduser()
+    url, folder, path = f"{parent}{slash}{name}", Path(), Path()
+    # A run may itself be in a folder called checkpoints.
+    match = CHECKPOINT.fullmatch(url)
     try:
-        check_address(url)
-        store = open_store(url)
-        if index := read_index(store):
-            if small:
-                index["files"] = {name: entry for name, entry in index["files"].items()
-                                  if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
+        for place, below in [*([(match[1], match[2] or "")] if match else ()), (url, "")]:
+            check_address(place)
+            store = open_store(place)
+            folder = Path(cache_folder("glances" if small else "copies", place)).expanduser()
+            path = folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
+            if index := read_index(store):
+                break
+        if index and small:
+            index["files"] = {name: entry for name, entry in index["files"].items()
+                              if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
+        if index:
             fetch(store, index, folder)
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
     if index is None:
         raise DataError(f"{url} has no run: {INDEX} is missing there.")
-    return folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
+    return path
 
 
 def find_source_anywhere(word: str) -> ModelSource:

@@ -366,7 +366,11 @@ def test_a_run_at_an_address_is_shown_exported_and_forked(
     assert main(["train", *tiny, "--output_dir", URL, "data.val_max_samples=4"]) == 0
     assert list(load_run(URL).metrics.index) == [0, 1]
     assert main(["show", URL]) == main(["report", URL]) == main(["runs", URL]) == 0
-    assert main(["export", URL, "--out", "model"]) == 0
+    # As on a disk, RUN/checkpoints is its newest; a folder with that name may have runs, too.
+    assert main(["export", f"{URL}/checkpoints/", "--out", "model"]) == 0
+    open_store("s3://bucket").copy("runs/a", "checkpoints/a", recursive=True)
+    for word in ("", "/checkpoints", "/checkpoints/latest/actor"):
+        assert localise(f"s3://bucket/checkpoints/a{word}").is_dir()
     fork = ("--fork", f"{URL}@1", "--max_steps", "2", "data.val_max_samples=4")
     assert main(["train", *fork]) == 0
     assert run_settings(tmp_path / "a-step_000001").trainer.store is None
