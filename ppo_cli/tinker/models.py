@@ -7,7 +7,7 @@ Legend: N targets of all rows, B rows, L tokens, T response tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.memory.model import LOGIT_CHUNK
+from ppo_cli.config.models.folder import read_config
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, merge_sums
@@ -88,6 +90,12 @@ class ServedModel:
     def __init__(
         self, config: Config, tokenizer: Any, rank: int, seed: int, adapter: Path | None = None
     ) -> None:
+        shape = Shape.from_config(read_config(config.model.path))
+        if shape and rank > shape.hidden:
+            raise UserError(
+                f"rank is {rank}, more than the layers have: give one of 1 to {shape.hidden}, or 0 "
+                "to train all weights."
+            )
         self.config = with_settings(config, {"model.lora_rank": rank, "trainer.seed": seed})
         self.rank, self._tokenizer = rank, tokenizer
         self._compute = Compute.choose(config.model.dtype)
@@ -186,18 +194,20 @@ class ServedModel:
         return {"grad_norm": norm, "lr": optimizer.lr}
 
     def sample(
-        self, tokens: Sequence[int], sampling: Sampling, end_ids: Sequence[int] | None
-    ) -> list[Rollout]:
+        self, tokens: Sequence[int], sampling: Sampling, end_ids: Sequence[int] | None,
+        check: Callable[[], None],
+    ) -> list[Rollout]:  # fmt: skip
         """Return `sampling.n` responses to a prompt.
 
-        `end_ids` end a response next to the model's own; None: only its length ends it.
+        `end_ids` end a response next to the model's own; None: only its length ends it. `check` is
+        called before each token, and ends all responses with the error that it raises.
         """
         self._check_tokens(tokens, "The prompt and max_tokens", sampling.max_tokens)
         model = self._policy.model
         ends = () if end_ids is None else {*stop_token_ids(model, self._tokenizer), *end_ids}
         sampler = build_shared_sampler(model, self.config, self._tokenizer, end_ids=frozenset(ends))
         prompt = Prompt("tinker", "", (), "", tuple(tokens))
-        with self._policy.awake():
+        with self._policy.awake(), model.register_forward_pre_hook(lambda *_: check()):
             rollouts = sampler.generate([prompt], sampling, weight_version=1)
             return sorted(rollouts, key=lambda rollout: rollout.sample)
 

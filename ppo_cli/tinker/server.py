@@ -15,9 +15,10 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from math import nan
+from functools import lru_cache, partial
+from math import inf, nan
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from aiohttp import web
@@ -44,6 +45,7 @@ from ppo_cli.tinker.wire import (
 )
 
 POLL_S = 30.0  # the SDK waits 45 s for the reply to a poll
+AWAY_S = 300.0  # whoever sends nothing for so long is gone; the SDK sends a heartbeat every 10 s
 FINISHED = re.compile(r"sessions/([^/]+)/finish")
 KEPT_MODELS = 8
 KEPT_RESULTS = 1000  # that clients have read, in case a reply was lost
@@ -88,6 +90,7 @@ class TinkerServer:
         self._samplers: dict[str, str | None] = {}  # id -> path of its weights; None: base model
         self._results: dict[str, Future[Any]] = {}
         self._read: dict[str, None] = {}  # ids of results that clients have, oldest first
+        self._last_signs: dict[str, float] = {}  # of each session; -inf: it is closed
         self._worker, self._judge = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._open = lru_cache(maxsize=2)(self._open_sampler)
         self._direct: dict[str, Callable[[Body], Any]] = {
@@ -132,6 +135,7 @@ class TinkerServer:
         try:
             data = await request.read()
             body = read_batch(data) if route == "forward_backward" else json.loads(data or b"{}")
+            self._note_sign(body)
             if route in CONSTANT_REPLIES:
                 return _reply(CONSTANT_REPLIES[route])
             if route == "retrieve_future":
@@ -144,6 +148,7 @@ class TinkerServer:
                 executor = self._judge if route == "ppo/score" else self._worker
                 return _reply(await asyncio.wrap_future(executor.submit(self._extra[route], body)))
             if finished := FINISHED.fullmatch(route):
+                self._last_signs[finished[1]] = -inf
                 self._worker.submit(self._finish, finished[1])
                 return _reply({})
             if (name := route.removeprefix("samplers/")) in self._samplers:
@@ -153,6 +158,21 @@ class TinkerServer:
         except (KeyError, TypeError, ValueError) as error:
             return _reply({"detail": f"{route} cannot be read: {error!r}."}, 422)
         return _reply({"detail": f"{request.method} {request.path} is not served."}, 404)
+
+    def _note_sign(self, body: Body) -> None:
+        """Keep the time at which a session that is open has sent a request."""
+        names = ("session_id", "model_id", "sampling_session_id", "request_id")
+        session = next((str(body[name]).partition(":")[0] for name in names if body.get(name)), "")
+        if self._last_signs.get(session) != -inf:
+            self._last_signs[session] = monotonic()
+
+    def _check_presence(self, session: str) -> None:
+        """Raise UserError if nobody waits for what the session has asked for."""
+        if monotonic() - self._last_signs.get(session, inf) > AWAY_S:
+            raise UserError(
+                f"Sampling stopped: session {session} is closed, or has sent nothing for "
+                f"{AWAY_S:g} s."
+            )
 
     def _queue(self, route: str, body: Body) -> Body:
         """Queue a request once: when the SDK repeats it, it has the same owner and number."""
@@ -330,7 +350,8 @@ class TinkerServer:
             logprobs = model.score_prompt(tokens)
             logprobs[: -(body.get("prompt_logprobs_last_n") or len(tokens))] = nan
         end_ids = None if stop == [] else [token for token in stop or () if isinstance(token, int)]
-        return write_samples(model.sample(tokens, sampling, end_ids), logprobs)
+        check = partial(self._check_presence, name.partition(":")[0])
+        return write_samples(model.sample(tokens, sampling, end_ids, check), logprobs)
 
     def _score(self, body: Body) -> list[Body]:
         """Score rows (`prompt`, `response`, perhaps `ground_truth`) with the server's reward."""

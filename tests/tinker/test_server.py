@@ -248,6 +248,9 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         "no model": client.batch("nobody", rows),
         "embedded/model, not Qwen": client.wait(client.post(
             "create_model", session_id="s", model_seq_id=1, base_model="Qwen")),
+        "1 to 128": client.wait(client.post(
+            "create_model", session_id="s", model_seq_id=2, base_model="embedded",
+            lora_config={"rank": 129})),
         "no tinker://x/weights/y": client.queue(
             "load_weights", model_id=name, path="tinker://x/weights/y", optimizer=True),
         "is not a path": client.queue("save_weights", model_id=name, path="../../x"),
@@ -287,14 +290,25 @@ def test_the_model_in_use_stays_and_a_closed_session_frees_its_models(
     url: str, connect: Connect
 ) -> None:
     client, rows = connect(url), make_rows("weights", count=1)
+    sampler = client.post(
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=0,
+        base_model="embedded",
+    )["sampling_session_id"]  # fmt: skip
     first, *others = [client.create(2) for _ in range(2)]
     for _ in range(7):
         client.batch(first, rows, forward_only=True)
         client.create(2)
     assert len(client.batch(first, rows, forward_only=True)[1]) == len(rows)
     assert "no model" in client.batch(others[0], rows)["error"]
+    # Hours of sampling end with the session that has asked for them.
+    sampling = client.post(
+        "asample", sampling_session_id=sampler, seq_id=0, prompt={"chunks": [{"tokens": [5]}]},
+        num_samples=5000,
+        sampling_params={"max_tokens": 4000, "temperature": 1, "top_p": 1, "top_k": -1, "stop": []},
+    )  # fmt: skip
     assert client.http.post(f"sessions/{client.session}/finish", json={}).json() == {}
     assert "no model" in client.batch(first, rows)["error"]
+    assert "Sampling stopped" in client.wait(sampling)["error"]
 
 
 def test_critic_reference_and_reward_are_calls_beside_the_protocol(client: Client) -> None:
