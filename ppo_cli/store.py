@@ -47,8 +47,10 @@ MARK, FETCHING = ".store", ".fetching"
 POLL_S = 2.0
 LEASE_S = 60.0  # without a sign of life, another machine takes over
 SKEW_S = 900.0  # two clocks may differ by this much; S3 refuses more
+PLAN_S = 5.0  # a plan waits no longer for a store
 PATIENCE_S = 60.0  # for a store that does not answer, at the start and at the end
 READERS = 8
+TRIAL = ".trial"  # a file that a plan writes and deletes
 # Errors of a store that waiting does not mend.
 MISTAKES = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
 
@@ -180,6 +182,38 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
         with atomic_replace(folder / "checkpoints" / link) as fresh:
             fresh.symlink_to(step)
     (folder / FETCHING).unlink(missing_ok=True)
+
+
+def try_store(url: str) -> tuple[list[str], list[str]]:
+    """Read, write and delete at an address for a plan: notes on what it could not try, and problems.
+
+    A plan may be made where there are neither network nor credentials, so these are no problems.
+    """
+    errors: list[Exception | None] = []
+
+    def try_all() -> None:
+        try:
+            store = open_store(url)
+            read_index(store)
+            put(store, TRIAL, {})
+            store.rm_file(TRIAL)
+            errors.append(None)
+        except Exception as error:  # each file system raises errors of its own
+            errors.append(error)
+
+    thread = threading.Thread(target=try_all, daemon=True)
+    thread.start()
+    thread.join(PLAN_S)
+    match errors:
+        case [None]:
+            return [], []
+        case [Exception() as error] if isinstance(error, MISTAKES):
+            return [], [f"{url} cannot be used: {first_line(error)}."]
+    reason = first_line(errors[0]) if errors and errors[0] else f"no answer in {PLAN_S:g} s"
+    return [
+        f"Whether {url} can be read and written could not be checked here ({reason}): `train` "
+        "checks it before it loads a model."
+    ], []
 
 
 def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:

@@ -34,6 +34,7 @@ from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, CheckpointStore, find_resume, read_state
 from ppo_cli.scoring.sources import file_checks, row_checks
+from ppo_cli.store import try_store
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000
@@ -132,7 +133,8 @@ def plan_resume(config: Config, command: str) -> tuple[list[str], list[str]]:
     if config.trainer.node_rank:  # other nodes follow node 0
         return [], []
     mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
-    notes: list[str] = []
+    url = config.trainer.store
+    notes, store_problems = try_store(url.rstrip("/")) if url else ([], [])
 
     def check() -> None:
         checkpoint = find_resume(checkpoints_of(config), mode)
@@ -163,7 +165,7 @@ def plan_resume(config: Config, command: str) -> tuple[list[str], list[str]]:
         jumps = find_lr_jumps(config, checkpoint, total) if total else []
         notes.append("; ".join([f"The run resumes after step {step}, from {checkpoint}", *jumps]))
 
-    problems = collect_problems([check])
+    problems = [*store_problems, *collect_problems([check])]
     return notes, [redact(line) for line in problems]
 
 

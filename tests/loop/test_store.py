@@ -34,6 +34,7 @@ from ppo_cli.store import (
     put,
     read_json,
     scan,
+    try_store,
 )
 from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
@@ -284,9 +285,12 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     # No rights, a wrong key or clock, no bucket and no key: at once. S3's reason is in the message.
     for s3.error in ("AccessDenied", "SignatureDoesNotMatch", "RequestTimeTooSkewed"):
         assert refusal(URL, UserError) == f"{URL} cannot be used: so: {s3.error}."
-    assert s3.refused == 3 and not notes
+        assert try_store(URL) == ([], [f"{URL} cannot be used: so: {s3.error}."])
+    assert s3.refused == 6 and not notes
     s3.error = ""
-    assert "bucket does not exist" in refusal("s3://none/a", UserError)
+    for sentence in (refusal("s3://none/a", UserError), try_store("s3://none/a")[1][0]):
+        assert "bucket does not exist" in sentence
+    assert try_store(URL) == ([], [])
     with monkeypatch.context() as without:
         without.delenv("AWS_ACCESS_KEY_ID")
         without.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -294,9 +298,10 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     # A store that is away is tried again; then the command goes on with the run.
     s3.gone.set()
     assert refusal(URL, Interrupted).endswith("Go on with: x y")
-    assert s3.refused > 3 and len(notes) == 1
+    assert s3.refused > 6 and len(notes) == 1
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "Could not connect" in refusal(URL, Interrupted)
+    assert "Could not connect" in try_store(URL)[0][0]
     s3.gone.clear()
     assert s3.names() == [] and list(tmp_path.iterdir()) == []
 
