@@ -185,7 +185,7 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
 
 
 def try_store(url: str) -> tuple[list[str], list[str]]:
-    """Read, write and delete at an address for a plan: notes on what it could not try, and problems.
+    """Read and write at an address for a plan; return notes on what it cannot try, and problems.
 
     A plan may be made where there are neither network nor credentials, so these are no problems.
     """
