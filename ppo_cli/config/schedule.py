@@ -15,8 +15,8 @@ LEAST_CHANGE = 1e-6  # relative; metrics.jsonl holds rates as they were computed
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
     """Return the share of the peak learning rate in training step `step` (from 0).
 
-    A linear warm-up that starts above zero, then constant or a half cosine down to
-    `min_lr_ratio` at the last step.
+    A linear warm-up that starts above zero, then constant, or a half cosine or a line down to
+    `min_lr_ratio` after the last step.
     """
     # Warm-up in steps, or -1 for a share of the run.
     warmup = optim.lr_warmup_steps
@@ -27,9 +27,11 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
         return (step + 1) / (warmup + 1)
     if optim.lr_scheduler_type == "constant":
         return 1.0
-    # The half cosine from 1 to 0 over the steps after the warm-up, scaled to end at the minimum.
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    # From 1 to 0 over the steps after the warm-up, scaled to end at the minimum.
+    share = 1 - min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if optim.lr_scheduler_type == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * (1 - share)))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share
 
 
 def describe_lr_jumps(

@@ -161,7 +161,8 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, words: s
     [
         (
             "trl grpo --max_completion_length 64 --batch_size 4 --mini_batch_size 4",
-            "--adv_estimator grpo --rollout_n 8 actor.use_kl_loss=false"
+            "--adv_estimator grpo actor.optim.lr_scheduler_type=linear --rollout_n 8"
+            " actor.use_kl_loss=false"
             " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
             " actor.loss_agg_mode=token-mean --epochs 3 actor.optim.weight_decay=0.0"
             " actor.clip_ratio_c=null --max_response_length 64 --batch_size 4 --mini_batch_size 4",

@@ -25,6 +25,13 @@ def test_a_cosine_over_more_steps_is_announced_for_each_model() -> None:
     ]
 
 
+def test_a_line_falls_to_its_minimum_after_the_last_step() -> None:
+    linear = {"lr_scheduler_type": "linear", "lr_warmup_steps": 1, "min_lr_ratio": 0.2}
+    optim = Config.model_validate({"actor": {"optim": linear}}).actor.optim
+    rates = [lr_factor(step, 5, optim) for step in range(6)]
+    assert rates == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+
+
 def test_a_longer_warm_up_is_announced_too() -> None:
     (actor, _) = jumps({"lr": 1e-3, "lr_warmup_steps_ratio": 0.5}, 4, 4, 20)
     assert "falls from 0.001 at step 4 to 0.00045 at step 5" in actor

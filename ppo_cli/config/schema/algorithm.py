@@ -154,11 +154,11 @@ class Optim(Section):
     lr: float = setting(1e-6, "Peak learning rate.", ge=0.0, le=1.0)
     lr_warmup_steps: int = setting(-1, "Steps of linear warm-up; -1 uses the ratio.", ge=-1)
     lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0.0, le=1.0)
-    lr_scheduler_type: Literal["constant", "cosine"] = setting(
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = setting(
         "constant", "Schedule after the warm-up."
     )
     min_lr_ratio: float = setting(
-        0.0, "Final learning rate of the cosine, as a share of lr.", ge=0.0, le=1.0
+        0.0, "Final learning rate of cosine and linear, as a share of lr.", ge=0.0, le=1.0
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
     betas: Annotated[tuple[float, float], checked(_check_betas)] = setting(
@@ -170,7 +170,7 @@ class Optim(Section):
             "min_lr_ratio lr_scheduler_type",
             lambda s: s.lr_scheduler_type == "constant" and s.min_lr_ratio > 0,
             lambda s, at: (
-                f"{at}min_lr_ratio is the floor of the cosine; use it with "
+                f"{at}min_lr_ratio is where cosine and linear end; use it with "
                 f"{at}lr_scheduler_type=cosine."
             ),
             example="min_lr_ratio=0.1",

@@ -497,6 +497,10 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
     megatron = config.actor.strategy == "megatron" or "actor.strategy=megatron" in bare_words
     if megatron and "model_engine=megatron" not in bare_words:
         yield "actor.strategy megatron needs verl's own model_engine=megatron as well."
+    parts = ("actor", config.actor.optim), ("critic", config.critic.optim)
+    for part, optim in () if megatron else parts:
+        if optim.lr_scheduler_type == "linear":
+            yield f"{part}.optim.lr_scheduler_type linear: verl has constant and cosine."
     if config.rollout.name == "hf":
         yield "rollout.name hf is not available on verl, which has vllm, sglang and trtllm."
     if any(judge.settings.type == "local" for judge in judges_of(config.reward)):

@@ -150,6 +150,11 @@ def test_megatron_has_some_settings_under_names_of_its_own() -> None:
     assert not set(gone) & values.keys() and set(gone) <= plain.keys()
     refused = bridge.build_overrides(config, megatron[1:]).problems
     assert "actor.strategy megatron needs verl's own model_engine=megatron as well." in refused
+    linear = settled("actor.optim.lr_scheduler_type=linear")
+    assert (
+        bridge.build_overrides(linear).problems
+        and not bridge.build_overrides(linear, megatron).problems
+    )
 
 
 def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:
