@@ -1,11 +1,12 @@
-"""Tools of MCP servers: a server per command and environment process, shared by its episodes.
+"""Tools of MCP servers: a connection per server and environment process, shared by its episodes.
 
-Inside the environment process, whose Python needs the package `mcp`. When a server ends, so does
-the process: the pool replaces both.
+Inside the environment process, whose Python needs the package `mcp`. When a server ends, or has
+forgotten the session, so does the process: the pool replaces it, with new connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,13 +16,25 @@ from collections.abc import Callable
 from typing import Any
 
 
+# How servers that were started again say that they do not know a client, and how the package says
+# that the connection is lost.
+LOST = re.compile(
+    "Connection closed|SSE stream |Session (not found|terminated)"
+    "|(Not Found|Bad Request): .*(session|initialized)"
+)
+
+
 async def load(
-    commands: list[str], make_tool: Callable[..., Any], tool_error: type[Exception], worker: Any
+    commands: list[str],
+    timeout: float,
+    make_tool: Callable[..., Any],
+    tool_error: type[Exception],
+    worker: Any,
 ) -> list[Any]:
     """Start the servers and return their tools; raises the worker's Problems.
 
-    `make_tool` takes a schema, what to run, and no hints: a server checks arguments itself.
-    `tool_error` is what the policy reads.
+    `make_tool` takes a schema, what to run, no hints (a server checks arguments itself), and the
+    source. `tool_error` is what the policy reads. A server at an address has `timeout` seconds.
     """
     try:
         import mcp
@@ -32,7 +45,7 @@ async def load(
         ) from None
     tools = []
     for command in commands:
-        client = await _start(mcp, command, worker)
+        client = await _start(mcp, command, timeout, worker)
         cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -42,35 +55,39 @@ async def load(
                     "parameters": tool.input_schema,
                 }  # fmt: skip
                 run = _make_call(mcp, client, tool.name, command, tool_error)
-                tools.append(make_tool({"type": "function", "function": function}, run, None))
+                schema = {"type": "function", "function": function}
+                tools.append(make_tool(schema, run, None, f"--mcp {command!r}"))
             cursor = page.next_cursor
             if not cursor:
                 break
     return tools
 
 
-async def _start(mcp: Any, command: str, worker: Any) -> Any:
+async def _start(mcp: Any, command: str, timeout: float, worker: Any) -> Any:
     """Return a connected client of a server."""
+    remote = re.match("https?://", command)
     try:
         server: Any = command
-        if not re.match("https?://", command):
+        if not remote:
             program, *arguments = shlex.split(command)
             # Servers need keys; the package passes on only HOME, PATH and the like.
             env = dict(os.environ)
             server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
-        return await worker.enter(mcp.Client(server))
+        # A command may download packages before it answers.
+        return await asyncio.wait_for(worker.enter(mcp.Client(server)), timeout if remote else None)
     except BaseException as error:
-        text = _describe(error, worker)
+        while getattr(error, "exceptions", None):  # the package wraps errors in groups
+            error = error.exceptions[0]  # type: ignore[attr-defined]
+        text = worker.describe_error(error)
+        if remote:
+            raise worker.Problems(
+                f"--mcp {command!r} does not answer: {text}. Start the server, and write its "
+                "address with its path, as in http://127.0.0.1:8000/mcp."
+            ) from error
         raise worker.Problems(
             f"--mcp {command!r} does not start: {text}. Name the command of a server that speaks "
             "MCP over stdin and stdout, or its http:// address."
         ) from error
-
-
-def _describe(error: BaseException, worker: Any) -> str:
-    while getattr(error, "exceptions", None):  # the package wraps errors in groups
-        error = error.exceptions[0]  # type: ignore[attr-defined]
-    return str(worker.describe_error(error))
 
 
 def _make_call(
@@ -80,7 +97,7 @@ def _make_call(
         try:
             result = await client.call_tool(name, arguments)
         except mcp.MCPError as error:
-            if error.message == "Connection closed":
+            if LOST.match(error.message):
                 print(f"the MCP server {command} has ended", file=sys.stderr, flush=True)
                 os._exit(1)
             raise tool_error(error.message) from None

@@ -143,7 +143,7 @@ class _Process:
 
     def __init__(
         self, config: Environment, spec: Mapping[str, Any], log: Path | None,
-        on_unusable: Callable[[], None] = lambda: None,
+        on_unusable: Callable[[], None] = lambda: None, pause: float = 0.0,
     ) -> None:  # fmt: skip
         self._config = config
         self._spec = spec
@@ -151,6 +151,7 @@ class _Process:
         self._log_started = 0.0
         self._tail = b""
         self._on_unusable = on_unusable
+        self._pause = pause  # seconds before it starts
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
@@ -174,6 +175,7 @@ class _Process:
         return self._started
 
     async def _start(self) -> tuple[Schema, ...]:
+        await asyncio.sleep(self._pause)
         command = [
             sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), NO_FOLDER,
             _find_python(self._config), str(WORKER),
@@ -401,9 +403,11 @@ class EnvironmentPool:
             process.start()
         return tools
 
-    def _make_process(self, index: int) -> _Process:
+    def _make_process(self, index: int, pause: float = 0.0) -> _Process:
         log = self._logs / f"environment_{index}.log" if self._logs else None
-        process = _Process(self._config, self._spec, log, lambda: self._replace(index, process))
+        process = _Process(
+            self._config, self._spec, log, lambda: self._replace(index, process), pause
+        )
         return process
 
     def _replace(self, index: int, process: _Process) -> None:
@@ -423,7 +427,9 @@ class EnvironmentPool:
             self._error = UserError(_describe_broken(self._config, process.ended, self._logs))
             return
         self._metrics["environment/restarts"] += 1
-        self._processes[index] = self._make_process(index)
+        # A server that its start needs may come back.
+        pause = 0.0 if process.start().done() else self._config.timeout
+        self._processes[index] = self._make_process(index, pause)
         self._processes[index].start()
 
     def reset(self, episode: str, row: Mapping[str, Any]) -> Future[Opening]:

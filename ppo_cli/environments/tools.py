@@ -48,12 +48,13 @@ class ToolError(Exception):
 class Tool:
     """A tool; `run` takes its arguments. `hints` are the types of a Python function.
 
-    Without hints, `run` checks the arguments itself.
+    Without hints, `run` checks the arguments itself. `source` is the flag that offers it.
     """
 
     schema: dict[str, Any]
     run: Callable[..., Any]
     hints: dict[str, Any] | None
+    source: str
 
     @property
     def name(self) -> str:
@@ -143,15 +144,17 @@ async def load(
     if problems:
         raise worker.Problems(*problems)
     if commands:
-        tools += await worker.load_sibling("mcp").load(commands, Tool, ToolError, worker)
+        tools += await worker.load_sibling("mcp").load(commands, timeout, Tool, ToolError, worker)
     by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in by_name:
-            raise worker.Problems(
-                f"There are two tools {tool.name!r}: choose tools with --tools FILE.py:NAME,NAME, "
-                "or leave one of the MCP servers out."
+        first = by_name.setdefault(tool.name, tool)
+        if first is not tool:
+            problems.append(
+                f"Two tools have the name {tool.name!r}, of {first.source} and of {tool.source}: "
+                "choose functions with --tools FILE.py:NAME,NAME, or leave one of the two out."
             )
-        by_name[tool.name] = tool
+    if problems:
+        raise worker.Problems(*problems)
     if not tools:
         raise worker.Problems(f"--mcp: no tools are offered by {', '.join(commands)}.")
     return lambda: ToolEnvironment(by_name, timeout, worker)
@@ -174,14 +177,14 @@ async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], list[str]
         if not inspect.isfunction(function):
             problems.append(f"{label}: a {type(function).__name__} is not a tool; name functions.")
             continue
-        tool, mistakes = read_function(function)
+        tool, mistakes = read_function(function, label)
         line = function.__code__.co_firstlineno
         problems += [f"{label}: {function.__name__} (line {line}) {text}." for text in mistakes]
         tools.append(tool)
     return tools, problems
 
 
-def read_function(function: Callable[..., Any]) -> tuple[Tool, list[str]]:
+def read_function(function: Callable[..., Any], source: str) -> tuple[Tool, list[str]]:
     """Return a function as a tool, and what its signature and docstring lack."""
     description, texts = read_docstring(inspect.getdoc(function) or "")
     problems = []
@@ -193,7 +196,7 @@ def read_function(function: Callable[..., Any]) -> tuple[Tool, list[str]]:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        return Tool({}, function, {}), [f"has a type hint that does not work: {error}"]
+        return Tool({}, function, {}, source), [f"has a type hint that does not work: {error}"]
     parameters, mistakes = describe_fields(function, hints, texts)
     schema = {
         "type": "function",
@@ -201,7 +204,7 @@ def read_function(function: Callable[..., Any]) -> tuple[Tool, list[str]]:
             "name": function.__name__, "description": description, "parameters": parameters,
         },
     }  # fmt: skip
-    return Tool(schema, function, hints), problems + mistakes
+    return Tool(schema, function, hints, source), problems + mistakes
 
 
 def describe_fields(

@@ -347,6 +347,20 @@ def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
     assert reasons == [f"the environment process ended with exit code 9: {LAST_PRINT}"] * 3
 
 
+def test_a_process_that_does_not_start_gets_another_chance_later(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game", timeout=2.0)
+    open_episodes(pool, "a")
+    source = game.read_text()
+    game.write_text("raise OSError('a server that it needs is away')")
+    failure(pool, "a", "do os._exit(1)")
+    with pytest.raises(EnvironmentFailure, match="OSError: a server"):
+        open_episodes(pool, "b")
+    failed = time.monotonic()
+    game.write_text(source)
+    open_episodes(pool, "c")
+    assert time.monotonic() - failed > 1.5
+
+
 def test_keys_are_inherited_and_not_logged(
     start: Start, game: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

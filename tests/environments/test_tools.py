@@ -277,6 +277,7 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
 
 SERVER = """
 import os
+from mcp import MCPError
 from mcp.server import MCPServer
 
 server = MCPServer("numbers")
@@ -297,6 +298,11 @@ def end() -> str:
     os._exit(3)
 
 @server.tool()
+def forget() -> str:
+    \"\"\"Answer as a server at an address does after it was started again.\"\"\"
+    raise MCPError(code=-32600, message="Session not found")
+
+@server.tool()
 def key() -> str:
     \"\"\"Read a variable.\"\"\"
     return os.environ["ENVIRONMENT_TEST_KEY"]
@@ -314,7 +320,7 @@ def test_an_mcp_server_has_tools(
     server.write_text(SERVER)
     pool = start(tools=f"{file}:wait", mcp=(f"{sys.executable} {server}",))
     names = [schema["function"]["name"] for schema in pool.tools]
-    assert names == ["wait", "add", "fail", "end", "key"]
+    assert names == ["wait", "add", "fail", "end", "forget", "key"]
     assert pool.tools[1]["function"]["description"] == "Add two numbers."
     assert pool.tools[1]["function"]["parameters"]["required"] == ["a", "b"]
     open_episodes(pool, "a", "b")
@@ -326,10 +332,11 @@ def test_an_mcp_server_has_tools(
     assert contents[1] == "Error: Error executing tool fail"
     assert contents[2].startswith("Error: ") and "valid integer" in contents[2]
     # A server that ends: its process is replaced, and another one starts with a new server.
-    with pytest.raises(EnvironmentFailure, match=r"the MCP server .* has ended"):
-        call(pool, ("end", {}))
-    open_episodes(pool, "c")
-    assert call(pool, ("add", {"a": 1, "b": 1}), episode="c").messages[0]["content"] == "2"
+    for episode, tool in {"a": "end", "c": "forget"}.items():
+        with pytest.raises(EnvironmentFailure, match=r"the MCP server .* has ended"):
+            call(pool, (tool, {}), episode=episode)
+        open_episodes(pool, "c" if tool == "end" else "d")
+    assert call(pool, ("add", {"a": 1, "b": 1}), episode="d").messages[0]["content"] == "2"
 
 
 def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
@@ -339,6 +346,22 @@ def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
         check_environment(Environment(mcp=(f"{sys.executable} {tmp_path}/server.py",)))
     with pytest.raises(UserError, match="--mcp 'no-such-program x' does not start: FileNotFound"):
         check_environment(Environment(mcp=("no-such-program x",)))
+    with pytest.raises(UserError, match="'http://127.0.0.1:1/mcp' does not answer: ConnectError"):
+        check_environment(Environment(mcp=("http://127.0.0.1:1/mcp",)))
+
+
+def test_tools_of_one_name_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("mcp.server")
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "sums.py").write_text("def add(a: int): 'Add.'\n\ndef end(): 'End.'\n")
+    command = f"{sys.executable} {tmp_path}/server.py"
+    with pytest.raises(UserError) as error:
+        check_environment(Environment(tools=f"{tmp_path}/sums.py", mcp=(command,)))
+    assert str(error.value).splitlines() == [
+        f"Two tools have the name {name!r}, of --tools sums.py and of --mcp {command!r}: choose "
+        "functions with --tools FILE.py:NAME,NAME, or leave one of the two out."
+        for name in ("add", "end")
+    ]
 
 
 def test_a_python_without_the_package_is_refused(tmp_path: Path) -> None:
