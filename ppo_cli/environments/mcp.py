@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-
 # How servers that were started again say that they do not know a client, and how the package says
 # that the connection is lost.
 LOST = re.compile(

@@ -38,6 +38,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
 STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "stuck")
 STEP_ADVICE = "step returns (messages, done, reward), or a dict with these keys"
+# How a class plays an environment of Gymnasium, whose actions are numbers, in `self.env`.
+GYM_RESET = 'def reset(self, row): return str(self.env.reset(seed=row["seed"])[0])'
+GYM_STEP = (
+    'def step(self, message): obs, reward, *ends, _ = self.env.step(int(message["content"])); '
+    "return str(obs), any(ends), reward"
+)
 
 
 class Problems(Exception):
@@ -233,6 +239,13 @@ def check_methods(environment: Any, label: str) -> None:
             inspect.signature(function).bind(None)
         except TypeError as error:
             problems.append(f"{label}: {method} is called as {method}({argument}), but: {error}.")
+    if problems and hasattr(environment, "action_space"):
+        name = label.rpartition(":")[2].split()[0]
+        problems = [
+            f"{label} is an environment of Gymnasium. Name a class that plays it with messages:",
+            f"    class Episode:\n        def __init__(self): self.env = {name}()",
+            f"        {GYM_RESET}\n        {GYM_STEP}",
+        ]
     if problems:
         raise Problems(*problems)
 
@@ -249,6 +262,9 @@ def read_messages(value: Any, method: str, limit: int | None = None) -> list[dic
         value = [{"role": "user", "content": value}]
     if isinstance(value, dict) and "role" in value:
         value = [value]
+    info = value[1] if isinstance(value, tuple) and len(value) == 2 else None
+    if isinstance(info, dict) and "role" not in info:
+        raise BadReply(f"reset returned two values, as Gymnasium's does; write: {GYM_RESET}")
     if not isinstance(value, (list, tuple)):
         raise BadReply(f"{method} returned {_kind(value)} as messages; return a list or a text")
     messages = []
@@ -281,6 +297,8 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
         fields = dict(value)
     elif isinstance(value, (tuple, list)) and len(value) == 3:
         fields = dict(zip(STEP_KEYS, value))  # noqa: B905  (strict is newer than Python 3.9)
+    elif isinstance(value, (tuple, list)) and len(value) in (4, 5):
+        raise BadReply(f"step returned {len(value)} values, as Gymnasium's does; write: {GYM_STEP}")
     else:
         raise BadReply(f"step returned {_kind(value)}; {STEP_ADVICE}")
     # Of numpy too; a number here is a reward in the wrong place.

@@ -93,6 +93,43 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
     assert "the keys mesages" in failure(pool, "g", "{'mesages': []}")
 
 
+# As Gymnasium's environments are.
+COUNTER = """
+class Counter:
+    action_space = 2
+    def reset(self, *, seed=None): return seed, {}
+    def step(self, action): return action, 0.5, action == 1, False, {}
+
+class Passed:
+    def __init__(self): self.env = Counter()
+    def reset(self, row): return self.env.reset() if row["seed"] else None
+    def step(self, message): return self.env.step(0)[:int(message["content"])]
+"""
+
+
+def test_an_environment_of_gymnasium_is_refused_with_a_class_that_plays_it(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "counter.py"
+    file.write_text(COUNTER)
+    with pytest.raises(UserError) as error:
+        check_environment(Environment(path=f"{file}:Counter"))
+    head, *code = str(error.value).splitlines()
+    assert "is an environment of Gymnasium. Name a class" in head
+    pool = start(path=f"{file}:Passed")
+    with pytest.raises(EnvironmentFailure, match="reset returned two values, as Gymnasium's does"):
+        open_episodes(pool, "a")
+    open_episodes(pool, "b", "c", seed=0)
+    assert failure(pool, "b", "5").startswith("step returned 5 values, as Gymnasium's does; write:")
+    assert failure(pool, "c", "4").endswith(code[-1].strip())
+    file.write_text(COUNTER + "\n" + "\n".join(line[4:] for line in code))
+    pool = start(path=f"{file}:Episode")
+    open_episodes(pool, "d")
+    reply = say(pool, "d", "1")
+    assert reply.messages == ({"role": "user", "content": "1"},)
+    assert reply.done and reply.rewards == {"environment": 0.5}
+
+
 def test_an_exception_fails_its_episode_alone(start: Start, game: Path) -> None:
     pool = start(path=f"{game}:Game")
     open_episodes(pool, "a", "b", "c")
