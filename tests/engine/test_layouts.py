@@ -11,7 +11,7 @@ import pytest
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from tests.engine.layouts import FAMILIES, LORA, ROWS, UNSPLIT, train
+from tests.engine.layouts import FAMILIES, LORA, ON_RANKS, ROWS, UNSPLIT, train
 from tests.engine.packed_steps import RATE, gaps, settings
 from tests.engine.tiny_families import SIZE, save_model
 from tests.forked import run_ranks
@@ -54,16 +54,16 @@ def test_rows_of_states_are_padded(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("ranks")
-    for kind in FAMILIES:
+    for kind in ON_RANKS:
         save_model(folder, kind)
     run_ranks(WORKER, 2, str(folder))
     results: dict[str, dict[str, float]] = json.loads((folder / "gaps-0.json").read_text())
     return results
 
 
-TWO_RANKS = [f"{kind}-1-{len(adapter)}" for kind in FAMILIES for adapter in ({}, LORA)]
+TWO_RANKS = [f"{kind}-1-{len(adapter)}" for kind in ON_RANKS for adapter in ({}, LORA)]
 # Layers split over both: norms of queries and keys, which the adapter freezes, stay frozen.
-SPLIT = [f"{kind}-2-1" for kind in FAMILIES if kind not in UNSPLIT]
+SPLIT = [f"{kind}-2-1" for kind in ON_RANKS if kind not in UNSPLIT]
 
 
 @pytest.mark.slow
