@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.checks.models import template_remarks
+from ppo_cli.config.checks.models import critic_remarks, template_remarks
 from ppo_cli.config.checks.runner import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.derived import (
     critic_mini_batch,
@@ -304,6 +304,7 @@ def make_plan(resolved: Resolved) -> Plan:
         *missing_inputs(resolved.config),
         *missing_parts(resolved),
         *remarks(resolved),
+        *critic_remarks(resolved.config),
         *template_remarks(resolved.config),
         *find_disk_shortage(resolved.config, sums["total_steps"]),
     ]

@@ -33,6 +33,7 @@ from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.advice import advise_memory
 from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.folder import describe_unused_head, vocabulary_problem
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import expands_segments, publishes_adapter, sampler_name
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
@@ -70,7 +71,7 @@ from ppo_cli.engine.models.lora import (
     write_adapter_config,
 )
 from ppo_cli.engine.models.policy import Adapt, adapted
-from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.models.value_models import CRITIC_FLAG, load_value_model
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
@@ -481,28 +482,21 @@ class Learner:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit this device.")
         return packed
 
-    def _require_vocabulary(self, loaded: Policy | ValueModel, path: str) -> None:
+    def _require_vocabulary(self, loaded: Policy | ValueModel, path: str, flag: str) -> None:
         """Raise ModelError if a model has too few embeddings for the run's tokens, or others."""
         if path == model_folder(self._config.model.path):
             return
         size, policy_size = (count_embeddings(m.model) for m in (loaded, self.policy))
-        if size < min(policy_size, len(self._tokenizer)):
-            raise ModelError(
-                f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
-                f"and the model {path} only {size}: they do not belong together."
-            )
+        trust = self._config.model.trust_remote_code
         try:
-            trust = self._config.model.trust_remote_code
             ids = load_tokenizer(path, trust_remote_code=trust).get_vocab()
         except ModelError:  # weights without a tokenizer: there is nothing to compare
-            return
-        policy_ids = self._tokenizer.get_vocab()
-        # A relative may have a few added tokens of its own.
-        if sum(ids.get(token) != at for token, at in policy_ids.items()) > len(policy_ids) / 50:
-            raise ModelError(
-                f"{path} has another tokenizer than {self._config.model.path}, so it would read "
-                "other text: name a model of the same family."
-            )
+            ids = {}
+        if problem := vocabulary_problem(
+            path, flag, size, ids,
+            self._config.model.path, policy_size, self._tokenizer.get_vocab(),
+        ):  # fmt: skip
+            raise ModelError(problem)
 
     def _probe_states(self, loaded: Policy | ValueModel) -> Tensor:
         """Return the last hidden states of a few tokens under autocast."""
@@ -521,9 +515,9 @@ class Learner:
             return reference_of(self.policy)
         sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
         reference_path = model_folder(c.ref.path or c.model.path)
-        flag = "ref.path" if c.ref.path else "--model"
+        flag = "--ref_model" if c.ref.path else "--model"
         reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
-        self._require_vocabulary(reference, reference_path)
+        self._require_vocabulary(reference, reference_path, flag)
         self._preparation.prepare_reference(reference.model)
         return reference
 
@@ -549,7 +543,9 @@ class Learner:
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )
-        self._require_vocabulary(value_model, path)
+        self._require_vocabulary(value_model, path, CRITIC_FLAG)
+        if remark := describe_unused_head(critic_path(c)):
+            self.remarks.append(remark)
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
         tokens = micro_batch_tokens(c, c.critic.ppo_max_token_len_per_gpu)
         return CriticLearner(

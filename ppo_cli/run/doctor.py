@@ -236,7 +236,7 @@ def _check_nodes(machine: Machine) -> Findings:
         yield "ok", "one (--nnodes)", ""
         return
     paths = {"--model": config.model.path, "--critic_model": config.critic.model.path,
-             "ref.path": config.ref.path}  # fmt: skip
+             "--ref_model": config.ref.path}  # fmt: skip
     # Every node loads the models from its own disk.
     same = "the same path on every node: copy it, or name it on a disk that all share"
     for flag, path in ((flag, path) for flag, path in paths.items() if path is not None):

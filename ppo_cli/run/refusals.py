@@ -204,7 +204,7 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
         yield partial(check_present, name)
     # Models on this disk, by the flag that names them.
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
-    for flag, path in (models | {"ref.path": config.ref.path}).items():
+    for flag, path in (models | {"--ref_model": config.ref.path}).items():
         if path is not None:
             yield partial(check_folder, model_folder(path), flag)
     # Files of the reward and packages of the loggers.

@@ -14,7 +14,7 @@ from ppo_cli.config.models.known_models import (
     choose_adapter,
     hub_cache,
 )
-from ppo_cli.config.models.weight_files import names_in_pickle, names_in_safetensors, tensor_names
+from ppo_cli.config.models.weight_files import names_in_pickle, shapes_in_safetensors, tensor_names
 from ppo_cli.errors import ModelError, RewardError, UserError
 from tests.rewards.models import twins
 
@@ -236,4 +236,4 @@ def test_names_are_those_that_loading_finds(tmp_path: Path) -> None:
     optimizer = tmp_path / "bin1" / "optimizer.pt"
     torch.save({"state": torch.ones(1)}, optimizer)
     assert "state" not in tensor_names(tmp_path / "bin1")
-    assert names_in_safetensors(tmp_path / "safetensors1" / "model.safetensors")
+    assert shapes_in_safetensors(tmp_path / "safetensors1" / "model.safetensors")

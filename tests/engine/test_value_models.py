@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ppo_cli.config.checks.models import critic_remarks
+from ppo_cli.config.checks.runner import missing_inputs
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.config.schema.run import Config
@@ -111,6 +113,12 @@ def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
     value_model = load(tmp_path)
     assert value_model.head.weight.shape == (1, 64) and not values(value_model).any()
+    critic = Config.model_validate({"critic": {"model": {"path": str(tmp_path)}}})
+    (remark,) = critic_remarks(critic)
+    assert "classifier.weight has 3 labels" in remark and "Values start at 0" in remark
+    config.num_labels = 1
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    assert load(tmp_path).head.weight.any() and not critic_remarks(critic)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,8 +172,10 @@ def test_a_model_without_the_policys_tokens_is_refused(
     config = Config.model_validate({"model": {"path": "embedded"}} | settings)
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
     problem = "has 282 tokens and the model .* only 281" if size == 281 else "another tokenizer"
-    with pytest.raises(ModelError, match=problem):
+    with pytest.raises(ModelError, match=problem) as refusal:
         LocalEngine(config, tokenizer, total_steps=1)
+    # A plan refuses it too, from the files.
+    assert str(refusal.value) in missing_inputs(config, {})
 
 
 def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:

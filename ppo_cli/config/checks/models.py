@@ -13,7 +13,16 @@ from ppo_cli.addresses import refuse_address
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
 from ppo_cli.config.models.bundled import MODELS, model_folder
-from ppo_cli.config.models.folder import check_folder, folder_problem, has_template, read_config
+from ppo_cli.config.models.folder import (
+    check_folder,
+    describe_unused_head,
+    folder_problem,
+    has_template,
+    read_config,
+    read_vocabulary,
+    vocabulary_problem,
+    vocabulary_size,
+)
 from ppo_cli.config.models.known_models import SERVED, choose_adapter, is_url
 from ppo_cli.config.models.limits import (
     attention_problem,
@@ -117,7 +126,21 @@ def broken_models(config: Config) -> list[str]:
         problems.append(length_problem(written, path, config.data))
         if path == config.model.path and sampler_name(config) == "hf":
             problems.append(column_problem(written, path, config.data))
+        problems.append(_describe_other_tokens(config.model.path, path, flag))
     return [problem for problem in problems if problem]
+
+
+def _describe_other_tokens(policy_path: str, path: str, flag: str) -> str:
+    """Return why a local critic or reference does not go with the tokenizer of a local policy."""
+    folders = [Path(model_folder(name)).expanduser() for name in (path, policy_path)]
+    if path == policy_path or not all((folder / "config.json").is_file() for folder in folders):
+        return ""
+    try:
+        (ids, _), (policy_ids, _) = map(read_vocabulary, folders)
+    except ModelError:  # `folder_problem` says so
+        return ""
+    size, policy_size = vocabulary_size(path), vocabulary_size(policy_path)
+    return vocabulary_problem(path, flag, size, ids, policy_path, policy_size, policy_ids)
 
 
 def damaged_models(config: Config) -> list[str]:
@@ -140,6 +163,12 @@ def damaged_models(config: Config) -> list[str]:
               for path, folder in folders.items())  # fmt: skip
     named = (partial(check_folder, model_folder(path), flag) for path, flag in flags.items())
     return list(collect_problems([*checks, *named]))
+
+
+def critic_remarks(config: Config) -> list[str]:
+    """Remark that the head of the critic's checkpoint is not used."""
+    remark = describe_unused_head(critic_path(config)) if uses_critic(config) else ""
+    return [remark] if remark else []
 
 
 def template_remarks(config: Config) -> list[str]:

@@ -7,9 +7,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.models.known_models import describe_missing_folder, hub_cache
+from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.known_models import (
+    describe_missing_folder,
+    find_model_folder,
+    hub_cache,
+)
 from ppo_cli.config.models.remote_configs import find_config
-from ppo_cli.config.models.weight_files import read_json, text_config, weights_problem
+from ppo_cli.config.models.weight_files import (
+    SAFETENSORS,
+    read_json,
+    shapes_in_safetensors,
+    text_config,
+    weight_files,
+    weights_problem,
+)
 from ppo_cli.errors import ModelError
 
 # Words of a config.json.
@@ -59,6 +71,9 @@ SIZE_KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
+VALUE_HEADS = ("score", "classifier")  # transformers' names of a token classifier's head
+# A model of the same family may have a few added tokens: a fiftieth of the vocabulary may differ.
+_MAX_OTHER_TOKENS = 1 / 50
 # Every tokenizer but the byte-level ones keeps its vocabulary in a separate file.
 _VOCABULARY = re.compile(
     r"tokenizer\.(?!config)|vocab|spiece|sentencepiece|tekken|merges|.*\.(?:tiktoken|model|spm|bpe)$"
@@ -103,6 +118,65 @@ def has_template(folder: Path) -> bool:
     return written or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
+def describe_unused_head(path: str) -> str:
+    """Say that a critic's checkpoint has a head that cannot be the value head; "" if it has none.
+
+    Only the headers of safetensors files are read; pickles do not tell shapes.
+    """
+    try:
+        folder = find_model_folder(model_folder(path))
+        files = weight_files(folder) if folder else ()
+        shapes = [shapes_in_safetensors(file) for file in files if file.suffix == SAFETENSORS]
+    except ModelError:  # the loader, or a check of the folder, says so
+        return ""
+    for name, (outputs, *_) in ((n, s) for file in shapes for n, s in file.items() if s):
+        if name in {f"{head}.weight" for head in VALUE_HEADS} and outputs != 1:
+            return (
+                f"The critic does not use the head of {path}: {name} has {outputs} labels, and a "
+                "value head has one. Values start at 0; the head of a reward model with one label "
+                "would be used."
+            )
+    return ""
+
+
+def read_vocabulary(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Return token -> id of the tokenizer.json in a folder, and of its added tokens among these.
+
+    Both are empty if it does not list its tokens.
+    """
+    tokenizer = read_json(folder / "tokenizer.json")
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, list):  # of pairs: a token and its score
+        vocabulary = {pair[0]: i for i, pair in enumerate(vocabulary)}
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return ({**vocabulary, **added}, added) if isinstance(vocabulary, Mapping) else ({}, {})
+
+
+def vocabulary_problem(
+    path: str, flag: str, size: int | None, ids: Mapping[str, int],
+    policy_path: str, policy_size: int | None, policy_ids: Mapping[str, int],
+) -> str:  # fmt: skip
+    """Say why a critic or a reference cannot read the policy's tokens; "" if it can.
+
+    Of both models: for how many tokens they have embeddings, and token -> id. What is None or
+    empty is not compared.
+    """
+    if size and policy_size and size < min(policy_size, len(policy_ids)):
+        return (
+            f"The tokenizer of {policy_path} has {len(policy_ids)} tokens and the model {path} "
+            f"only {size}: they do not belong together. Name a model of the same family with "
+            f"{flag}."
+        )
+    others = sum(ids.get(token) != at for token, at in policy_ids.items()) if ids else 0
+    if others > len(policy_ids) * _MAX_OTHER_TOKENS:
+        return (
+            f"{path} has another tokenizer than {policy_path}, so it would read other text: name a "
+            f"model of the same family with {flag}."
+        )
+    return ""
+
+
 def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the kind and the sizes in config.json."""
     text = text_config(config)
@@ -121,17 +195,10 @@ def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
     named = any(_VOCABULARY.match(file.name) for file in folder.iterdir())
     if not named and not kind.startswith(_BYTE_LEVEL) and "auto_map" not in settings:
         return f"There is no tokenizer in {folder}: no tokenizer.json, and no other vocabulary"
-    tokenizer = read_json(folder / "tokenizer.json")
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     size = text_config(config).get("vocab_size")
     # Placeholders, of images for example, may be beyond: prompts are searched for them.
-    added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
-    if isinstance(vocabulary, Mapping):
-        ids = {i for i in vocabulary.values() if isinstance(i, int)}
-    else:
-        ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set()
-    last = max(ids - added, default=-1)
+    ids, added = read_vocabulary(folder)
+    last = max({*ids.values()} - {*added.values()}, default=-1)
     if type(size) is int and last >= size:
         return (
             f"config.json has vocab_size {size}, but the tokenizer of {folder} has {last + 1} words"

@@ -56,12 +56,12 @@ def tensor_names(folder: Path) -> frozenset[str]:
     """Return the names of all tensors in a checkpoint; empty without weights."""
     names: set[str] = set()
     for file in weight_files(folder):
-        names |= names_in_safetensors(file) if file.suffix == SAFETENSORS else names_in_pickle(file)
+        names |= {*(shapes_in_safetensors if file.suffix == SAFETENSORS else names_in_pickle)(file)}
     return frozenset(names)
 
 
-def names_in_safetensors(file: Path) -> set[str]:
-    """Return the tensor names in the header of one safetensors file."""
+def shapes_in_safetensors(file: Path) -> dict[str, list[int]]:
+    """Return name -> shape of the tensors in the header of one safetensors file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -74,7 +74,7 @@ def names_in_safetensors(file: Path) -> set[str]:
         tensors_end = max((facts["data_offsets"][1] for facts in tensors.values()), default=0)
         if 8 + length + tensors_end > end:
             raise ValueError(f"it has {end} bytes of {8 + length + tensors_end}")
-        return {*tensors}
+        return {name: [*facts["shape"]] for name, facts in tensors.items()}
     except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
         raise _damaged_error(file, error) from error
 

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
+from ppo_cli.config.models.folder import VALUE_HEADS
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.models.attention import PackedRows
 from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.models.policy import Policy
-from ppo_cli.engine.models.value_models import VALUE_HEADS, value_head
+from ppo_cli.engine.models.value_models import value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
 # Gate and up projection of an expert in one weight; each of them has its own rank.

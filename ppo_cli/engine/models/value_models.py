@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
+from ppo_cli.config.models.folder import VALUE_HEADS
 from ppo_cli.engine.models.loading import load_weights
 from ppo_cli.engine.models.policy import ValueModel, backbone_name
 from ppo_cli.engine.pretrained import load_config
@@ -27,7 +28,6 @@ from ppo_cli.errors import ModelError
 
 CRITIC_FLAG = "--critic_model"
 HEAD = "score"
-VALUE_HEADS = (HEAD, "classifier")  # transformers' names of a token classifier's head
 TASK = "ForTokenClassification"
 CLASSIFIES_TEXTS = "ForSequenceClassification"
 # Suffixes of transformers' classes of causal language models.

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
+from ppo_cli.config.models.folder import VALUE_HEADS
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches, run_within_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_tokenizer, pad_token_id
 from ppo_cli.engine.models.loading import load_weights
-from ppo_cli.engine.models.value_models import VALUE_HEADS
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError, did_you_mean
