@@ -122,9 +122,9 @@ def format_number(value: float | None) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
-def _format_metric(value: float) -> str:
+def format_metric(value: float | None) -> str:
     """Return a number; those near 0 are 0, as they would flicker between signs."""
-    return format_number(0.0 if abs(value) < ROUNDED_TO_ZERO else value)
+    return format_number(0.0 if abs(value or 1.0) < ROUNDED_TO_ZERO else value)
 
 
 def format_step(
@@ -140,7 +140,7 @@ def format_step(
     for key, word in COLUMNS.items():
         if key in metrics and key not in HIDDEN_COLUMNS:
             parts = _format_parts(metrics) if key == "reward_mean" else ""
-            fields[word] = f"{word} {_format_metric(metrics[key])}{parts}"
+            fields[word] = f"{word} {format_metric(metrics[key])}{parts}"
     if (value := metrics.get("val/reward_mean")) is not None:
         fields["val"] = f"val {format_number(value)}{_format_parts(metrics, 'val/')}"
     if "time/step_s" in metrics:
@@ -169,7 +169,7 @@ def format_pretraining(
         f"explained {format_explained(last.get('explained_variance'))}"
         + ("" if until is None else f" (target {until:g})"),
         f"{last['time/step_s']:.1f} s",
-        *(f"{COLUMNS[key]} {_format_metric(last[key])}" for key in PRETRAINED if key in last),
+        *(f"{COLUMNS[key]} {format_metric(last[key])}" for key in PRETRAINED if key in last),
     ]
     if not width and not is_pretrained(config, lines):
         time_left = format_duration(_pretraining_seconds_left(config, lines))
@@ -576,9 +576,9 @@ class TerminalScreen(Screen):
         plain = not can_show(BLOCKS, self._console.encoding)
         rows = []
         for name, values in self._curves.items():
-            row = f"{name[:9]:<10}{_format_metric(values[-1]):<9}"
+            row = f"{name[:9]:<10}{format_metric(values[-1]):<9}"
             if len(values) >= MIN_POINTS:
-                span = f"  {_format_metric(min(values))} to {_format_metric(max(values))}"
+                span = f"  {format_metric(min(values))} to {format_metric(max(values))}"
                 span = span if width >= WIDE else ""
                 size = min(2 * CURVE_WIDTH, width - len(row) - len(span))
                 row += draw_sparkline(values, width=size, ascii_only=plain) + span

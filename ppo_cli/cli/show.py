@@ -19,6 +19,7 @@ from ppo_cli.cli.help import App, HelpCommand
 from ppo_cli.cli.screen import (
     COLUMNS,
     align_columns,
+    format_metric,
     format_number,
     print_result,
     titled_table,
@@ -432,7 +433,7 @@ def format_steps_table(steps: Sequence[Line]) -> str:
     names = COLUMNS | {"val/reward_mean": "val"}
     keys = [k for k in names if any(line.get(k) is not None for line in steps)]
     rows = [["step", *(names[k] for k in keys)]]
-    rows += [[str(line["step"]), *(format_number(line.get(k)) for k in keys)] for line in steps]
+    rows += [[str(line["step"]), *(format_metric(line.get(k)) for k in keys)] for line in steps]
     return "\n".join(align_columns(rows, left_aligned=0))
 
 
@@ -443,7 +444,7 @@ def format_statistics(means: Mapping[str, float]) -> str:
         return "No step is finished yet."
     rows = [["metric", f"{'mean':>8}", f"{'std':>8}"]]
     rows += [
-        [name, *(format_number(means[f"{name}_{what}"]) for what in ("mean", "std"))]
+        [name, *(format_metric(means[f"{name}_{what}"]) for what in ("mean", "std"))]
         for name in names
     ]
     return "\n".join(align_columns(rows, left_aligned=1))

@@ -246,9 +246,7 @@ def describe_pretraining(config: Config, lines: Lines) -> str:
         return text
     if has_reached_target(config, lines):
         return f"{text} (target {target:g})"
-    return (
-        f"{text}, below the target {target:g} after all {max_steps} steps (--critic_pretrain_steps)"
-    )
+    return f"{text}, below the target {target:g} (more steps: --critic_pretrain_steps)"
 
 
 def format_explained(value: float | None) -> str:

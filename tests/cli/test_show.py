@@ -105,8 +105,11 @@ def test_what_the_critic_predicts_is_below_the_steps(
     assert "variance" not in capsys.readouterr().out
     add_critic(run, 20)
     append_line(run / "critic.jsonl", {"step": "x"})
+    append_line(run / "metrics.jsonl", {"step": 21, "kl_divergence": -9.5e-10})
     assert main(["show", str(run)]) == 0
-    *_, positions, tenths = capsys.readouterr().out.rstrip().split("\n\n")
+    steps, *_, positions, tenths = capsys.readouterr().out.rstrip().split("\n\n")
+    # A KL of rounding errors is 0, as on the line of the step.
+    assert steps.split("\n")[-1].split()[:3] == ["21", "-", "0.000"]
     assert [row.split() for row in positions.split("\n")] == [
         ["explained", "variance", "at", "token", "1", "2"],
         ["steps", "1", "to", "2", "0.013", "-0.187"],
