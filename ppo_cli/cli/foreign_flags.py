@@ -402,6 +402,8 @@ def _list_defaults(estimator: str, method: str, done: Translation) -> list[Flag]
     rows = {
         n: v for n, v in rows.items() if not (_targets(n) & typed or (estimator and n in critic))
     }
+    if not {"lora_r", "lora_rank"} & done.values.keys():
+        rows.pop("lora_alpha", None)
     # A batch that does not divide stays ours.
     counted = Translation(values={n: v.split() for n, v in rows.items()} | done.values)
     if "per_device_train_batch_size" in rows and not _count_batches("", counted):
@@ -433,7 +435,10 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
         return line
     for shell, dash, script in zip(line, line[1:], line[2:], strict=False):
         if shell.endswith("sh") and dash in ("-c", "-lc"):
-            return _skip_launcher(shlex.split(script), done)
+            words = shlex.split(script)
+            if at := max((i for i, word in enumerate(words) if word == "&&"), default=0):
+                done.notes.append(f"`{' '.join(words[:at])}` is left out: run it before.")
+            return _skip_launcher(words[at and at + 1 :], done)
     # The program is a script, a module, or a command of trl.
     ends = (
         count
@@ -453,7 +458,7 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     unread = f", and {done.program} is not read" if done.program.endswith(".py") else ""
     launcher = " ".join(line[start:at])
     done.notes.append(f"`{launcher}` is left out: this program starts itself{unread}.")
-    for variable in line[:start]:
+    for variable in filter(VARIABLE.match, line[:end]):
         done.notes.append(f"{variable} is left out: write it in front of the command.")
     counting = max((i for i in range(end) if COUNTING.match(line[i])), default=end)
     flags: list[str] = []

@@ -148,6 +148,10 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ("--max_len 512 --max_new_tokens 128", "--max_prompt_length 384 --max_response_length 128"),
         ("learning_rate=1e-6, '' \u2014max_steps 5", "--lr 1e-6 --max_steps 5"),
         ("$ openrlhf.cli.train_ppo --actor.adam.lr 1", "--lr 1"),
+        (
+            "srun -w n bash -c 'pip install ray && ray job submit -- A=1 python x.py --lr 1'",
+            "--lr 1",
+        ),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
     ],
 )
@@ -176,6 +180,15 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, words: s
             " actor.optim.lr_scheduler_type=constant actor.optim.weight_decay=0.1"
             " --max_prompt_length 8 --batch_size 8 --mini_batch_size 4 actor.optim.betas=[1,2]"
             " data.prompt_key=q data.apply_chat_template=true --data.max_len 16 --kl_coef 0",
+        ),
+        (
+            "trl grpo --use_peft --lora_r 8 --beta 0 --loss_type grpo --max_completion_length 1"
+            " --num_train_epochs 1 --batch_size 1 --weight_decay 0",
+            "--lora_alpha 32 actor.optim.lr_scheduler_type=linear"
+            " --rollout_n 8 actor.clip_ratio_c=null --lora_rank 8 actor.use_kl_loss=false"
+            " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
+            " actor.loss_agg_mode=seq-mean-token-mean --max_response_length 1 --epochs 1"
+            " --batch_size 1 actor.optim.weight_decay=0",
         ),
         ("--num_generations 4", "--adv_estimator grpo --rollout_n 4"),
         ("python main_grpo.py actor.optim.lr=1", "--adv_estimator grpo actor.optim.lr=1"),
