@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.pool import MAX_LOG_BYTES, EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.reaper import descendants
-from tests.environments.conftest import ROW
+from tests.environments.conftest import GAME, ROW
 from tests.waiting import wait_until
 
 Start = Callable[..., EnvironmentPool]
@@ -179,11 +178,11 @@ def test_a_process_that_dies_is_replaced(start: Start, game: Path, code: str) ->
 def test_a_hanging_call_costs_its_episode_and_the_process_ends_later(
     start: Start, game: Path
 ) -> None:
-    pool = start(path=f"{game}:Game", timeout=1.0)
+    pool = start(path=f"{game}:Game", timeout=3.0)
     open_episodes(pool, "a", "b")
     (process,) = worker_pids()
     hang = "do __import__('threading').Event().wait()"
-    assert failure(pool, "a", hang) == "timeout: took longer than 1 s"
+    assert failure(pool, "a", hang) == "timeout: took longer than 3 s"
     # The other episode goes on in the same process; a new one gets another process.
     assert say(pool, "b", "1").messages
     open_episodes(pool, "c")
@@ -200,10 +199,10 @@ def test_an_async_call_that_hangs_is_cancelled(start: Start, tmp_path: Path) -> 
         "import asyncio, time\nclass Slow:\n    async def reset(self, row): return 'go'\n"
         "    async def step(self, message): return await asyncio.sleep(float(message['content']))\n"
     )
-    pool = start(path=f"{file}:Slow", timeout=0.5)
+    pool = start(path=f"{file}:Slow", timeout=2.0)
     open_episodes(pool, "a")
     before = worker_pids()
-    assert failure(pool, "a", "4321") == "timeout: took longer than 0.5 s"
+    assert failure(pool, "a", "4321") == "timeout: took longer than 2 s"
     open_episodes(pool, "b")
     assert worker_pids() == before
 
@@ -262,19 +261,13 @@ def test_a_flood_takes_little_memory_and_disk(
 
 
 def test_calls_run_side_by_side(start: Start, game: Path) -> None:
+    game.write_text(f"{GAME}\nall_run = threading.Barrier(64)\n")
     pool = start(path=f"{game}:Game")
-    message = {"role": "assistant", "content": "do time.sleep(0.5)"}
-    times = []
-    for attempt in range(3):  # the machine may be busy with something else
-        episodes = [f"{attempt}/{number}" for number in range(64)]
-        open_episodes(pool, *episodes)
-        started = time.monotonic()
-        for reply in [pool.step(episode, message) for episode in episodes]:
-            assert reply.result(60).messages
-        times.append(time.monotonic() - started)
-        if times[-1] < 1.0:
-            break
-    assert min(times) < 1.0
+    message = {"role": "assistant", "content": "do all_run.wait()"}
+    episodes = [str(number) for number in range(64)]
+    open_episodes(pool, *episodes)
+    for reply in [pool.step(episode, message) for episode in episodes]:
+        assert reply.result(60).messages
 
 
 def test_episodes_are_dealt_evenly(start: Start, game: Path) -> None:
@@ -365,7 +358,7 @@ def test_a_slow_import_is_no_mistake(
     game.write_text("import time; time.sleep(2)\n" + game.read_text())
     monkeypatch.setattr("ppo_cli.environments.pool.CHECK_TIMEOUT_S", 0.2)
     check_environment(Environment(path=f"{game}:Game"))
-    pool = start(path=f"{game}:Game", timeout=0.5)
+    pool = start(path=f"{game}:Game", timeout=1.9)
     open_episodes(pool, "a")
 
 

@@ -120,7 +120,7 @@ def test_workers_start_only_when_something_is_slow(build: Build) -> None:
 
 def test_the_limits_of_the_settings_reach_the_workers(build: Build) -> None:
     before = set(_children())
-    reward = build({"format"}, num_workers=3, timeout=0.3)
+    reward = build({"format"}, num_workers=3, timeout=1.0)
     hang = make_rollout("a" * 60 + "!", None, "format", format="(a+)+")
     scores = [reward.submit(hang) for _ in range(3)]
     until, most_workers, memory = time.monotonic() + PATIENCE, 0, set[str]()
@@ -134,4 +134,4 @@ def test_the_limits_of_the_settings_reach_the_workers(build: Build) -> None:
                 )
         time.sleep(0.01)
     assert (most_workers, memory - {"unlimited"}) == (3, {str(4 << 30)})
-    assert {s.result().failure for s in scores} == {"timeout: took longer than 0.3 s"}
+    assert {s.result().failure for s in scores} == {"timeout: took longer than 1 s"}

@@ -83,7 +83,7 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
         return answers, sentence, client.pop_counters(), client.pop_counters()
 
     answers, sentence, counters, nothing = run(
-        server, work, concurrency=concurrency, timeout=2, deadline=20
+        server, work, concurrency=concurrency, timeout=20, deadline=20
     )
     assert len(verdicts(answers)) == 40
     assert server.state.answered <= 40 + concurrency  # those cut off on their way back
@@ -161,22 +161,27 @@ def test_each_try_may_wait_twice_as_long_as_the_one_before(
 def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pause = 0.02
-    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: pause)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: 0.02)
     server.fail(500, times=4)
     assert run(server, lambda client: client.ask(ask_for("alone")), deadline=0.001).calls == 5
 
     async def ask_another(client: JudgeClient) -> list[Any]:
+        answered_others = asyncio.Event()
+
+        async def back_off(seconds: float) -> None:
+            await answered_others.wait()
+
+        monkeypatch.setattr(client._admission, "back_off", back_off)
         call = asyncio.create_task(client.ask(ask_for("one")))
         while not server.count:
             await asyncio.sleep(0.005)
         other = await client.ask(ask_for("other"))
         server.fail(500)
+        answered_others.set()
         return [other, *await asyncio.gather(call, return_exceptions=True)]
 
     server.reset()
     server.fail(500, times=1)
-    pause = 1.5  # the other one is answered within
     other, ended = run(server, ask_another, deadline=0.001)
     assert other.calls == 1
     assert isinstance(ended, JudgeError) and ended.cause == "http_500"
@@ -186,25 +191,32 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
 def test_a_long_pause_uses_up_a_quarter_of_a_verdicts_time(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: 0.6)
+    monkeypatch.setattr("ppo_cli.rewards.remote.client.random.uniform", lambda low, high: 500.0)
     server.fail(500, said="stubborn")
 
-    async def ask_others(client: JudgeClient) -> BaseException | None:
-        call = asyncio.create_task(client.ask(ask_for("stubborn")))
-        while not (await asyncio.wait([call], timeout=0.05))[0]:
-            await client.ask(ask_for(f"at {time.monotonic()}"))
-        return call.exception()
+    async def ask_others(client: JudgeClient) -> JudgeError:
+        async def back_off(seconds: float) -> None:
+            await client.ask(ask_for(f"call {server.count}"))
 
-    error = run(server, ask_others, deadline=1.2)
-    assert isinstance(error, JudgeError) and error.cause == "http_500"
-    assert server.state.count - server.state.answered in (3, 4)
+        monkeypatch.setattr(client._admission, "back_off", back_off)
+        with pytest.raises(JudgeError) as ended:
+            await client.ask(ask_for("stubborn"))
+        return ended.value
+
+    assert run(server, ask_others, deadline=400.0).cause == "http_500"
+    assert server.state.count - server.state.answered == 4
 
 
 def test_the_time_of_a_verdict_begins_with_its_first_call(server: JudgeServer) -> None:
     server.state.latency = 0.3
-    queued = run(server, lambda client: ask_all(client, questions(3)), concurrency=1)
+
+    async def work(client: JudgeClient) -> tuple[list[Any], float]:
+        began = time.monotonic()
+        return await ask_all(client, questions(3)), time.monotonic() - began
+
+    queued, took = run(server, work, concurrency=1)
     times = [verdict.latency_s for verdict in verdicts(queued)]
-    assert sum(times) < 2.5 * min(times) + 0.6, "waiting for a place is not in it"
+    assert sum(times) <= took, "waiting for a place is not in it"
     server.reset()
     server.fail(500, times=2, retry_after=0.2)  # the client draws its pause from 0 on
     tried = run(server, lambda client: client.ask(ask_for("stumbles")))
@@ -255,12 +267,13 @@ def test_fresh_verdicts_are_calls_of_their_own(server: JudgeServer, cache: Verdi
 
 
 def test_one_asker_may_leave_and_the_last_one_ends_the_call(server: JudgeServer) -> None:
-    server.state.latency = 0.3
+    server.state.latency = 2.0
 
     async def work(client: JudgeClient) -> Verdict:
         leaving, staying = (asyncio.create_task(client.ask(ask_for("same"))) for _ in range(2))
         alone = asyncio.create_task(client.ask(ask_for("alone")))
-        await asyncio.sleep(0.15)
+        while server.count < 2:
+            await asyncio.sleep(0.02)
         for task in (leaving, alone):
             task.cancel()
         gone = await asyncio.gather(leaving, alone, return_exceptions=True)
@@ -278,7 +291,7 @@ def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
         return await client.ask(ask_for("slow")), client.pop_counters()
 
     verdict, counters = run(server, work, ledger=ledger, hedge_after=0.2, timeout=20)
-    assert verdict.latency_s < 5.0
+    assert verdict.latency_s < 20.0
     assert counters.calls == verdict.calls == 2
     assert ledger.total.calls == 2
     assert ledger.total.usage.output > 64  # the worst case of the one that was cancelled
@@ -313,13 +326,14 @@ def test_closing_waits_for_what_is_paid(server: JudgeServer, cache: VerdictCache
 
     async def work(client: JudgeClient) -> list[Any]:
         tasks = [asyncio.create_task(client.ask(q)) for q in questions(20)]
-        await asyncio.sleep(0.2)
-        await client.close(5.0)
+        while server.count < 3:
+            await asyncio.sleep(0.02)
+        await client.close(20.0)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     answers = run(server, work, cache=cache, concurrency=3)
     kinds = Counter(type(answer) for answer in answers)
-    assert kinds == {Verdict: 3, Interrupted: 17}
+    assert kinds == {Verdict: server.count, Interrupted: 20 - server.count}
 
 
 def test_loop_thread_runs_cancels_and_ends() -> None:
@@ -333,11 +347,11 @@ def test_loop_thread_runs_cancels_and_ends() -> None:
             raise
         return seconds
 
-    assert loop.call(sleep(0.05), timeout=5) == 0.05
+    assert loop.call(sleep(0.05), timeout=60) == 0.05
     with pytest.raises(TimeoutError):
         loop.call(sleep(60), timeout=0.05)
     slow, quick = loop.submit(sleep(60)), loop.submit(sleep(0.05))
-    assert quick.result(5) == 0.05
+    assert quick.result(60) == 0.05
     loop.close()
     loop.close()
     assert slow.cancelled() and ended == ["cancelled"] * 2

@@ -322,6 +322,11 @@ def test_what_a_response_says_stays_in_its_own_block(attack: str) -> None:
         assert f"-{nonce}" in outside and "decides nothing" in outside  # the last word is ours
 
 
+async def others_end() -> None:
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize(("fooled", "highest"), [(False, 0.0), (True, 1.0)])
 def test_canaries_lose_unless_the_judge_is_fooled(
     fooled: bool, highest: float, make: Make, server: JudgeServer
@@ -333,14 +338,14 @@ def test_canaries_lose_unless_the_judge_is_fooled(
     futures = [reward.submit(rollout) for rollout in group(1, 1, 1, ground_truth=answer_text(3))]
     reward.end_round()
     assert [future.result(60).value for future in futures] == [0.5, 0.5]
-    reward._loop.call(asyncio.sleep(0.5), timeout=5)
+    reward._loop.call(others_end(), timeout=60)
     assert reward.pop_metrics()["judge/canary_max"] == highest and server.count == 4
 
 
 def test_a_second_judge_reads_a_share_of_the_comparisons(make: Make) -> None:
     reward = make(monitor=Monitor(type="openai", model="second", share=1.0))
     score_all(reward, group(1, *range(4)))
-    reward._loop.call(asyncio.sleep(0.5), timeout=5)
+    reward._loop.call(others_end(), timeout=60)
     metrics = reward.pop_metrics()
     assert metrics["judge/monitor_gap"] == 0.0 and metrics["judge/monitor_correlation"] > 0.99
 

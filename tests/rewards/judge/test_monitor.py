@@ -254,7 +254,7 @@ def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
 ) -> None:
     server.fail("refusal", paths=("/v1/messages",), times=1)
     server.fail("hang", paths=("/v1/messages",))
-    reward = opened(watched(server, tmp_path, timeout=0.2))
+    reward = opened(watched(server, tmp_path, timeout=2.0))
     assert [s.value for s in score_all(reward, [sum_rollout(1), sum_rollout(2)])] == [1.0, 1.0]
     metrics = measured(reward, lambda metrics: metrics.get("judge/monitor_failed", 0) >= 2)
     assert metrics["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in metrics

