@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-import time
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ppo_cli.run.evaluate import SampledModel
 from ppo_cli.run_folder import find_source, read_lines, read_metrics
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
+from tests.waiting import wait_until
 
 KEY = "sk-only-for-tests-1234"
 ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:12]
@@ -283,6 +284,10 @@ def test_tasks_of_lm_eval(workdir: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "error: lm-eval failed with gone.yaml: " in capsys.readouterr().err
 
 
+def rows_in(files: Iterable[Path]) -> int:
+    return sum(len(read_lines(file)) for file in files)
+
+
 @pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -295,15 +300,14 @@ def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
             "--rm_base_url", server.url("openai"), "--rm_prompt_preset", "math",
             "--rm_cache", "off", "--rm_concurrency", "1",
         ]  # fmt: skip
-        server.state.latency = 0.2
+        server.fail("hang", after=6)
         process = Forked(PPO, args, os.environ, folder=workdir, merged=False)
-        waited = time.monotonic() + 120
-        while server.count < 6 and time.monotonic() < waited:
-            time.sleep(0.02)
+        judged = (workdir / "judged").glob
+        wait_until(lambda: server.count == 7 and rows_in(judged("*.jsonl")) >= 4, 120)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
-        server.state.latency = 0.0
-        (file,) = (workdir / "judged").glob("embedded-*.jsonl")
+        server.heal()
+        (file,) = judged("embedded-*.jsonl")
         rows = read_lines(file)
         assert 0 < len(rows) < 12
         before = server.count

@@ -168,8 +168,8 @@ def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: Cluste
     # wait for the first rank, and that waits for the second one. Nobody feels the loss by itself.
     os.kill(stopped, signal.SIGSTOP)
     killing = threading.Timer(2.0, os.kill, (killed, signal.SIGKILL))
-    killing.start()
     started = time.monotonic()
+    killing.start()
     try:
         with pytest.raises(WorkerLost, match=r"Sampler 1 on node .* was killed .*`update_weights`"):
             engine._publisher.send()

@@ -89,7 +89,7 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     os.kill(polite[0].member.pid, signal.SIGKILL)
     first.close([host.member for host in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
-    until = time.monotonic() + 5  # Ray tells of an end just before the process is gone
+    until = time.monotonic() + 60  # Ray tells of an end just before the process is gone
     while is_running(worker) and time.monotonic() < until:
         time.sleep(0.1)
     assert not is_running(worker)
@@ -102,7 +102,7 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
         started = time.monotonic()
         with pytest.raises(WorkerLost, match="does not answer"):
             thing.call("sleep", 60)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 50
     finally:
         second.close()
 

@@ -74,9 +74,10 @@ class Thing:
         time.sleep(seconds)
         raise RuntimeError("Connection closed by peer")
 
-    def bunch(self, pause: float) -> Iterator[int]:
+    def bunch(self, proceed: Path) -> Iterator[int]:
         yield from (0, 1)
-        time.sleep(pause)
+        while not proceed.exists():
+            time.sleep(0.05)
         yield 2
         raise ValueError("no more")
 
@@ -213,7 +214,7 @@ def test_a_bug_shows_the_workers_traceback_once(things: list[Hosted]) -> None:
 
 def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Hosted]) -> None:
     members = [thing.member for thing in things]
-    calls = [cluster.ask(member, "count", "stream", 6, 0.1) for member in members]
+    calls = [cluster.ask(member, "count", "stream", 6, 0.4) for member in members]
     seen = [number for part in cluster.waits.stream(calls) for number in part]
     assert sorted(seen) == sorted([*range(6)] * 2)
     assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
@@ -238,15 +239,16 @@ def test_an_object_that_does_not_stream_lives_in_the_main_thread(cluster: Cluste
 
 
 def test_items_of_a_stream_are_not_held_back_by_a_later_pause_or_error(
-    cluster: Cluster, things: list[Hosted]
+    cluster: Cluster, things: list[Hosted], tmp_path: Path
 ) -> None:
-    call = cluster.ask(things[0].member, "bunch", "stream", 4.0)
-    came, started = [], time.monotonic()
+    proceed, came = tmp_path / "proceed", list[int]()
+    call = cluster.ask(things[0].member, "bunch", "stream", proceed)
     with pytest.raises(WorkerFault, match="ValueError: no more"):
         for part in cluster.waits.stream([call]):
-            came += [(number, time.monotonic() - started) for number in part]
-    assert [number for number, _ in came] == [0, 1, 2]
-    assert came[1][1] < 3.0 < came[2][1]
+            came += part
+            if 1 in part:
+                proceed.touch()
+    assert came == [0, 1, 2]
 
 
 def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
@@ -265,10 +267,8 @@ def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
 
 def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Hosted], logs: Path) -> None:
     call = cluster.ask(things[0].member, "sleep", "call", 5.0)
-    started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         cluster.waits.collect([call], 0.5)
-    assert time.monotonic() - started < 4.0
     assert "Thing 0 on node" in str(caught.value)
     assert "has not answered `sleep` for 0.5 s" in str(caught.value)
     assert str(logs / "thing-0.log") in str(caught.value)
@@ -292,7 +292,7 @@ def test_a_killed_worker_is_named_at_once(
     cluster: Cluster, method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     victim = Hosted(cluster, Thing, role=f"victim {method}", streams=True)
-    threading.Timer(0.3, os.kill, (victim.member.pid, 9)).start()
+    threading.Timer(1.0, os.kill, (victim.member.pid, 9)).start()
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         if method == "call":

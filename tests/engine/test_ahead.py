@@ -116,8 +116,14 @@ def test_steps_do_not_wait_for_the_round_but_publish_does(start: Start) -> None:
     batch, event = run.begin_step_and_hold()
     in_steps: list[bool] = []
     step = run.inner.step
-    run.inner.step = lambda m: (in_steps.append(run.inner.is_sampling), step(m))[1]  # type: ignore[method-assign]
-    threading.Timer(0.2, event.set).start()
+
+    def note(minibatch: Any) -> Any:
+        in_steps.append(run.inner.is_sampling)
+        if len(in_steps) == 2:
+            threading.Timer(0.2, event.set).start()
+        return step(minibatch)
+
+    run.inner.step = note  # type: ignore[method-assign]
     run.end_step(batch)
     assert in_steps == [True, True] and event.is_set()
     assert sorted(run.inner.calls[:2]) == ["annotate", "generate 1003"]

@@ -258,12 +258,8 @@ def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: P
             server.keys = {KEY}
             args = command(server, folder / "run", *filtered)
             if stop:
-                with started(environment(folder), args) as process:
-                    while server.state.answered < 66:  # beyond the first batch
-                        assert process.poll() is None, process.output()
-                        time.sleep(0.002)
-                    server.fail(503)  # what is under way is still answered
-                    await_end(process, 3)
+                server.fail(503, after=66)  # beyond the first batch
+                run_ppo(environment(folder), args, exit_code=3)
                 server.heal()
             run_ppo(environment(folder), args)
             request = {json.dumps(call.body, sort_keys=True) for call in server.calls}

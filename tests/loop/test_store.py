@@ -40,6 +40,7 @@ from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
 from tests.loop.runs import SLOW_DISK, SMALL, assert_same_run, train, wait_for
 from tests.s3_server import S3Server
+from tests.waiting import wait_until
 
 URL = "s3://bucket/runs/a"
 KILLS = int(os.environ.get("PPO_KILLS", "0"))
@@ -330,7 +331,7 @@ def test_a_fetch_that_is_cut_off_is_repeated(
 
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.store.LEASE_S", 0.6)
+    monkeypatch.setattr("ppo_cli.store.LEASE_S", 3.0)
     url, notes = f"memory://{tmp_path.name}", list[str]()
     folder = RunFolder(tmp_path)
     store = open_store(url)
@@ -354,9 +355,12 @@ def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.Monke
         assert is_mine(read_json(store, LEASE) or {})
     assert "may be in use on elsewhere" in notes[0] and read_json(store, LEASE) is None
     # The other one comes back and writes: this run says so at its end, and copies nothing.
-    with pytest.raises(Interrupted, match="elsewhere writes to"), mirrored(url, folder, print, ""):
+    with (
+        pytest.raises(Interrupted, match="elsewhere writes to"),
+        mirrored(url, folder, notes.append, ""),
+    ):
         put(store, LEASE, lease | {"time": time.time()})
-        time.sleep(0.5)
+        wait_until(lambda: "goes on without a copy" in notes[-1])
         (tmp_path / "metrics.jsonl").write_text("{}\n{}")
     assert store.cat_file("metrics.jsonl") == b"{}"
 

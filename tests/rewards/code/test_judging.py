@@ -110,7 +110,7 @@ def test_some_threads_are_fine(
 ) -> None:
     code = (
         "import threading, time\ndef f(n):\n"
-        "    threads = [threading.Thread(target=time.sleep, args=(0.4,)) for _ in range(n)]\n"
+        "    threads = [threading.Thread(target=time.sleep, args=(1.5,)) for _ in range(n)]\n"
         "    for one in threads: one.start()\n    for one in threads: one.join()\n    return n"
     )
     assert run_code(code, ["assert f(4) == 4"], make_sandbox(name), processes=4).value == 1.0
