@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -378,7 +379,7 @@ def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
 
 
 def test_a_process_that_does_not_start_gets_another_chance_later(start: Start, game: Path) -> None:
-    pool = start(path=f"{game}:Game", timeout=2.0)
+    pool = start(path=f"{game}:Game", timeout=5.0)
     open_episodes(pool, "a")
     source = game.read_text()
     game.write_text("raise OSError('a server that it needs is away')")
