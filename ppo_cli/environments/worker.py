@@ -165,6 +165,10 @@ def import_file(file: str, label: str) -> Any:
                 f" Install {package!r} into {sys.executable}, or name another Python with "
                 "environment.python=PATH."
             )
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            advice = " Leave the dot out: files next to it are imported by their names."
+        elif isinstance(error, SystemExit):
+            advice = ' Put what runs as a program below `if __name__ == "__main__":`.'
         raise Problems(
             f"{label}: the file does not load: {describe_error(error, file)}.{advice}"
         ) from error
@@ -238,7 +242,12 @@ def check_methods(environment: Any, label: str) -> None:
         try:
             inspect.signature(function).bind(None)
         except TypeError as error:
-            problems.append(f"{label}: {method} is called as {method}({argument}), but: {error}.")
+            problems.append(
+                f"{label}: {method} is called as {method}({argument}), but: {error}. Write def "
+                f"{method}(self, {argument})."
+            )
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            problems.append(f"{label}: {method} yields; write return in place of yield.")
     if problems and hasattr(environment, "action_space"):
         name = label.rpartition(":")[2].split()[0]
         problems = [
@@ -314,9 +323,10 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
         try:
             rewards[str(name)] = float(number)
         except (TypeError, ValueError):
-            raise BadReply(f"step returned {_kind(number)} as a reward, not a number") from None
+            text = f"step returned {_kind(number)} as the reward {name!r}, not a number"
+            raise BadReply(text) from None
         if not abs(rewards[str(name)]) < float("inf"):
-            raise BadReply(f"step returned the reward {number}")
+            raise BadReply(f"step returned {number} as the reward {name!r}")
     messages = read_messages(fields.get("messages"), "step", limit)
     if not (messages or done):
         raise BadReply("step returned no message, but the episode is not done")

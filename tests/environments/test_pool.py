@@ -86,7 +86,7 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
     # Anything else fails the episode, with what is wrong.
     assert "step returned None; step returns (messages, done, reward)" in failure(pool, "b", "None")
     assert "float 1.0 as done" in failure(pool, "c", "'x', 1.0, False")
-    assert "the reward nan" in failure(pool, "d", "'x', True, float('nan')")
+    assert "nan as the reward 'a'" in failure(pool, "d", "'x', True, {'a': float('nan')}")
     assert "no message, but the episode is not done" in failure(pool, "e", "None, False, 1")
     assert "a role of system" in failure(pool, "f", "[{'role': 'judge'}], False, 1")
     assert "write a text" in failure(pool, "h", "[{'role': 'user', 'content': []}], False, 1")
@@ -318,13 +318,16 @@ MISTAKES = {
     r"\(game.py, line 1\). Install 'nowhere_to_be_found' into /",
     "class Gme: pass": "has no 'Game'. Did you mean 'Gme'\\? It has: Gme",
     "x = 1\nclass Game:\n    def reset(self): pass": r"Game \(line 2\): reset is called as "
-    r"reset\(row\), but: too many positional arguments.\n.*has no method step\(self, message\)",
+    r"reset\(row\), but: too many positional arguments. Write def reset\(self, row\).\n.*has no method step\(self, message\)",
     "class Game:\n    def __init__(self, size): pass": r"missing a required argument: 'size'. Its "
     "arguments come from environment.kwargs",
     "class Game:\n    def __init__(self):\n        1 / 0": r"ZeroDivisionError: division by zero "
     r"\(game.py, line 3\)",
     "def f(:": r"SyntaxError: invalid syntax \(game.py, line 1\)",
-    "import sys; sys.exit(4)": r"SystemExit: 4 \(game.py, line 1\)",
+    "import sys; sys.exit(4)": r"SystemExit: 4 \(game.py, line 1\)\. Put what runs as a program",
+    "from .rules import x": r"\(game.py, line 1\)\. Leave the dot out",
+    "class Game:\n    def reset(self, row): pass\n    def step(self, message): yield": "step yields; "
+    "write return",
     "import os; print('bye', flush=True); os._exit(4)": "does not run: the environment process "
     "ended with exit code 4: bye",
     "Game = 7": "is of type int; name a class",
