@@ -318,7 +318,8 @@ MISTAKES = {
     r"\(game.py, line 1\). Install 'nowhere_to_be_found' into /",
     "class Gme: pass": "has no 'Game'. Did you mean 'Gme'\\? It has: Gme",
     "x = 1\nclass Game:\n    def reset(self): pass": r"Game \(line 2\): reset is called as "
-    r"reset\(row\), but: too many positional arguments. Write def reset\(self, row\).\n.*has no method step\(self, message\)",
+    r"reset\(row\), but: too many positional arguments. Write def reset\(self, row\).\n.*has no "
+    r"method step\(self, message\)",
     "class Game:\n    def __init__(self, size): pass": r"missing a required argument: 'size'. Its "
     "arguments come from environment.kwargs",
     "class Game:\n    def __init__(self):\n        1 / 0": r"ZeroDivisionError: division by zero "
@@ -326,8 +327,8 @@ MISTAKES = {
     "def f(:": r"SyntaxError: invalid syntax \(game.py, line 1\)",
     "import sys; sys.exit(4)": r"SystemExit: 4 \(game.py, line 1\)\. Put what runs as a program",
     "from .rules import x": r"\(game.py, line 1\)\. Leave the dot out",
-    "class Game:\n    def reset(self, row): pass\n    def step(self, message): yield": "step yields; "
-    "write return",
+    "class Game:\n    def reset(self, row): pass\n    def step(self, message): yield": "step yields; write "
+    "return",
     "import os; print('bye', flush=True); os._exit(4)": "does not run: the environment process "
     "ended with exit code 4: bye",
     "Game = 7": "is of type int; name a class",
