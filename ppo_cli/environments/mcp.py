@@ -24,12 +24,9 @@ LOST = re.compile(
 
 
 async def load(
-    commands: list[str],
-    timeout: float,
-    make_tool: Callable[..., Any],
-    tool_error: type[Exception],
-    worker: Any,
-) -> list[Any]:
+    commands: list[str], timeout: float, make_tool: Callable[..., Any],
+    tool_error: type[Exception], worker: Any,
+) -> list[Any]:  # fmt: skip
     """Start the servers and return their tools; raises the worker's Problems.
 
     `make_tool` takes a schema, what to run, no hints (a server checks arguments itself), and the

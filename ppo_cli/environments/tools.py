@@ -140,12 +140,11 @@ async def load(
 
     `worker` is the module that runs the process. Raises its Problems, with all mistakes.
     """
-    tools, problems = await _load_functions(spec, worker) if spec else ([], [])
-    if problems:
-        raise worker.Problems(*problems)
+    tools = await _load_functions(spec, worker) if spec else []
     if commands:
         tools += await worker.load_sibling("mcp").load(commands, timeout, Tool, ToolError, worker)
     by_name: dict[str, Tool] = {}
+    problems = []
     for tool in tools:
         first = by_name.setdefault(tool.name, tool)
         if first is not tool:
@@ -160,8 +159,8 @@ async def load(
     return lambda: ToolEnvironment(by_name, timeout, worker)
 
 
-async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], list[str]]:
-    """Return the tools of a file, and what is wrong with their functions."""
+async def _load_functions(spec: str, worker: Any) -> list[Tool]:
+    """Return the tools of a file; raises the worker's Problems with all mistakes."""
     file, _, names = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "")
     label = f"--tools {os.path.basename(file)}"
     module = await worker.run_call(worker.import_file, file, label)
@@ -181,7 +180,9 @@ async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], list[str]
         line = function.__code__.co_firstlineno
         problems += [f"{label}: {function.__name__} (line {line}) {text}." for text in mistakes]
         tools.append(tool)
-    return tools, problems
+    if problems:
+        raise worker.Problems(*problems)
+    return tools
 
 
 def read_function(function: Callable[..., Any], source: str) -> tuple[Tool, list[str]]:

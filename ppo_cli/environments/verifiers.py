@@ -59,15 +59,10 @@ class PolicyHarness(NullHarness):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
             tools, names, clients = await connect_mcp(servers, stack)
+            url, fields = f"{endpoint}/chat/completions", {"tools": tools} if tools else {}
             while True:
-                body = {
-                    "model": ctx.model,
-                    "messages": messages,
-                    **({"tools": tools} if tools else {}),
-                }
-                answer = await client.post(
-                    f"{endpoint}/chat/completions", headers=headers, json=body
-                )
+                body = {"model": ctx.model, "messages": messages, **fields}
+                answer = await client.post(url, headers=headers, json=body)
                 if answer.is_error:  # a limit of the taskset has ended the conversation
                     return ProgramResult(1, "", answer.text)
                 message = answer.json()["choices"][0]["message"]
@@ -92,16 +87,10 @@ class PolicyClient(vf.Client):
     ) -> Any:  # fmt: skip
         """Return the policy's message as a completion."""
         message = await Taskset.asking[body["model"]].ask(body)
-        calls = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"]),
-                },
-            }
-            for call in message.get("tool_calls", ())
-        ]
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], json.dumps(call["function"]["arguments"])
+            calls.append({**call, "function": {"name": name, "arguments": arguments}})
         reply = {"role": "assistant", "content": message["content"]}
         raw = {
             "id": "policy", "object": "chat.completion", "created": 0, "model": body["model"],
@@ -205,12 +194,8 @@ class Episode:
         episode = self._run.result()
         if not episode.ok:
             raise RuntimeError(read_errors(episode))
-        rewards = {
-            name: reward.value
-            for trace in episode.traces
-            for name, reward in trace.rewards.items()
-            if reward is not None
-        }
+        named = (item for trace in episode.traces for item in trace.rewards.items())
+        rewards = {name: reward.value for name, reward in named if reward is not None}
         return {"messages": None, "done": True, "reward": rewards}
 
     async def ask(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -327,8 +327,8 @@ MISTAKES = {
     "def f(:": r"SyntaxError: invalid syntax \(game.py, line 1\)",
     "import sys; sys.exit(4)": r"SystemExit: 4 \(game.py, line 1\)\. Put what runs as a program",
     "from .rules import x": r"\(game.py, line 1\)\. Leave the dot out",
-    "class Game:\n    def reset(self, row): pass\n    def step(self, message): yield": "step yields; write "
-    "return",
+    "class Game:\n    def reset(self, row): pass\n    def step(self, message): yield":
+    "step yields; write return",
     "import os; print('bye', flush=True); os._exit(4)": "does not run: the environment process "
     "ended with exit code 4: bye",
     "Game = 7": "is of type int; name a class",
