@@ -282,14 +282,12 @@ def has_channels(template: str) -> bool:
 
 
 def derive_format(
-    render: Render, tools: Schemas, template: str, ends: Sequence[str]
+    render: Render, tools: Schemas, ends: Sequence[str]
 ) -> tuple[CallFormat, bool] | None:
     """Return how a template writes calls, and whether it takes arguments as text.
 
     `ends` are the marks that end a turn. None if a rendering does not show it.
     """
-    if has_channels(template):
-        return ChannelCalls(), False
     user = {"role": "user", "content": "probe"}
     prompt = render([user], True)
     for as_text in (False, True):

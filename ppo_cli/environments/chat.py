@@ -104,7 +104,7 @@ class Chat:
                 "The chat template does not show tools to the model: use a model that was trained "
                 "for tool calls, or an --environment that describes its actions in its messages."
             )
-        if tools:
+        if tools and isinstance(self._format, NoCalls):
             self._format, self._arguments_as_text = self._choose_format()
         # Which roles can reply, and which text surrounds replies: it may not be in one.
         surroundings = {role: self._probe_role(role) for role in ("tool", "user")}
@@ -296,7 +296,7 @@ class Chat:
         return mark + text if REPLY in text else ""
 
     def _choose_format(self) -> tuple[CallFormat, bool]:
-        form = derive_format(self._render, self._tools, self._template, tuple(self._ends))
+        form = derive_format(self._render, self._tools, tuple(self._ends))
         if form is not None:
             return form
         if getattr(self._tokenizer, "response_template", None):
