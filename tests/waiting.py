@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(ready: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(ready: Callable[[], object], seconds: float = 120.0) -> None:
     """Look again and again; fail when it has not come true in time."""
     ends = time.monotonic() + seconds
     while not ready():

@@ -57,7 +57,7 @@ def probe(code: str = PROBE, **variables: str) -> tuple[list[Any], int]:
         [sys.executable, "-c", code, "some", "words"], env=clean | variables,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     probed: list[Any] = json.loads(output)
     return probed, process.pid
 

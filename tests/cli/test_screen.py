@@ -84,7 +84,7 @@ def run_on_terminal(**env: str) -> str:
         env=variables | {"TERM": "xterm-256color", "COLUMNS": "100", **env},
     )
     os.close(terminal_end)
-    seen, deadline = b"", time.monotonic() + 60
+    seen, deadline = b"", time.monotonic() + 300
     while time.monotonic() < deadline:
         if not select.select([program_end], [], [], 1.0)[0]:
             continue
@@ -104,7 +104,7 @@ def run_piped(script: str, **env: str) -> str:
     """Run a script whose output is a pipe and return what it printed."""
     command = [sys.executable, "-c", script]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, env=os.environ | env, timeout=60, check=True
+        command, stdout=subprocess.PIPE, env=os.environ | env, timeout=300, check=True
     )
     return done.stdout.decode(env.get("PYTHONIOENCODING", "utf-8"))
 
@@ -205,9 +205,9 @@ class Terminal:
 
     def end(self) -> list[str]:
         """Wait for the end of the program, and return the rows that are left."""
-        assert self.process.wait(60) == 0
+        assert self.process.wait(300) == 0
         os.close(self._slave)
-        self._reader.join(10)
+        self._reader.join(60)
         os.close(self._master)
         return [row.rstrip() for row in self._screen.display if row.strip()]
 

@@ -139,13 +139,13 @@ class Guest:
         self._thread.start()
 
     def outcome(self) -> int | PpoError | None:
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         return self._outcome
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

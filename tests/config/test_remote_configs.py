@@ -84,7 +84,7 @@ def ask(hub: Hub, folder: Path, *names: str, **variables: str) -> list[list[Any]
         "XDG_CACHE_HOME": str(folder), "HF_HOME": str(folder), **variables,
     }  # fmt: skip
     command = [sys.executable, "-c", program, *names]
-    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=300, check=True)
     answers: list[list[Any]] = json.loads(done.stdout)
     return answers
 

@@ -243,7 +243,7 @@ def fail_with(error: Exception) -> Callable[[], None]:
     return fail
 
 
-def wait_until(reached: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end, "it did not happen"

@@ -96,7 +96,7 @@ def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, do
 
     run.inner.pause = pause
     run.begin_step()
-    assert begun.wait(10)
+    assert begun.wait(60)
     run.undo_step()
     folder = run.save(tmp_path / "saved")
     assert run.inner.is_sampling

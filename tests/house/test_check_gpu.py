@@ -24,7 +24,7 @@ def check(
     python.chmod(0o755)
     command = [root / "scripts" / "check_gpu", "--python", python, "--out", folder / "out", *args]
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     log = folder / "asked"
     return done, log.read_text().splitlines() if log.exists() else []
 

@@ -98,7 +98,7 @@ class House:
     def call(self, program: Path | str, *args: str, **extra: str) -> Done:
         self.calls.write_text("")
         process = self.begin(program, *args, **extra)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
         return Done(process.returncode, output, errors)
 
     def start(self, *args: str, **extra: str) -> Done:
@@ -356,7 +356,7 @@ def test_the_environment_can_be_elsewhere(house: House) -> None:
 def test_two_starts_at_once_install_once(house: House) -> None:
     pair = [house.begin(house.setup, PIP_SLEEPS="1") for _ in range(2)]
     for process in pair:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
     assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
 
@@ -371,7 +371,7 @@ def test_interrupted_set_up_ends_pip(house: House) -> None:
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and "stopped" in errors
     assert house.start().returncode == 0  # waits for pip, were it still there
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 45
 
 
 @pytest.fixture

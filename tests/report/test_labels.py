@@ -46,7 +46,7 @@ def test_two_processes_that_label_at_once_lose_nothing(tmp_path: Path) -> None:
         assert process.stdout and process.stdout.readline()
     for process in processes:
         assert process.stdin
-        process.communicate(b"\n", timeout=60)
+        process.communicate(b"\n", timeout=300)
         assert process.returncode == 0
     lines = read_lines(tmp_path / "run" / LABELS_FILE)
     assert len(lines) == len({line["id"] for line in lines}) == 100

@@ -62,7 +62,7 @@ def sum_rollout(
     return Rollout(prompt, sample, (1,), logprobs, text, "stop")
 
 
-def wait_until(reached: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_until(reached: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait for a condition; fails when it is not reached in time."""
     end = time.monotonic() + seconds
     while not reached():

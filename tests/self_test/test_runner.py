@@ -219,7 +219,7 @@ def test_ctrl_c_while_the_server_imports_prints_no_traceback(seconds: float) -> 
     begun = process.stderr.readline()
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
-    rest = process.communicate(timeout=60)[1]
+    rest = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "self-test 1/" in begun
     assert "Traceback" not in rest and "leaked" not in rest
 

@@ -111,12 +111,12 @@ def serving(folder: Path, *flags: str, end: int = signal.SIGINT) -> Iterator[tup
     args = ["serve", "--tinker", "--model", "embedded", "--port", "0"]
     process = Forked(PPO, [*args, "--output_dir", str(folder), *flags], os.environ)
     try:
-        wait_until(lambda: "Serving" in process.output() or process.poll() is not None, 60)
+        wait_until(lambda: "Serving" in process.output() or process.poll() is not None, 300)
         url = re.search(r"http://[\d.:]+", process.output())
         assert url, process.output()
         yield url[0].rstrip("."), process
         process.send_signal(end)
-        assert process.wait(20) == (0 if end == signal.SIGINT else -end), process.output()
+        assert process.wait(120) == (0 if end == signal.SIGINT else -end), process.output()
     finally:
         process.kill()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,7 +87,7 @@ class Nodes:
         return [number for number, line in enumerate(self.lines()) if fragment in line]
 
     def wait_for_training(self) -> None:
-        wait_until(lambda: self.calls("main_ppo"), 20)
+        wait_until(lambda: self.calls("main_ppo"))
 
     def close(self) -> None:
         for process in self._processes:
@@ -105,7 +104,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def finish(process: Process) -> tuple[int, str]:
     """Exit code and errors of a script that ends by itself."""
-    errors = process.communicate(timeout=30)[1]
+    errors = process.communicate(timeout=300)[1]
     return process.returncode, errors
 
 
@@ -113,7 +112,8 @@ def finish(process: Process) -> tuple[int, str]:
 def test_four_nodes_meet_train_once_and_end(nodes: Nodes, late: bool) -> None:
     others = [nodes.start(rank) for rank in OTHERS] if late else []
     if late:
-        time.sleep(1.0)  # they find nobody yet
+        # Each finds nobody yet.
+        wait_until(lambda: all(nodes.calls(f"{rank} ray start --block") for rank in OTHERS))
     head = nodes.start(0)
     others = others or [nodes.start(rank) for rank in OTHERS]
     assert [finish(process)[0] for process in (head, *others)] == [0, 0, 0, 0]

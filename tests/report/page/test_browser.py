@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def until(condition: Callable[[], Any]) -> Any:
     """What a page shows in the end; it draws and asks in its own time."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (value := condition()) and time.monotonic() < end:
         time.sleep(0.05)
     assert value

@@ -164,7 +164,7 @@ FILTERED = read_blocks("code/programs")["filtered"]
 def test_the_filter_refuses_by_name_and_argument_and_lets_the_rest_pass() -> None:
     """The C library has the numbers of system calls from elsewhere."""
     program = [sys.executable, "-c", FILTERED, REFUSED]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\n", "")
 
 

@@ -105,7 +105,7 @@ def test_closing_stops_what_runs(make_reward: MakeReward) -> None:
     begin = time.monotonic()
     reward.close()
     reward.close()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 45
     assert [future.result(0).value for future in futures] == [None] * 4
     assert "the run ended" in futures[0].result().failure
     with pytest.raises(RuntimeError, match="closed"):

@@ -213,13 +213,13 @@ def test_a_cancelled_round_is_not_scored_to_its_end(reward_of: RewardOf) -> None
     def answer(ids: Tensor, mask: Tensor) -> Scores:
         sizes.append(len(ids))
         started.set()
-        assert proceed.wait(10)
+        assert proceed.wait(60)
         return Scores(mask.sum(1).float())
 
     reward = reward_of(answer=answer, batch_tokens=16)
     futures = submit_all(reward, rollouts_of(6))
     reward.end_round()
-    assert started.wait(10)
+    assert started.wait(60)
     reward.load_state_dict({})
     proceed.set()
     assert all(future.cancelled() for future in futures)
