@@ -68,7 +68,7 @@ class PanelReward(JudgeReward):
             judges = ", ".join(f"{name}: {error}" for name, error in errors.items())
             return None, first.rewritten(
                 f"{len(entry.verdicts)} of {len(self._panel)} judges gave a verdict, "
-                f"{self._least} are needed ({judges})"
+                f"{self._least} are needed by --rm_panel_least ({judges})"
             )
         score = self._combine(entry.verdicts, question)
         self._spreads.append(float(score.info["panel_spread"]))
