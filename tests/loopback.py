@@ -57,22 +57,22 @@ class Loopback(ABC):
 
     def pause(self) -> None:
         """Stop listening and cut open connections: connecting is refused until `resume`."""
-        self._call(self._unlisten()).result(10)
+        self._call(self._unlisten()).result(60)
 
     def resume(self) -> None:
         """Listen again, on the same port."""
-        self._call(self._listen()).result(10)
+        self._call(self._listen()).result(60)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if not self._ready.wait(10):
-            raise RuntimeError(f"the {self._name} did not start within 10 s")
+        if not self._ready.wait(60):
+            raise RuntimeError(f"the {self._name} did not start within 60 s")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._call(self._close()).result(10)
+        self._call(self._close()).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     @abstractmethod

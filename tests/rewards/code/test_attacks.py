@@ -93,7 +93,7 @@ def test_nothing_gets_out(
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("attacks", "limits"),
-    [(ENDLESS, {"timeout": 1.5, "cpu_seconds": 1}), (TRICKS, {"score": "share", "cpu_seconds": 2})],
+    [(ENDLESS, {"timeout": 2.5, "cpu_seconds": 1}), (TRICKS, {"score": "share", "cpu_seconds": 2})],
     ids=["endless", "tricks"],
 )
 @pytest.mark.usefixtures("no_trace")

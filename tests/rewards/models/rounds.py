@@ -43,7 +43,7 @@ class Answering:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if reached():
             return
         time.sleep(0.005)
