@@ -172,13 +172,17 @@ class Terminal:
             [sys.executable, "-c", script], stdout=self._slave, stdin=subprocess.PIPE,
             stderr=subprocess.PIPE, env=variables | {"TERM": "xterm-256color"}, text=True,
         )  # fmt: skip
+        self._chunks, self._fed_at = 0, time.monotonic()
+        self._feeding = threading.Lock()
         self._reader = threading.Thread(target=self._feed, daemon=True)
         self._reader.start()
 
     def _feed(self) -> None:
         with contextlib.suppress(OSError):  # Linux: the other end is closed
             while chunk := os.read(self._master, 65536):
-                self._stream.feed(chunk)
+                with self._feeding:
+                    self._stream.feed(chunk)
+                    self._chunks, self._fed_at = self._chunks + 1, time.monotonic()
 
     def resize(self, columns: int) -> None:
         self._screen.resize(self._rows, columns)
@@ -195,7 +199,14 @@ class Terminal:
         return self.look()
 
     def look(self) -> list[str]:
-        time.sleep(1.0)  # four times the time between two drawings
+        """Return the rows between two drawings, after two more of up to four chunks each."""
+        least, deadline = self._chunks + 8, time.monotonic() + 20.0
+        time.sleep(1.0)
+        while time.monotonic() < deadline:
+            with self._feeding:
+                if self._chunks >= least and time.monotonic() > self._fed_at + 0.1:
+                    break
+            time.sleep(0.01)
         return [row.rstrip() for row in self._screen.display if row.strip()]
 
     def go_on(self) -> None:

@@ -158,16 +158,12 @@ def test_it_ends_at_its_target_or_says_that_it_did_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(
-    ahead: bool, tmp_path: Path
-) -> None:
-    """With an adapter of the critic; and with rollouts that are sampled ahead and in parts."""
+def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(tmp_path: Path) -> None:
+    """With an adapter of the critic, and rollouts that are sampled ahead and in parts."""
     run = (
         *PRETRAINED, "--engine", "ray", "--num_workers", "2", "--max_steps", "2",
-        "--test_freq", "-1",
-        *(("--async_steps", "2", "--partial_tokens", "1") if ahead else ()),
-        *(() if ahead else ("critic.model.lora_rank=4",)),
+        "--test_freq", "-1", "--async_steps", "2", "--partial_tokens", "1",
+        "critic.model.lora_rank=4",
     )  # fmt: skip
     whole, out = tmp_path / "whole", tmp_path / "killed"
     train(whole, *run)
