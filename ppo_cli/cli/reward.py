@@ -45,6 +45,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import (
     ConfigError,
+    DataError,
     Interrupted,
     PpoError,
     RewardError,
@@ -159,6 +160,11 @@ def calibrate(arguments: Arguments) -> None:
     # Without labels the judge of a cascade takes their place.
     labelled = read_labels(responses, labels, arguments.extras["positive"]) if labels else None
     rows = labelled.rows if labelled else responses.rows
+    if labelled and len({*labelled.values}) == 1:  # before the judge is paid
+        raise DataError(
+            f"{responses.source}: all labels are equal ({plural(len(rows), 'row')}), so there is "
+            f"nothing to compare scores with. Add rows with another label (--labels {labels})."
+        )
     repeat = int(arguments.extras["repeat"])
     with closing(screen):
         screen.note_all([*responses.notes, *(labelled.notes if labelled else ())])

@@ -121,6 +121,15 @@ def test_columns_of_any_name_are_read_by_every_command(
     assert bundled[0] != bundled[1]
 
 
+def test_equal_labels_are_refused_before_anything_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.jsonl", ROW | {"good": 1}, ROW | {"good": 1})
+    code, out, err = run_reward(capsys, "calibrate", file, "--labels", "good")
+    assert (code, out) == (2, "")
+    assert "all labels are equal (2 rows)" in err and "Add rows with another label" in err
+
+
 def test_the_longest_bar_has_30_characters_and_the_shortest_one() -> None:
     lines = format_histogram(
         [{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}]
