@@ -120,5 +120,5 @@ def test_a_reference_is_named_by_its_setting(tmp_path: Path) -> None:
         "model": {"path": "embedded"}, "ref": {"path": str(tmp_path / "model")},
         "actor": {"use_kl_loss": True},
     })  # fmt: skip
-    with pytest.raises(ModelError, match=r"unexpected tensors: other\).* ref.path\.$"):
+    with pytest.raises(ModelError, match=r"unexpected tensors: other\).* --ref_model\.$"):
         Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
