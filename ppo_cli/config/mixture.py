@@ -555,7 +555,7 @@ OF_REWARD = (
 
 
 def read_judge(judges: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read what a judge's name sets: a name in `judges`, TYPE/MODEL or MODEL.
+    """Return the settings behind a judge's name: a name in `judges`, TYPE/MODEL or MODEL.
 
     Raises ConfigError with every problem.
     """
@@ -577,7 +577,7 @@ def read_judge(judges: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def other_judge(api: ApiReward, name: str) -> ApiReward:
-    """Return the settings of a further judge: see `read_judge`.
+    """Return the settings of a further judge, by its name as in `read_judge`.
 
     What it does not set is as in `api`, but for what belongs to another provider or model. Raises
     ConfigError with every problem.
@@ -592,8 +592,8 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
     order = {"rubric_order": "shuffled"} if api.shuffles else {}
     judge = override_section(api, order | values, fresh)
     if not (judge.model or "").strip():
-        at = f"reward.api.judges.{name}.model"
-        raise ConfigError(f"reward.api.judges.{name} has no model: set {at}.")
+        at = f"reward.api.judges.{name}"
+        raise ConfigError(f"{at} has no model: set {at}.model.")
     return judge
 
 
