@@ -1,10 +1,8 @@
-"""Names say what they hold: words that say nothing are rare, and comments say why."""
+"""Names say what they hold: words that say nothing are rare. Modules have a docstring."""
 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,7 @@ VAGUE = frozenset([
     "some", "ours", "theirs", "wanted", "taken", "held", "left", "more", "again", "still", "here",
     "there", "kept", "made",
 ])  # fmt: skip
-NOT_A_LINE = {
-    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
+SAY_NOTHING = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "base_trainer"}
 
 
 def count_names(source: str) -> tuple[int, list[str]]:
@@ -28,17 +24,6 @@ def count_names(source: str) -> tuple[int, list[str]]:
             case ast.arg(arg=name) | ast.Name(id=name) | ast.Attribute(attr=name):
                 names.append(name)
     return len(names), [name for name in names if name.strip("_") in VAGUE]
-
-
-def count_comments(source: str) -> tuple[int, int]:
-    """Lines that are only a comment, and all lines of code, docstrings and comments."""
-    comments, others = set(), set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments.add(token.start[0])
-        elif token.type not in NOT_A_LINE:
-            others.update(range(token.start[0], token.end[0] + 1))
-    return len(comments - others), len(comments | others)
 
 
 @pytest.mark.parametrize(("folder", "per_thousand"), [("ppo_cli", 1.0), ("tests", 3.0)])
@@ -52,13 +37,19 @@ def test_vague_names_are_rare(
     assert 1000 * sum(map(len, vague.values())) <= per_thousand * total, vague
 
 
-def test_four_lines_in_a_hundred_are_comments(root: Path, files: list[Path]) -> None:
-    paths = [path for path in files if path.suffix == ".py" and path.parts[0] == "ppo_cli"]
-    counts = [count_comments((root / path).read_text()) for path in paths]
-    assert sum(comments for comments, _ in counts) >= 0.04 * sum(lines for _, lines in counts)
-
-
-def test_vague_names_and_comments_are_seen() -> None:
-    source = "def read(given):\n    # why\n    found = given.known  # beside\n    return found\n"
+def test_vague_names_are_seen() -> None:
+    source = "def read(given):\n    found = given.known\n    return found\n"
     assert count_names(source) == (5, ["given", "found", "known", "found", "given"])
-    assert count_comments(source) == (1, 4)
+
+
+def test_no_file_name_that_says_nothing(files: list[Path]) -> None:
+    def empty_words(path: Path) -> set[str]:
+        return SAY_NOTHING & {Path(part).stem for part in path.parts}
+
+    assert empty_words(Path("ppo_cli/utils.py"))
+    assert [str(path) for path in files if empty_words(path)] == []
+
+
+def test_every_module_has_a_docstring(python_sources: dict[str, str]) -> None:
+    bare = [path for path, text in python_sources.items() if not ast.get_docstring(ast.parse(text))]
+    assert bare == []
