@@ -268,7 +268,7 @@ class Cascade(Section):
 
 
 class Panel(Section):
-    """Further judges that score each response as well; a robust mean of all scores counts."""
+    """Further judges that score each response as well; the median of all scores counts."""
 
     judges: tuple[str, ...] = setting(
         (), "Further judge that scores each response as well, repeatable: MODEL, TYPE/MODEL or a "

@@ -1,9 +1,7 @@
-"""A panel: several judges score each response, and a robust mean of their scores counts.
+"""A panel: several judges score each response, and the median of their scores counts.
 
-The robust mean is the geometric median: the point with the least sum of distances to all scores.
-One corrupt judge of three cannot move it far, while it moves the mean by a third of its error. For
-a single score it is the median; with criteria it is a point in as many dimensions (Weiszfeld 1937;
-for judges: arXiv 2606.30931).
+One corrupt judge of three cannot move the median far, while it moves the mean by a third of its
+error. With criteria, the median of each criterion is shown as well.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
-import numpy as np
-
 from ppo_cli.config.mixture import panel_judges
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.records import Part, Rollout, Score
@@ -28,7 +24,6 @@ from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.remote.failures import Failure
 
-MAX_STEPS, _ENOUGH = 500, 1e-10  # of Weiszfeld's iteration, and the step at which it ends
 _COSTS = ("judge_tokens", "judge_calls", "cost_usd")
 
 
@@ -49,7 +44,7 @@ class PanelReward(JudgeReward):
     async def _ask_judges(
         self, entry: PendingScore, question: Question
     ) -> tuple[Score | None, JudgeError | None]:
-        """Return the robust mean of the judges' scores; None and an error if too few came."""
+        """Return the median of the judges' scores; None and an error if too few came."""
         # When the panel is asked again after a failure, only those that failed are.
         missing = [name for name in self._panel if name not in entry.verdicts]
         answers = await asyncio.gather(
@@ -107,14 +102,12 @@ class PanelReward(JudgeReward):
         parts = {f"panel/{name}": Part(value, None) for name, value in values.items()}
         value = median(values.values())
         if question.rubric is not None:
-            # Credits in the order of the rubric, a point for each judge.
             rubric = question.rubric.restore()
-            credits = [score.info["criteria"] for score in scores.values()]
-            names = [criterion.name for criterion in rubric.criteria]
-            middle = geometric_median([[each[name] for name in names] for each in credits])
-            pairs = zip(rubric.criteria, middle, strict=True)
-            value = rubric.value([criterion.credit(credit) for criterion, credit in pairs])
-            info["criteria"] = dict(zip(names, middle, strict=True))
+            verdicts = [score.info["criteria"] for score in scores.values()]
+            info["criteria"] = {
+                criterion.name: median(verdict[criterion.name] for verdict in verdicts)
+                for criterion in rubric.criteria
+            }
             if rubric.fixed:
                 parts |= {f"rubric/{name}": Part(c, None) for name, c in info["criteria"].items()}
         nearest = min(scores, key=lambda name: abs(values[name] - value))
@@ -136,27 +129,3 @@ class PanelReward(JudgeReward):
         self._spreads = []
         self._failures.clear()
         return panel
-
-
-def geometric_median(points: Sequence[Sequence[float]]) -> list[float]:
-    """Return the point with the least sum of Euclidean distances to N points of K coordinates.
-
-    Weiszfeld's iteration from the mean, with the correction of Vardi & Zhang (2000, PNAS 97:1423)
-    for an iterate that is one of the points.
-    """
-    points_NK = np.asarray(points)
-    middle_K = points_NK.mean(axis=0)
-    for _ in range(MAX_STEPS):
-        distance_N = np.linalg.norm(points_NK - middle_K, axis=1)
-        apart_N = distance_N > _ENOUGH
-        if not apart_N.any():
-            break
-        weights = 1 / distance_N[apart_N]
-        way_K = weights @ points_NK[apart_N] / weights.sum() - middle_K
-        # Points that coincide with the iterate hold it back.
-        pull, support = weights.sum() * np.linalg.norm(way_K), (~apart_N).sum()
-        step_K = max(0.0, 1 - support / pull) * way_K if pull > _ENOUGH else 0 * way_K
-        middle_K = middle_K + step_K
-        if np.linalg.norm(step_K) <= _ENOUGH:
-            break
-    return [float(x) for x in middle_K]

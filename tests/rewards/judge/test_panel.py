@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.estimates import correlate
-from ppo_cli.rewards.judge.panel import PanelReward, geometric_median
+from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.run_folder import paid_calls
 from tests.judge_server import JudgeServer
@@ -121,25 +120,6 @@ def test_one_corrupt_judge_of_three_costs_less_than_half_of_what_it_costs_a_mean
         if measure == "near" or attack == "inverted":
             assert clean - plain > 0.05, "the attack must hurt the mean"
             assert clean - kept < (clean - plain) / 2
-
-
-def test_the_geometric_median_is_the_point_nearest_to_all() -> None:
-    def cost(point: Sequence[float], points: Sequence[Sequence[float]]) -> float:
-        return math.fsum(math.dist(point, other) for other in points)
-
-    # In a triangle with an angle above 120 degrees it is that corner; else angles are 120 degrees.
-    assert geometric_median([(0, 0), (1, 0.1), (-1, 0.1)]) == pytest.approx([0, 0], abs=1e-6)
-    equal = [(0.0, 0.0), (1.0, 0.0), (0.5, math.sqrt(0.75))]
-    assert geometric_median(equal) == pytest.approx([0.5, math.sqrt(0.75) / 3], abs=1e-6)
-    # Two of three judges who agree cannot be moved at all.
-    assert geometric_median([(1, 0, 1), (1, 0, 1), (0, 1, 0)]) == pytest.approx([1, 0, 1], abs=1e-6)
-    assert geometric_median([(0.3, 0.7)] * 3) == pytest.approx([0.3, 0.7])
-    dice = np.random.default_rng(5)
-    for _ in range(20):
-        points = dice.random((int(dice.integers(3, 8)), int(dice.integers(1, 6)))).tolist()
-        best = geometric_median(points)
-        nearby = (np.array(best) + dice.normal(0, 1e-3, len(best)) for _ in range(50))
-        assert all(cost(best, points) <= cost(other.tolist(), points) + 1e-9 for other in nearby)
 
 
 def test_a_judge_that_fails_is_left_out_while_enough_remain(
