@@ -3,8 +3,8 @@
 On the CPU a run uses Ray's copy of jemalloc if possible, else the system's allocator.
 
 glibc cannot put an aligned block into a freed one of the same size, so that temporary tensors leave
-holes: a step needs a fifth more memory, and more time (docs/log.md). An allocator is loaded when a
-process starts, so commands that compute replace their process by one with jemalloc.
+holes: a step needs a fifth more memory, and more time (notes/lab_book.md). An allocator is loaded
+when a process starts, so commands that compute replace their process by one with jemalloc.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pause_garbage_collection() -> Iterator[None]:
     """Pause garbage collection while large libraries are imported.
 
     The collector would scan their objects many times; without it the import of torch and
-    transformers takes a sixth less time (docs/log.md).
+    transformers takes a sixth less time (notes/lab_book.md).
     """
     gc.disable()
     try:

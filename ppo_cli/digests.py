@@ -1,8 +1,8 @@
 """Digests: of a checkpoint's files, compared whenever it is loaded, and of short texts.
 
 SHA-256 is the fastest collision-resistant hash of Python's library: 1.9 GB/s on a processor with
-SHA instructions (docs/log.md). Each rank hashes the files that it has written. The manifest is
-written last.
+SHA instructions (notes/lab_book.md). Each rank hashes the files that it has written. The manifest
+is written last.
 """
 
 from __future__ import annotations

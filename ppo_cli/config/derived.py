@@ -134,8 +134,8 @@ def loads_reference_once(config: Config) -> bool:
 def micro_batch_tokens(config: Config, configured: int | None) -> int:
     """Return the token budget of a micro-batch: as configured, else what keeps a device busy.
 
-    On the CPU, small batches are as fast and need less memory for activations (docs/log.md), unless
-    weights are gathered for each micro-batch.
+    On the CPU, small batches are as fast and need less memory for activations (notes/lab_book.md),
+    unless weights are gathered for each micro-batch.
     """
     if configured is not None:
         # With several ranks, each micro-batch gathers the weights, so a larger one costs less time.
@@ -227,7 +227,7 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
     """Return the precision of matrix products: as set, else the faster one.
 
     That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
-    for a model that is wide enough (docs/log.md).
+    for a model that is wide enough (notes/lab_book.md).
     """
     if config.model.dtype is not None:
         return config.model.dtype

@@ -24,8 +24,7 @@ from ppo_cli.config.schema.keys import find_key
 from tests.cli.test_app import parse
 
 ROOT = Path(__file__).parents[2]
-LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
-PAGES = sorted({*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")} - {LOG})
+PAGES = sorted({*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")})
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?ppo|\./train\.sh) [^`]+)`")
 VARIABLE = re.compile(r"[A-Z_]+=\S*")

@@ -10,8 +10,8 @@ from pathlib import Path
 from ppo_cli.rewards.rules import RULES
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)\s]*)\)")
-# A page that a comment names: `docs/log.md`.
-NAMED = re.compile(r"docs/[\w/-]+\.md(?:#[\w-]+)?")
+# A page that a comment names: `docs/plugins.md`.
+NAMED = re.compile(r"(?:docs|notes)/[\w/-]+\.md(?:#[\w-]+)?")
 
 
 def anchors(page: str) -> set[str]:
@@ -63,6 +63,12 @@ def test_every_page_can_be_reached_from_the_readme(root: Path) -> None:
         links = LINK.findall(page.read_text(encoding="utf-8"))
         waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links if link]
     assert {page for page in (root / "docs").glob("*.md") if page not in reached} == set()
+
+
+def test_llms_txt_lists_every_page(root: Path) -> None:
+    listed = LINK.findall((root / "llms.txt").read_text(encoding="utf-8"))
+    pages = {f"docs/{page.name}" for page in (root / "docs").glob("*.md")}
+    assert pages - set(listed) == set()
 
 
 def messages(source: str) -> list[str]:

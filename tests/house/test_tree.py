@@ -25,9 +25,9 @@ def read_tree(page: str) -> dict[str, str]:
 
 
 def rooms_on_disk(files: list[Path]) -> set[str]:
-    """Top entries of the tree, and those inside ppo_cli/, scripts/ and docs/."""
+    """Top entries of the tree, and those inside ppo_cli/ and scripts/; llms.txt lists docs/."""
     rooms = {path.parts[0] for path in files}
-    for folder in ("ppo_cli", "scripts", "docs", ".ci"):
+    for folder in ("ppo_cli", "scripts", ".ci"):
         rooms |= {"/".join(p.parts[:2]) for p in files if p.parts[0] == folder}
     return rooms - {".gitignore", "ppo_cli/__init__.py"}
 

@@ -28,8 +28,8 @@ def matmul_library(
     """Return the library for float32 products on the CPU: as set, else the one measured faster.
 
     MKL looks at the maker and uses AVX2 on AMD processors that have AVX-512. AMD processors before
-    Zen 5 split AVX-512 into halves, which is not faster than AVX2 (docs/log.md). With AMX oneDNN
-    would round to bfloat16 (`ppo_cli.engine.cpu.products.set_matmul_library`).
+    Zen 5 split AVX-512 into halves, which is not faster than AVX2 (notes/lab_book.md). With AMX
+    oneDNN would round to bfloat16 (`ppo_cli.engine.cpu.products.set_matmul_library`).
     """
     if setting is not None:
         return setting

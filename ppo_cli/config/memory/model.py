@@ -20,7 +20,7 @@ from ppo_cli.config.schema.run import Config
 # 270 MiB more, and was no faster.
 LOGIT_CHUNK = 512
 # Up to this many logits of a micro-batch are saved for the backward pass instead of computed again:
-# they take little memory, and much of the time of a small model (docs/log.md).
+# they take little memory, and much of the time of a small model (notes/lab_book.md).
 KEPT_LOGITS = 1 << 24
 FOUR_BITS = 1 / 2 + 1 / 64 + FLOAT / 64 / 256  # bytes of an NF4 weight with its block's scales
 EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # an 8-bit code and its block's scale, relative to float32

@@ -5,7 +5,7 @@ float32 numbers that round to it, so small updates change no product until they 
 gap: about twenty steps at a learning rate of 1e-5 for a weight of 0.1. Therefore trained weights
 are spread at random over the interval that rounds to them. In each step the share of weights that
 cross a boundary then equals the update's share of the gap, so products follow the update on average
-from the first step on (docs/log.md). This is stochastic rounding (Gupta et al. 2015, arXiv
+from the first step on (notes/lab_book.md). This is stochastic rounding (Gupta et al. 2015, arXiv
 1502.02551), applied once.
 """
 

@@ -14,7 +14,7 @@ def set_matmul_library(library: Literal["blas", "onednn"]) -> bool:
 
     torch passes these products to oneDNN only if bfloat16 is allowed inside them. Without AMX
     oneDNN still computes in float32, twice as fast as MKL on AMD processors with AVX-512
-    (docs/log.md). A trial product verifies that; if oneDNN rounds, BLAS stays selected.
+    (notes/lab_book.md). A trial product verifies that; if oneDNN rounds, BLAS stays selected.
     """
     products = _products()
     products.fp32_precision = "bf16" if library == "onednn" else "none"
