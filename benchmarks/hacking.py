@@ -188,7 +188,8 @@ def read_result(run: Run, seed: int, folder: Path) -> Result:
     from ppo_cli.report.exploits import explain_rise
     from ppo_cli.report.hacking import find_hacking
     from ppo_cli.report.metrics import read_limits
-    from ppo_cli.run_folder import read_lines, read_metrics, rollout_file, run_settings
+    from ppo_cli.run_folder.folder import run_settings
+    from ppo_cli.run_folder.lines import read_lines, read_metrics, rollout_file
 
     history = [line for line in read_metrics(folder) if line["step"] > 0]
     limits = read_limits(folder, run_settings(folder))

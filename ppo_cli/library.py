@@ -25,16 +25,9 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, collect_problems
-from ppo_cli.run_folder import (
-    RunFolder,
-    check_run_folder,
-    read_lines,
-    read_metrics,
-    rollout_file,
-    rollout_steps,
-    run_settings,
-)
-from ppo_cli.store import localise
+from ppo_cli.run_folder.folder import RunFolder, check_run_folder, run_settings
+from ppo_cli.run_folder.lines import read_lines, read_metrics, rollout_file, rollout_steps
+from ppo_cli.run_folder.store import localise
 
 if TYPE_CHECKING:
     import pandas

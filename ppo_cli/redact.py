@@ -2,7 +2,7 @@ r"""Remove secrets from texts before they leave: messages, dumps, tracebacks, lo
 
 Secrets are known values (of variables, settings and flags that contain keys) and strings that look
 like keys (`secret_patterns`). Both are searched in the text with escapes decoded, so that `\u002d`,
-`%2D` or `&#45;` hides nothing. Redact values, then serialise: see `run_folder.plain`.
+`%2D` or `&#45;` hides nothing. Redact values, then serialise: see `run_folder.lines.plain`.
 """
 
 from __future__ import annotations

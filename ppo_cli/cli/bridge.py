@@ -33,7 +33,7 @@ from ppo_cli.errors import (
     refuse_out_address,
 )
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import run_settings
+from ppo_cli.run_folder.folder import run_settings
 
 if TYPE_CHECKING:
     from ppo_cli.extras.bridge.overrides import VerlOverrides

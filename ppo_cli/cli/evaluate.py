@@ -40,8 +40,8 @@ from ppo_cli.errors import (
     replace_path,
 )
 from ppo_cli.records import Message, Prompt
-from ppo_cli.run_folder import ModelSource
-from ppo_cli.store import find_source_anywhere, localise
+from ppo_cli.run_folder.sources import ModelSource
+from ppo_cli.run_folder.store import find_source_anywhere, localise
 
 if TYPE_CHECKING:
     from ppo_cli.run.evaluate import SampledModel

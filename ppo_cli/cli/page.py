@@ -20,8 +20,9 @@ from ppo_cli.cli.help import App
 from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
-from ppo_cli.store import localise
+from ppo_cli.run_folder.folder import check_run_folder
+from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
+from ppo_cli.run_folder.store import localise
 
 # On another --host the page is open to the network.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

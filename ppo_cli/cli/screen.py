@@ -37,7 +37,7 @@ from ppo_cli.report.metrics import (
     mixture_part_means,
 )
 from ppo_cli.report.tracker import RECENT_STEPS, Advance, Screen, Summary
-from ppo_cli.run_folder import plain
+from ppo_cli.run_folder.lines import plain
 from ppo_cli.signals import redirect_to_devnull
 
 # Metric -> its name on the line of a step.

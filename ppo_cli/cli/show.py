@@ -49,20 +49,17 @@ from ppo_cli.report.metrics import (
     recent_statistics,
 )
 from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
-from ppo_cli.run_folder import (
+from ppo_cli.run_folder.checkpoints import CheckpointStore
+from ppo_cli.run_folder.folder import check_run_folder, paid_calls, run_settings, run_state
+from ppo_cli.run_folder.lines import (
     METRICS_FILE,
-    CheckpointStore,
-    check_run_folder,
-    paid_calls,
     plain,
     read_lines,
     read_metrics,
     rollout_file,
     rollout_steps,
-    run_settings,
-    run_state,
 )
-from ppo_cli.store import localise
+from ppo_cli.run_folder.store import localise
 
 # Rows that are shown unless a flag says otherwise.
 DEFAULT_STEPS = 20

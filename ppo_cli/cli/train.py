@@ -43,13 +43,10 @@ from ppo_cli.errors import (
     ppo,
 )
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import (
-    METRICS_FILE,
-    find_resume,
-    read_metrics,
-    run_settings,
-)
-from ppo_cli.store import find_source_anywhere
+from ppo_cli.run_folder.checkpoints import find_resume
+from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
+from ppo_cli.run_folder.store import find_source_anywhere
 
 if TYPE_CHECKING:
     from ppo_cli.report.tracker import Screen

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.run_folder import CRITIC_FILE, read_lines
+from ppo_cli.run_folder.lines import CRITIC_FILE, read_lines
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.errors import plural
-from ppo_cli.run_folder import read_lines, rollout_file, rollout_steps
+from ppo_cli.run_folder.lines import read_lines, rollout_file, rollout_steps
 
 RECENT = 10  # steps whose means are shown
 MAX_TOOLS = 8

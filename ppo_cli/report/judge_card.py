@@ -19,7 +19,8 @@ from ppo_cli.errors import plural
 from ppo_cli.estimates import correlate
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.health import make_limits
-from ppo_cli.run_folder import PRETRAINING_FILE, paid_calls, read_lines
+from ppo_cli.run_folder.folder import paid_calls
+from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines
 from ppo_cli.spending import IN_FLIGHT
 
 Lines = Sequence[Mapping[str, Any]]

@@ -16,7 +16,7 @@ from typing import Any
 
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, UserError
-from ppo_cli.run_folder import LABELS_FILE, PREFIXES, read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder.lines import LABELS_FILE, PREFIXES, read_lines, replace_lines, rollout_file
 
 LOCK = ".labels.lock"  # locked while a label is written
 # Fields whose digest is a response's id.

@@ -28,13 +28,8 @@ from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations, name_measure
-from ppo_cli.run_folder import (
-    PRETRAINING_FILE,
-    STEP_NAME,
-    CheckpointStore,
-    read_lines,
-    read_metrics,
-)
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
+from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.exploits import explain_rise
 from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.report.loggers import make_sinks
-from ppo_cli.run_folder import (
+from ppo_cli.run_folder.lines import (
     CRITIC_FILE,
     METRICS_FILE,
     PRETRAINING_FILE,

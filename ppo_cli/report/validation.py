@@ -17,7 +17,7 @@ from typing import Any
 from ppo_cli.config.derived import val_rows
 from ppo_cli.config.schema.run import Config
 from ppo_cli.estimates import LEVEL, Estimate, estimate_mean
-from ppo_cli.run_folder import read_lines, rollout_file
+from ppo_cli.run_folder.lines import read_lines, rollout_file
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 MIN_PROMPTS = 6  # five prompts change in the same direction by chance in 1 of 16 cases

@@ -66,22 +66,13 @@ from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.episodes import start_episodes
 from ppo_cli.run.identity import describe_new_run, find_changes, run_identity
 from ppo_cli.run.network import find_network
-from ppo_cli.run_folder import (
-    FORK_LINE,
-    JUDGES_FILE,
-    STEP_NAME,
-    WRITTEN_BY,
-    CheckpointStore,
-    RunFolder,
-    find_resume,
-    read_fork,
-    read_metrics,
-    replace_lines,
-)
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
+from ppo_cli.run_folder.folder import FORK_LINE, WRITTEN_BY, RunFolder, read_fork
+from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
+from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.step.stages import Job, RunState, train_sampling
-from ppo_cli.store import mirrored
 from ppo_cli.version import read_version
 
 Build = Callable[[], Engine]

@@ -46,7 +46,9 @@ from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_lin
 from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.episodes import start_episodes
 from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
-from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
+from ppo_cli.run_folder.folder import RunFolder
+from ppo_cli.run_folder.lines import append_line, plain, read_lines, replace_lines
+from ppo_cli.run_folder.sources import ModelSource
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
 from ppo_cli.step.stages import VALIDATION, stream_seed

@@ -54,18 +54,10 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.page.run_data import read_requests, read_run_config, read_settings
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder import (
-    STEP_NAME,
-    find_model,
-    has_model,
-    list_ancestors,
-    paid_calls,
-    plain,
-    read_lines,
-    read_metrics,
-    rollout_file,
-    rollout_steps,
-)
+from ppo_cli.run_folder.checkpoints import STEP_NAME
+from ppo_cli.run_folder.folder import list_ancestors, paid_calls
+from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
+from ppo_cli.run_folder.sources import find_model, has_model
 
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"

@@ -25,7 +25,9 @@ from ppo_cli.errors import UserError
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.redact import mask_secrets
-from ppo_cli.run_folder import has_model, read_state, refuse_late_pretraining, run_settings
+from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
+from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.sources import has_model
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it

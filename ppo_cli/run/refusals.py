@@ -32,9 +32,10 @@ from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import METRICS_FILE, CheckpointStore, find_resume, read_state
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
+from ppo_cli.run_folder.lines import METRICS_FILE
+from ppo_cli.run_folder.store import try_store
 from ppo_cli.scoring.sources import file_checks, row_checks
-from ppo_cli.store import try_store
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000

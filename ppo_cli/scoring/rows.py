@@ -41,7 +41,7 @@ from ppo_cli.data_sets.rows import (
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.records import Message, Prompt, Rollout, Turn
-from ppo_cli.run_folder import rollout_file, rollout_steps
+from ppo_cli.run_folder.lines import rollout_file, rollout_steps
 
 RESPONSE = "response"
 # Other programs' names for the response column, suggested when it is missing.

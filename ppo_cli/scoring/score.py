@@ -30,7 +30,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_folder import plain
+from ppo_cli.run_folder.lines import plain
 from ppo_cli.scoring.rows import ResponseRow
 from ppo_cli.scoring.sources import override_all, reward_kind
 

@@ -37,7 +37,7 @@ from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
-from ppo_cli.run_folder import FORMAT, CheckpointStore, read_state
+from ppo_cli.run_folder.checkpoints import FORMAT, CheckpointStore, read_state
 from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.thoughts import Detokenize
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.kl import token_kl
 from ppo_cli.records import Rollout
-from ppo_cli.run_folder import Encoded
+from ppo_cli.run_folder.lines import Encoded
 from ppo_cli.thoughts import Detokenize, count_shared, decode_piece
 
 LARGEST = float(np.finfo(np.float16).max)

@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.extras.bridge.rewards import decode_row, read_prompts
-from ppo_cli.run_folder import run_settings
+from ppo_cli.run_folder.folder import run_settings
 from tests.cli.mistakes import ROW, TINY, set_desk
 
 ROWS = [ROW | {"prompt": f"What is 1 + {n}?", "ground_truth": str(1 + n)} for n in range(6)]

@@ -21,7 +21,7 @@ from ppo_cli.config.models.bundled import bundled_path, prompt_files
 from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run.export import _describe_base
-from ppo_cli.run_folder import read_lines, read_metrics, rollout_file
+from ppo_cli.run_folder.lines import read_lines, read_metrics, rollout_file
 from tests.hub_server import HubServer, Repository
 from tests.judge_server import JudgeServer
 

@@ -20,7 +20,8 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.run.evaluate import SampledModel
-from ppo_cli.run_folder import find_source, read_lines, read_metrics
+from ppo_cli.run_folder.lines import read_lines, read_metrics
+from ppo_cli.run_folder.sources import find_source
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
 from tests.waiting import wait_until

@@ -19,7 +19,7 @@ from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
-from ppo_cli.run_folder import FORMAT
+from ppo_cli.run_folder.checkpoints import FORMAT
 
 ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:4]
 ALLOW = "model.trust_remote_code=true"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.run_folder import FORMAT
+from ppo_cli.run_folder.checkpoints import FORMAT
 from tests.cli.mistakes import ROW, TINY, TRAIN, contents, set_desk
 from tests.forked import PPO, run_forked
 

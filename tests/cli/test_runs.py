@@ -13,7 +13,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import preset_names, preset_path
 from ppo_cli.config.schema.keys import table
 from ppo_cli.report.catalogue import METRICS
-from ppo_cli.run_folder import replace_lines
+from ppo_cli.run_folder.lines import replace_lines
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:

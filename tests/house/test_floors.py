@@ -16,7 +16,7 @@ GROUND = {
     "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper",
     "moments", "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
-FLOOR_2 = {"config", "data_sets", "report", "run_folder", "store"}
+FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ppo_cli.run_folder import read_lines
+from ppo_cli.run_folder.lines import read_lines
 from tests.forked import PPO, Forked, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]

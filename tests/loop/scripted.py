@@ -25,7 +25,7 @@ from ppo_cli.records import FinishReason, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen as SilentScreen
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.run_folder import CheckpointStore
+from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.step.stages import Job, RunState
 
 KL = 0.25  # log policy - log reference of every token

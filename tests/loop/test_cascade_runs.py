@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.run_folder import paid_calls, read_metrics
+from ppo_cli.run_folder.folder import paid_calls
+from ppo_cli.run_folder.lines import read_metrics
 from tests.judge_server import JudgeServer
 from tests.judge_server.wire import default_score, fenced
 from tests.loop.runs import rows, undocumented

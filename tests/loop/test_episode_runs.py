@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.run_folder import read_lines
+from ppo_cli.run_folder.lines import read_lines
 from tests.loop.runs import SMALL, metrics, rows, stored, train, train_killed_halfway
 
 # Asks two to four questions, which depend on the answers and on the seed of the episode.

@@ -21,7 +21,7 @@ from ppo_cli.run.identity import (
     run_identity,
     setting_values,
 )
-from ppo_cli.run_folder import FORMAT
+from ppo_cli.run_folder.checkpoints import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppo_cli.run_folder import paid_calls, read_lines, read_metrics
+from ppo_cli.run_folder.folder import paid_calls
+from ppo_cli.run_folder.lines import read_lines, read_metrics
 from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
 from tests.loop.runs import ROOT, rows, stored, undocumented, wait_for

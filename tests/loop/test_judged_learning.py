@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from ppo_cli.run_folder import read_metrics
+from ppo_cli.run_folder.lines import read_metrics
 from tests.judge_server import JudgeServer
 from tests.judge_server.wire import fenced
 from tests.loop.runs import rows

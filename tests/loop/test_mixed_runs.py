@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.run_folder import read_lines
+from ppo_cli.run_folder.lines import read_lines
 from tests.loop.runs import (
     SMALL,
     assert_same_run,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.run_folder import read_lines
+from ppo_cli.run_folder.lines import read_lines
 from tests.forked import run_forked
 from tests.loop.runs import (
     assert_same_run,

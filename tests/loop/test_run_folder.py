@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.run_folder import LOCK, CheckpointStore, RunFolder, find_resume, is_active
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
+from ppo_cli.run_folder.folder import LOCK, RunFolder, is_active
 
 
 def test_a_file_in_the_way_and_a_folder_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_claim_on_a_file_that_was_just_taken_away_is_none(
         fcntl.flock(file, how)
 
     monkeypatch.setattr(
-        "ppo_cli.run_folder.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": claim_late})
+        "ppo_cli.run_folder.folder.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": claim_late})
     )
     with RunFolder(tmp_path).alone():
         assert len(claims) == 2

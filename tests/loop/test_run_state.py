@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from ppo_cli.moments import Moments
-from ppo_cli.run_folder import read_state
+from ppo_cli.run_folder.checkpoints import read_state
 from ppo_cli.step.stages import RunState, stream_seed
 
 

@@ -21,8 +21,8 @@ from ppo_cli import load_run
 from ppo_cli.cli.app import main
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError
-from ppo_cli.run_folder import RunFolder, paid_calls, run_settings
-from ppo_cli.store import (
+from ppo_cli.run_folder.folder import RunFolder, paid_calls, run_settings
+from ppo_cli.run_folder.store import (
     FETCHING,
     INDEX,
     LEASE,
@@ -273,8 +273,8 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
 ) -> None:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 1.0)
+    monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
+    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 1.0)
     notes: list[str] = []
 
     def refusal(url: str, kind: type[Exception]) -> str:
@@ -310,7 +310,7 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
 def test_a_fetch_that_is_cut_off_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.store.PATIENCE_S", 0.0)
+    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 0.0)
     store, files = open_store(f"memory://{tmp_path.name}"), ["metrics.jsonl"]
     files += [f"checkpoints/step_000001/{name}" for name in (MANIFEST, "state/run.json")]
     for name in files:
@@ -318,8 +318,9 @@ def test_a_fetch_that_is_cut_off_is_repeated(
     entries = {name: [1, 1] for name in files}
     put(store, INDEX, {"files": entries, "links": {"latest": "step_000001"}})
     copy = mirrored(f"memory://{tmp_path.name}", RunFolder(tmp_path), print, "")
+    lost = Mock(side_effect=OSError("lost"))
     with monkeypatch.context() as broken, pytest.raises(Interrupted, match="does not answer"):
-        broken.setattr("ppo_cli.store.move_into_place", Mock(side_effect=OSError("lost")))
+        broken.setattr("ppo_cli.run_folder.store.move_into_place", lost)
         copy.__enter__()
     # Nothing has the name of a checkpoint, and the next start does not take this for a run.
     assert (tmp_path / FETCHING).exists() and not list(tmp_path.glob("checkpoints/step_*"))
@@ -330,8 +331,8 @@ def test_a_fetch_that_is_cut_off_is_repeated(
 
 
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.store.LEASE_S", 3.0)
+    monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
+    monkeypatch.setattr("ppo_cli.run_folder.store.LEASE_S", 3.0)
     url, notes = f"memory://{tmp_path.name}", list[str]()
     folder = RunFolder(tmp_path)
     store = open_store(url)

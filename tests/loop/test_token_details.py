@@ -23,7 +23,7 @@ from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
 from ppo_cli.report.critic import describe_critic, measure_critic, pool_steps
 from ppo_cli.report.metrics import explained_variance
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import append_line, read_lines, rollout_file
+from ppo_cli.run_folder.lines import append_line, read_lines, rollout_file
 from ppo_cli.step.shaping import ShapedStep, place_steps, shape_step
 from ppo_cli.step.token_details import choose_rows, list_token_details, split_text
 from tests.engine.test_text import TEXTS, encode

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.run_folder import read_metrics
+from ppo_cli.run_folder.lines import read_metrics
 from tests.loop.runs import train
 
 pytestmark = [

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.redact import HIDDEN, hide_secret, hide_settings, mask_secrets, redact, secret_values
-from ppo_cli.run_folder import plain
+from ppo_cli.run_folder.lines import plain
 
 ENV = {
     "OPENAI_API_KEY": "abc123def",

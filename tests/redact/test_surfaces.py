@@ -23,7 +23,7 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer, render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run.export import write_card
-from ppo_cli.run_folder import METRICS_FILE, read_metrics, rollout_file
+from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics, rollout_file
 
 SECRETS = {
     "known": 'a-known "word\\',

@@ -13,7 +13,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.metrics import summarise
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder import append_line, read_metrics
+from ppo_cli.run_folder.lines import append_line, read_metrics
 
 CONFIG = """\
 reward:

@@ -16,7 +16,7 @@ from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.labels import read_labels_by_place, read_labels_with_scores, write_label
 from ppo_cli.report.page.rollouts import Rollouts, set_label
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import LABELS_FILE, read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder.lines import LABELS_FILE, read_lines, replace_lines, rollout_file
 from ppo_cli.scoring.rows import read_responses
 from tests.report.page.runs import add_episodes, make_run
 

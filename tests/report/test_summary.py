@@ -23,7 +23,8 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder import read_lines, replace_lines, run_settings
+from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.lines import read_lines, replace_lines
 
 HERE = Path("my run")
 HISTORIES = Path(__file__).with_name("histories.jsonl")

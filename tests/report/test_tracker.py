@@ -16,7 +16,7 @@ from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.labels import compute_response_id
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import replace_lines
+from ppo_cli.run_folder.lines import replace_lines
 from tests.rewards.scoring import sum_episode
 
 

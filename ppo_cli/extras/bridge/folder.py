@@ -25,7 +25,7 @@ from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.extras.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
 from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
 from ppo_cli.records import Prompt
-from ppo_cli.run_folder import RunFolder
+from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.scoring.sources import row_checks
 
 RAY_WITH_TOKENS = "2.60"  # earlier versions ignore RAY_AUTH_MODE

@@ -32,14 +32,14 @@ from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward
-from ppo_cli.run_folder import (
+from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.lines import (
     METRICS_FILE,
     append_line,
     plain,
     read_lines,
     replace_lines,
     rollout_file,
-    run_settings,
 )
 
 NAME = "ppo_cli_reward"

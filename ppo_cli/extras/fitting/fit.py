@@ -64,7 +64,7 @@ from ppo_cli.extras.fitting.training import (
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.heads import CRITERIA_FILE
-from ppo_cli.run_folder import plain
+from ppo_cli.run_folder.lines import plain
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"

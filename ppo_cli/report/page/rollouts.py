@@ -22,13 +22,7 @@ from typing import Any, NamedTuple
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.report.exploits import name_cause
 from ppo_cli.report.labels import compute_response_id, write_label
-from ppo_cli.run_folder import (
-    PREFIXES,
-    Encoded,
-    read_lines,
-    rollout_file,
-    rollout_steps,
-)
+from ppo_cli.run_folder.lines import PREFIXES, Encoded, read_lines, rollout_file, rollout_steps
 from ppo_cli.thoughts import find_thoughts
 
 # Limits that keep the page fast.

@@ -29,21 +29,23 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import describe_choice, describe_gain, list_validations
-from ppo_cli.run_folder import (
+from ppo_cli.run_folder.checkpoints import CheckpointStore
+from ppo_cli.run_folder.folder import (
+    SPENT,
+    WRITTEN_BY,
+    is_active,
+    paid_calls,
+    read_fork,
+    run_settings,
+    run_state,
+)
+from ppo_cli.run_folder.lines import (
     JUDGES_FILE,
     LABELS_FILE,
     METRICS_FILE,
     PRETRAINING_FILE,
-    SPENT,
-    WRITTEN_BY,
-    CheckpointStore,
-    is_active,
-    paid_calls,
-    read_fork,
     read_lines,
     read_metrics,
-    run_settings,
-    run_state,
 )
 
 # Kind of trouble -> metric whose card shows it; that of the reward shows other troubles.

@@ -40,7 +40,7 @@ from ppo_cli.report.page.rollouts import (
     set_label,
 )
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder import LABELS_FILE, plain
+from ppo_cli.run_folder.lines import LABELS_FILE, plain
 from ppo_cli.version import read_version
 
 MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs

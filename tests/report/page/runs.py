@@ -18,7 +18,7 @@ from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.report.tracker import Screen, Tracker, make_episode_fields
-from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder.lines import append_line, read_lines, replace_lines, rollout_file
 from tests.rewards.scoring import sum_episode
 
 RAN = "window.ran=(window.ran||0)+1"

@@ -17,7 +17,13 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file, rollout_steps
+from ppo_cli.run_folder.lines import (
+    append_line,
+    read_lines,
+    replace_lines,
+    rollout_file,
+    rollout_steps,
+)
 from tests.report.page.runs import (
     HOSTILE,
     PIECES,

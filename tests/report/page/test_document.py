@@ -17,9 +17,8 @@ from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import (
-    FORK_LINE,
-    LOCK,
+from ppo_cli.run_folder.folder import FORK_LINE, LOCK
+from ppo_cli.run_folder.lines import (
     METRICS_FILE,
     Encoded,
     read_lines,

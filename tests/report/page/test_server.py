@@ -14,7 +14,7 @@ import pytest
 
 from ppo_cli.report.page import server as page_server
 from ppo_cli.report.page.server import PageServer
-from ppo_cli.run_folder import read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder.lines import read_lines, replace_lines, rollout_file
 from ppo_cli.scoring.rows import read_labels, read_responses
 from tests.report.page.runs import make_run, serve
 

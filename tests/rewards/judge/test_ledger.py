@@ -29,7 +29,7 @@ from ppo_cli.rewards.judge.calls import (
 from ppo_cli.rewards.judge.costs import Ledger, Spending
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote.failures import Failure
-from ppo_cli.run_folder import paid_calls
+from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.spending import in_flight_file
 
 PRICE = Price(1.0, 10.0, 0.1, "test")

@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.estimates import correlate
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
-from ppo_cli.run_folder import paid_calls
+from ppo_cli.run_folder.folder import paid_calls
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all, sum_rollout, wait_until
 

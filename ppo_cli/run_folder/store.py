@@ -31,15 +31,9 @@ from ppo_cli.atomic import (
 )
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError, first_line, is_address, plural
-from ppo_cli.run_folder import (
-    LABELS_FILE,
-    LOCK,
-    METRICS_FILE,
-    ROLLOUTS,
-    ModelSource,
-    RunFolder,
-    find_source,
-)
+from ppo_cli.run_folder.folder import LOCK, RunFolder
+from ppo_cli.run_folder.lines import LABELS_FILE, METRICS_FILE, ROLLOUTS
+from ppo_cli.run_folder.sources import ModelSource, find_source
 
 INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who writes it
 # In a folder: the address of its copy, and that a fetch was cut off.

@@ -1,0 +1,150 @@
+"""The files of a run with a JSON object per line: metrics, rollouts, labels and the like.
+
+They are written line by line; readers skip an incomplete last line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.atomic import UNFINISHED, atomic_replace
+from ppo_cli.errors import DataError
+from ppo_cli.redact import build_redactor
+
+# Names in a run folder.
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS = "rollouts"
+PRETRAINING_FILE = "pretraining.jsonl"
+PREFIXES = {"train": "step", "val": "val", "pretraining": "pretraining"}
+LABELS_FILE = "labels.jsonl"  # labels that people gave responses in the page
+CRITIC_FILE = "critic.jsonl"  # how well the critic predicts, a line per step
+JUDGES_FILE = "judges.jsonl"  # what each judge is asked, as the run read it at its start
+_ROLLOUT_NAME = re.compile(r"^(?:step|val)_(\d+)\.jsonl$")
+
+
+def rollout_file(run_dir: Path, step: int, split: str = "train") -> Path:
+    """The file with the rollouts of a step; `split` is train, val or pretraining."""
+    return run_dir / ROLLOUTS / f"{PREFIXES[split]}_{step:06d}.jsonl"
+
+
+def rollout_steps(run_dir: Path, split: str = "train") -> list[int]:
+    """Steps that have a rollouts file, oldest first."""
+    names = (p.name for p in (run_dir / ROLLOUTS).glob(f"{PREFIXES[split]}_*.jsonl"))
+    return sorted(int(m.group(1)) for m in map(_ROLLOUT_NAME.match, names) if m)
+
+
+def drop_rollouts_past(run_dir: Path, step: int) -> None:
+    """Delete rollout files of later steps, and unfinished files of killed runs."""
+    for path in (run_dir / ROLLOUTS).glob("*"):
+        match = _ROLLOUT_NAME.match(path.name)
+        if path.name.startswith(UNFINISHED) or (match and int(match.group(1)) > step):
+            path.unlink()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete JSON lines of a file; an incomplete line of a killed run is skipped.
+
+    Returns [] for a missing file; raises DataError for one that cannot be read.
+    """
+    lines: list[dict[str, Any]] = []
+    try:
+        # An editor may add a byte-order mark.
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # A killed run may leave half a line.
+    for row in text.split("\n"):
+        try:
+            line = json.loads(row)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl with a step; values that are not numbers are dropped."""
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if value is None or isinstance(value, int | float)
+        }
+        for line in read_lines(run_dir / METRICS_FILE)
+        if isinstance(line.get("step"), int)
+    ]
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one line and fsync."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(_encode(line))
+        # Synced, so that a line that was reported survives a crash of the machine.
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of lines atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_replace(path) as fresh, fresh.open("wb") as file:
+        # One redactor for all lines of the file.
+        clean = build_redactor()
+        file.writelines(_encode(line, clean) for line in lines)
+
+
+class Encoded(str):
+    """Numbers as base64, which `plain` does not redact: some letters of it may look like a key."""
+
+    __slots__ = ()
+
+
+def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
+    """Convert a value to plain JSON types: no numpy, no NaN, no secrets in values or names.
+
+    Secrets are redacted before encoding: redacting JSON text could break it.
+    """
+    clean = clean or build_redactor()
+    if isinstance(value, str):
+        return value if isinstance(value, Encoded) else clean(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return _with_clean_names(value, clean)
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v, clean) for v in value]
+    # Imported late: most lines have no numpy values.
+    import numpy as np
+
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist(), clean)
+    return clean(str(value))
+
+
+def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> dict[str, Any]:
+    """Return a mapping with redacted names; equal names get a star."""
+    fields: dict[str, Any] = {}
+    for key, inner in value.items():
+        name = clean(str(key))
+        while name in fields:  # two names that differ only in their secrets
+            name += "*"
+        fields[name] = plain(inner, clean)
+    return fields
+
+
+def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) -> bytes:
+    text = json.dumps(plain(line, clean), ensure_ascii=False, allow_nan=False)
+    # A sampler may cut a character in two: backslashreplace writes lone surrogates as \udXXX.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
