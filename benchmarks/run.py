@@ -47,7 +47,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.plan import fill_dtype, fill_memory_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
@@ -55,6 +54,7 @@ from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.machine.processor import matmul_library
 from ppo_cli.records import Prompt
 
 HERE = Path(__file__).parent

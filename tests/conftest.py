@@ -123,7 +123,7 @@ def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A machine of which the test says what NVIDIA GPUs it has."""
-    from ppo_cli.config.machine import gpus
+    from ppo_cli.machine import gpus
 
     yield Machine(tmp_path, monkeypatch)
     gpus.query_nvml.cache_clear()

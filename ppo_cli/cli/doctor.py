@@ -14,13 +14,13 @@ import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, make_switch
 from ppo_cli.cli.help import App
-from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
-from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.bundled import MODELS
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
+from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
+from ppo_cli.machine.torch_build import find_gpu_fault
 
 if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
@@ -63,7 +63,7 @@ def doctor(arguments: Arguments) -> None:
 def _run_self_test(config: Config, *, as_json: bool) -> None:
     """Run all checks of the self-test, write their record, print them; exit 2 if one fails."""
     from ppo_cli.cli.screen import print_json, print_text
-    from ppo_cli.config.machine.device_record import require_writable, write_record
+    from ppo_cli.machine.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
     from ppo_cli.self_test.runner import make_record, run_checks
 

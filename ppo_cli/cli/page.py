@@ -17,8 +17,8 @@ import typer
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.cli.help import App
-from ppo_cli.config.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.errors import DataError, UserError, ppo
+from ppo_cli.machine.device_record import DeviceKey, read_record, record_path
 from ppo_cli.redact import redact
 from ppo_cli.run_folder.folder import check_run_folder
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics

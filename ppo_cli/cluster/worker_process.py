@@ -30,10 +30,10 @@ from typing import Any
 import ray
 
 from ppo_cli.cluster.addresses import free_port
-from ppo_cli.config.machine.gpus import pin_gpu_order
-from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.engine.leftovers import create_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, is_picklable
+from ppo_cli.machine.gpus import pin_gpu_order
+from ppo_cli.machine.processor import count_cores
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

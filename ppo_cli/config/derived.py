@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.machine.device_record import is_proven
-from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.machine.processor import has_fast_bfloat16
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.weight_files import text_config
@@ -18,6 +15,9 @@ from ppo_cli.config.schema.algorithm import DEFAULT_PRETRAIN_STEPS
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import plural
+from ppo_cli.machine.device_record import is_proven
+from ppo_cli.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.machine.processor import has_fast_bfloat16
 
 DataSplit = Literal["train", "val"]
 

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Final, Literal, get_args
 
-from ppo_cli.config.machine.device_record import is_proven
-from ppo_cli.config.machine.gpus import Gpu, list_gpus
 from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.run import Config, Sleep, Transfer
 from ppo_cli.errors import did_you_mean, plural
+from ppo_cli.machine.device_record import is_proven
+from ppo_cli.machine.gpus import Gpu, list_gpus
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:

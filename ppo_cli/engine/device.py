@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus, pin_gpu_order
-from ppo_cli.config.machine.torch_build import GpuFault, describe, find_gpu_fault
 from ppo_cli.errors import MissingPart, first_line
+from ppo_cli.machine.gpus import has_bfloat16, list_gpus, pin_gpu_order
+from ppo_cli.machine.torch_build import GpuFault, describe, find_gpu_fault
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from ppo_cli.config.derived import (
     uses_reference,
     why_recompute_logprobs,
 )
-from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.advice import advise_memory
 from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
@@ -88,6 +87,7 @@ from ppo_cli.engine.training.actor_critic import (
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import ModelError
+from ppo_cli.machine.processor import matmul_library
 from ppo_cli.records import Prompt, Rollout
 
 

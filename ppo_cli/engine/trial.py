@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import shares_prompts
-from ppo_cli.config.machine.device_record import cache_folder
 from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling
@@ -52,6 +51,7 @@ from ppo_cli.engine.pretrained import DAMAGED, load_config
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.training.actor_critic import compute_token_stats
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.machine.device_record import cache_folder
 from ppo_cli.records import Prompt, Rollout
 
 # The first prompt crosses a shrunk window, the short ones cross it while they are sampled.

@@ -22,16 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ppo_cli.config.machine.device_record import is_proven
-from ppo_cli.config.machine.gpus import (
-    Gpu,
-    driver_version,
-    explain_hidden_gpus,
-    has_bfloat16,
-    list_gpus,
-)
-from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
-from ppo_cli.config.memory.devices import GIB, host_memory
+from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.bundled import model_folder
@@ -40,6 +31,16 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward, Code
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, first_line, ppo
+from ppo_cli.machine.device_record import is_proven
+from ppo_cli.machine.gpus import (
+    Gpu,
+    driver_version,
+    explain_hidden_gpus,
+    has_bfloat16,
+    list_gpus,
+)
+from ppo_cli.machine.memory import host_memory
+from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.redact import redact
 from ppo_cli.run.network import find_network
 

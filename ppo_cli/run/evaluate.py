@@ -21,7 +21,6 @@ from typing import Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.derived import sampler_seed
-from ppo_cli.config.machine.gpus import list_gpus
 from ppo_cli.config.mixture import SCALINGS, mixture_of
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.models.folder import read_config, vocabulary_size
@@ -40,6 +39,7 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
+from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppo_cli.config.machine.device_record import FEATURES, Feature
+from ppo_cli.machine.device_record import FEATURES, Feature
 from ppo_cli.self_test.results import Outcome
 
 # Devices that a check applies to.

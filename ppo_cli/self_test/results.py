@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppo_cli.config.machine.device_record import Feature, State
 from ppo_cli.errors import first_line
+from ppo_cli.machine.device_record import Feature, State
 from ppo_cli.redact import redact
 
 Figure = float | int | str

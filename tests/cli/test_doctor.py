@@ -13,11 +13,11 @@ import pytest
 from huggingface_hub import constants
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.machine import torch_build
-from ppo_cli.config.machine.gpus import Gpu, list_gpus
-from ppo_cli.config.machine.torch_build import TorchBuild
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import WorkerLost
+from ppo_cli.machine import torch_build
+from ppo_cli.machine.gpus import Gpu, list_gpus
+from ppo_cli.machine.torch_build import TorchBuild
 from ppo_cli.run import doctor
 from ppo_cli.run.doctor import CHECKS, Finding, Machine, examine
 from tests.judge_server import JudgeServer

@@ -13,8 +13,8 @@ import pytest
 
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.cluster.worker_process import THREAD_VARIABLES
-from ppo_cli.config.machine.processor import count_cores
 from ppo_cli.config.placement import Placement
+from ppo_cli.machine.processor import count_cores
 
 GPUS = 2
 PLACED = Placement(1, GPUS, (0, 1), (), ())

@@ -16,7 +16,6 @@ from ppo_cli.config.memory.devices import (
     DeviceNeeds,
     ModelShapes,
     count_memory,
-    host_memory,
     read_shapes,
 )
 from ppo_cli.config.memory.plan import (
@@ -29,6 +28,7 @@ from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.cpu.lean_layers import use_lean_layers
+from ppo_cli.machine.memory import host_memory
 from tests.config.settling import load_table
 
 TABLES = load_table("families.yaml")

@@ -14,7 +14,6 @@ from ppo_cli.config.memory.devices import (
     assume_gpu_memory,
     count_host,
     count_memory,
-    host_memory,
     host_of_gpus,
 )
 from ppo_cli.config.memory.plan import estimate_memory, find_smallest_change
@@ -22,6 +21,7 @@ from ppo_cli.config.memory.publishing import CHUNK_BYTES
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.memory import host_memory
 
 GB = 10**9
 QWEN_3B = Shape(2048, 11008, 36, 16, 2048, 256, 151936, tied=True)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ppo_cli.cluster.worker_process import Worker
-from ppo_cli.config.machine import torch_build
-from ppo_cli.config.machine.torch_build import TorchBuild
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.errors import MissingPart
+from ppo_cli.machine import torch_build
+from ppo_cli.machine.torch_build import TorchBuild
 from tests.nvml import DRIVER, RTX_4090, T4, Machine
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppo_cli.config.machine.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine.cpu import products
 from ppo_cli.engine.cpu.products import set_matmul_library, use_blas, using_onednn
 from ppo_cli.engine.cpu.row_products import RowAttention, RowSpan
 from ppo_cli.engine.models.attention import LONGEST, PackedRows, attend_by_rows, longest_row
+from ppo_cli.machine.processor import has_fast_bfloat16, matmul_library
 from tests.rounding import assert_near
 
 WIDE = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.machine.processor import cpu_quota
+from ppo_cli.machine.processor import cpu_quota
 
 # CPU seconds of products with pauses between them, in which a waiting thread may spin.
 PROBE = """

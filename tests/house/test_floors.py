@@ -16,7 +16,7 @@ GROUND = {
     "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper",
     "moments", "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
-FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
+FLOOR_2 = {"config", "data_sets", "machine", "report", "run_folder"}
 LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
@@ -24,10 +24,12 @@ MAY: dict[str, set[str]] = {
     # The page shows what judges were asked, as the reward reads it.
     "report.page": GROUND | FLOOR_2 | {"rewards.judge.prompt"},
     "algo": {"records", "errors", "plugins"},
+    # What a plan asks about the machine, without torch.
+    "machine": GROUND,
     # A plan counts the rows of prompt files; settings take the names of estimators.
-    "config": GROUND | {"algo.estimators", "data_sets.files"},
-    "rewards": GROUND | {"config"},
-    "engine": GROUND | {"config", "algo"},
+    "config": GROUND | {"algo.estimators", "data_sets.files", "machine"},
+    "rewards": GROUND | {"config", "machine"},
+    "engine": GROUND | {"config", "machine", "algo"},
     # The pool's event loop is the one of remote rewards.
     "environments": GROUND
     | {"config", "data_sets", "algo", "engine.base", "rewards.remote.event_loop"},
@@ -35,7 +37,7 @@ MAY: dict[str, set[str]] = {
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},
     # The engine over many processes and machines; starts Ray and brings the nodes together.
-    "cluster": GROUND | {"config", "algo", "engine"},
+    "cluster": GROUND | {"config", "machine", "algo", "engine"},
     # Commands next to training. Only cli/ imports them, and they do not import each other.
     "extras.trust": GROUND | FLOOR_2 | {"rewards", "scoring"},
     "extras.fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
@@ -89,7 +91,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "peft": ("engine.models.lora",),
     "ray": ("cluster", "extras.bridge.rewards"),
     "bokeh": ("report.page",),
-    "pynvml": ("config.machine.gpus",),
+    "pynvml": ("machine.gpus",),
     "vllm": ("engine.samplers", "rewards.judge.providers.vllm_serve"),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),

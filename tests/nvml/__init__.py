@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from ppo_cli.config.machine import gpus
+from ppo_cli.machine import gpus
 
 GIB = 1 << 30
 DRIVER = "driver|580.95.05|13000"

@@ -22,8 +22,8 @@ import pytest
 from ppo_cli.atomic import is_running
 from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
-from ppo_cli.config.machine.device_record import FEATURES
 from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.self_test import runner
 from ppo_cli.self_test.checks import collectives
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven

@@ -11,8 +11,6 @@ from ppo_cli.cli.app import main
 from ppo_cli.config import derived, placement
 from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.derived import shares_prompts
-from ppo_cli.config.machine import device_record
-from ppo_cli.config.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.placement import expands_segments
 from ppo_cli.config.schema.run import Config
@@ -21,6 +19,8 @@ from ppo_cli.engine.batches.packing import enable_packing
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.ranks import ALONE
+from ppo_cli.machine import device_record
+from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
 from tests.report.page.runs import make_run
 
 SECRET = "sk-proj-4f8a1c9e7b2d6053e8f7a1b4c9d2e6f0"

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.checks.judge_server import check_judge_server
 from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
-from ppo_cli.config.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
-from ppo_cli.config.machine.processor import count_cores
-from ppo_cli.config.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.config.memory.devices import ASSUMED_MEMORY
 from ppo_cli.config.placement import (
     Roles,
@@ -34,6 +31,9 @@ from ppo_cli.config.placement import (
 from ppo_cli.config.schema.keys import Clash, Scene, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
+from ppo_cli.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
+from ppo_cli.machine.processor import count_cores
+from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
 
 
 def missing_packages(config: Config, gpus: int) -> Iterator[str]:

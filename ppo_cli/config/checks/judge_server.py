@@ -10,14 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.torch_build import (
-    ROOT,
-    VLLM_SETUP,
-    GpuFault,
-    find_gpu_fault,
-    read_build,
-)
 from ppo_cli.config.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
@@ -27,6 +19,14 @@ from ppo_cli.config.placement import gpus_per_node, has_package, judge_devices, 
 from ppo_cli.config.schema.keys import Clash, with_settings
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.torch_build import (
+    ROOT,
+    VLLM_SETUP,
+    GpuFault,
+    find_gpu_fault,
+    read_build,
+)
 
 # Tokens of a request and its answer: judges need no more, and more would take memory.
 MAX_REQUEST_TOKENS = 8192

@@ -7,7 +7,6 @@ drivers is not counted: RESERVE is left free for it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from ppo_cli.config.derived import (
     uses_reference,
     why_recompute_logprobs,
 )
-from ppo_cli.config.machine import processor
-from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.config.memory.model import ModelBytes, ModelOnRank, RoleBytes
 from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.mixture import models_of
@@ -48,6 +45,9 @@ from ppo_cli.config.placement import (
 )
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
+from ppo_cli.machine import processor
+from ppo_cli.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.machine.memory import host_memory
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # Activations are kept if a step with them needs at most this share of the memory: the estimate may
@@ -455,21 +455,6 @@ def assume_gpu_memory(text: str | None) -> Iterator[None]:
 def host_of_gpus() -> int | None:
     """Return the host's bytes next to the GPUs of a plan; None if these are in another machine."""
     return host_memory() if ASSUMED_MEMORY.get() is None and list_gpus() else None
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of this machine's memory, or the limit of its control groups."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Version 2 of control groups, then version 1.
-    limits = [physical]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / "sys/fs/cgroup" / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 KV_GB = 1  # GiB of the KV cache of a judge's server on the CPU

@@ -17,8 +17,6 @@ from ppo_cli.config.derived import (
     uses_reference,
     why_recompute_logprobs,
 )
-from ppo_cli.config.machine.device_record import is_proven
-from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.devices import (
     AMPLE,
     GIB,
@@ -48,6 +46,8 @@ from ppo_cli.config.placement import (
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ppo
+from ppo_cli.machine.device_record import is_proven
+from ppo_cli.machine.processor import matmul_library
 
 LORA_RANK = 16  # of the adapter that is suggested
 STEP_PHASES = ("annotation", "update")  # in which checkpointing and gathering matter

@@ -15,10 +15,10 @@ from threading import Thread
 from typing import Any
 
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.machine.device_record import cache_folder
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.errors import ModelError
+from ppo_cli.machine.device_record import cache_folder
 
 DEADLINE_S = 3.0  # of the only attempt: names may take long to resolve behind a firewall
 HUB, TABLE = "the hub", "the bundled table"

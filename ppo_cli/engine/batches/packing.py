@@ -14,13 +14,13 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ppo_cli.config.machine.device_record import failed
 from ppo_cli.engine.batches.micro_batches import Budget
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.attention import BY_ROWS, PackedRows, Packing, attend_by_rows
 from ppo_cli.engine.ranks import Ranks, gather_objects
 from ppo_cli.errors import ModelError, first_line
+from ppo_cli.machine.device_record import failed
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ppo_cli.config.machine.processor import count_cores
+from ppo_cli.machine.processor import count_cores
 
 
 def set_threads(threads: int | None, environ: Mapping[str, str] = os.environ) -> None:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.memory.devices import PREFILL_TOKENS
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import column_problem, require_length
@@ -58,6 +57,7 @@ from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cac
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
+from ppo_cli.machine.processor import matmul_library
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 

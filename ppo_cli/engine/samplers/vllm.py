@@ -31,7 +31,6 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ppo_cli.config.derived import sampler_seed
-from ppo_cli.config.machine.torch_build import VLLM_SETUP
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.placement import publishes_adapter, shared_samplers, sleep_mode
@@ -54,6 +53,7 @@ from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
+from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from ppo_cli.atomic import atomic_replace, check_out_folder, replace_model
-from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.processor import matmul_library
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
@@ -61,6 +59,8 @@ from ppo_cli.extras.fitting.training import (
     load_to_fit,
     score_examples,
 )
+from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.processor import matmul_library
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.heads import CRITERIA_FILE

@@ -25,12 +25,12 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.config.machine.torch_build import find_gpu_fault
 from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
+from ppo_cli.machine.gpus import has_bfloat16, list_gpus
+from ppo_cli.machine.torch_build import find_gpu_fault
 from ppo_cli.rewards.judge.rubric import Rubric, read_rubric
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (

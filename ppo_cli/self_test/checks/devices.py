@@ -6,10 +6,11 @@ import os
 
 import torch
 
-from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.memory.devices import GIB, host_memory
+from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.placement import gpu_count
 from ppo_cli.engine.device import Compute
+from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.memory import host_memory
 from ppo_cli.self_test.results import Results, Setup
 
 SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not

@@ -30,14 +30,14 @@ from ppo_cli.config.checks.judge_server import (
     server_environment,
     vllm_python,
 )
-from ppo_cli.config.machine.gpus import list_gpus
-from ppo_cli.config.machine.processor import has_bfloat16
-from ppo_cli.config.machine.torch_build import VLLM_SETUP
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.models.weight_files import weight_files
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import MissingPart, ModelError, RewardError
+from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.processor import has_bfloat16
+from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai
 from ppo_cli.rewards.judge.providers.base import Key

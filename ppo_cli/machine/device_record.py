@@ -20,9 +20,9 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from ppo_cli.addresses import cache_root
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.machine.gpus import driver_version, list_gpus
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
+from ppo_cli.machine.gpus import driver_version, list_gpus
 
 # Parts of the program that are slower or refused on a GPU until a self-test has proven them.
 Feature = Literal[

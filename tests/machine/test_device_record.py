@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.machine import device_record
-from ppo_cli.config.machine.device_record import (
+from ppo_cli.errors import UserError
+from ppo_cli.machine import device_record
+from ppo_cli.machine.device_record import (
     FEATURES,
     CheckRecord,
     DeviceKey,
@@ -25,8 +26,7 @@ from ppo_cli.config.machine.device_record import (
     require_writable,
     write_record,
 )
-from ppo_cli.config.machine.gpus import Gpu
-from ppo_cli.errors import UserError
+from ppo_cli.machine.gpus import Gpu
 
 GPUS = (Gpu("NVIDIA A", "GPU-1", 80 * 2**30, (9, 0)), Gpu("NVIDIA A", "GPU-2", 80 * 2**30, (9, 0)))
 

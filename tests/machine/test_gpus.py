@@ -11,16 +11,16 @@ import pytest
 
 from ppo_cli.config.checks.devices import device_remarks
 from ppo_cli.config.derived import compute_dtype
-from ppo_cli.config.machine.gpus import (
+from ppo_cli.config.memory.devices import device_memory
+from ppo_cli.config.placement import gpu_count, plan_devices
+from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.gpus import (
     Gpu,
     driver_version,
     explain_hidden_gpus,
     list_gpus,
     read_inventory,
 )
-from ppo_cli.config.memory.devices import device_memory
-from ppo_cli.config.placement import gpu_count, plan_devices
-from ppo_cli.config.schema.run import Config
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 
 
@@ -178,7 +178,7 @@ def test_wsl_s_library_is_outside_of_the_loader_s_path(tmp_path: Path) -> None:
     library = tmp_path / "usr/lib/wsl/lib/libnvidia-ml.so.1"
     library.parent.mkdir(parents=True)
     program = (
-        "import sys; from pathlib import Path; from ppo_cli.config.machine.gpus import list_gpus\n"
+        "import sys; from pathlib import Path; from ppo_cli.machine.gpus import list_gpus\n"
         "print([gpu.uuid for gpu in list_gpus({}, Path(sys.argv[1]))], 'torch' in sys.modules)"
     )
 

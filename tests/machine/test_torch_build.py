@@ -11,10 +11,10 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.checks.devices import device_remarks, unusable_gpus
 from ppo_cli.config.checks.judge_server import judge_fault
-from ppo_cli.config.machine import torch_build
-from ppo_cli.config.machine.gpus import list_gpus, pin_gpu_order
-from ppo_cli.config.machine.torch_build import TorchBuild, find_gpu_fault, read_build
 from ppo_cli.config.schema.run import Config
+from ppo_cli.machine import torch_build
+from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
+from ppo_cli.machine.torch_build import TorchBuild, find_gpu_fault, read_build
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
@@ -108,7 +108,7 @@ def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_does_not_answer_is_named(machine: Machine, tmp_path: Path) -> None:
-    from ppo_cli.config.machine.gpus import Inventory
+    from ppo_cli.machine.gpus import Inventory
 
     for fault, advice in (
         ("RM has detected an NVML/RM version mismatch.", "`sudo reboot`"),

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ppo_cli.config.machine.gpus import Gpu, hides_all_gpus, list_gpus, read_inventory
+from ppo_cli.machine.gpus import Gpu, hides_all_gpus, list_gpus, read_inventory
 
-ROOT: Final = Path(__file__).resolve().parents[3]
+ROOT: Final = Path(__file__).resolve().parents[2]
 # What installs vLLM: the script of a checkout, or an extra of the package that pip installed.
 VLLM_SETUP: Final = (
     "scripts/setup vllm" if (ROOT / "scripts/setup").is_file() else "pip install 'ppo-cli[vllm]'"
