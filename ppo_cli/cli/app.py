@@ -5,7 +5,6 @@ Sub-commands are imported when they are called, so that `ppo --help` stays fast.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.help import HELP_ALL_WORDS, App, HelpCommand, HelpGroup, normalize_flag
+from ppo_cli.cli.help import HELP_ALL_WORDS, App, HelpGroup, normalize_flag
 from ppo_cli.errors import (
     DISK_ERRNOS,
     EXIT_BUG,
@@ -38,6 +37,7 @@ from ppo_cli.errors import (
     is_out_of_memory,
     ppo,
 )
+from ppo_cli.plugins import Command
 from ppo_cli.redact import redact
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
@@ -194,40 +194,29 @@ SECTIONS = {
         "export": ("evaluate:export_app", "Write a trained model as one Hugging Face folder."),
     },
 }
-COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
+# The built-in commands in the order of the help; plug-ins follow in their sections.
+COMMANDS = {
+    name: Command(f"ppo_cli.cli.{app}", line, section, order=0)
+    for section, commands in SECTIONS.items()
+    for name, (app, line) in commands.items()
+}
 
 
-class LazyGroup(HelpGroup):
-    """The group of all commands; it imports only the command that is called."""
+class RootGroup(HelpGroup):
+    """The group of all commands."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the command names in the order of COMMANDS."""
-        return list(COMMANDS)
+    built_in = COMMANDS
 
     def group_commands(self, ctx: Any) -> dict[str, Sequence[str]]:
         """Return the command names by section."""
-        return {title: list(commands) for title, commands in SECTIONS.items()}
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder with the help line, without importing the command."""
-        if cmd_name not in COMMANDS:
-            return None
-        return HelpCommand(cmd_name, help=COMMANDS[cmd_name][1])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was called; an unknown one fails with the most similar name."""
-        name = args[0]
-        if name not in COMMANDS:
-            ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
-        module, _, attribute = COMMANDS[name][0].partition(":")
-        member = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
-        command: Any = typer.main.get_command(member)
-        command.name = name
-        return name, command, args[1:]
+        sections: dict[str, list[str]] = {}
+        for name, command in self.declared_commands(ctx).items():
+            sections.setdefault(command.section, []).append(name)
+        return dict(sections)
 
 
 app = App(
-    cls=LazyGroup,
+    cls=RootGroup,
     add_completion=True,
     context_settings={
         "token_normalize_func": normalize_flag,

@@ -7,14 +7,15 @@ common. `--help-all` shows every setting that the command reads, with key, range
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
-from ppo_cli.errors import ppo
+from ppo_cli.errors import ConfigError, did_you_mean, ppo
+from ppo_cli.plugins import Command, entry_points, find_plugin, import_name, load
 
 # Key of click's `ctx.meta` that is set if all flags are to be shown.
 ALL_FLAGS = "ppo_cli.all_flags"
@@ -143,8 +144,61 @@ class HelpCommand(_Examples, TyperCommand):
         return "Options", describe_flag(param, ctx)
 
 
+def _entry_point(ctx: Any, name: str) -> str:
+    """Return the name of the entry point that adds a command to the group of a context."""
+    return ".".join([*ctx.command_path.split()[1:], name])
+
+
 class HelpGroup(_Examples, TyperGroup):
-    """A group of commands with this module's help."""
+    """A group of commands with this module's help, to which packages may add commands.
+
+    A declared command is imported when it is called, so that the help stays fast.
+    """
+
+    # Declared commands that are built in.
+    built_in: Mapping[str, Command] = {}
+
+    def declared_commands(self, ctx: Any) -> dict[str, Command]:
+        """Return the declared commands by name, those of packages last in their order."""
+        added: dict[str, Command] = {}
+        # `reward.calibrate` is a command of `ppo reward`.
+        path = _entry_point(ctx, "")
+        for point in entry_points("commands"):
+            group, dot, name = point.rpartition(".")
+            if f"{group}{dot}" != path or name in {*self.built_in, *self.commands}:
+                continue
+            try:
+                added[name] = load("commands", point)
+            except ConfigError as error:  # other commands work
+                added[name] = Command("", str(error))
+        return {**self.built_in, **dict(sorted(added.items(), key=lambda item: item[1].order))}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*self.commands, *self.declared_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; of a declared one a placeholder with the line of the help."""
+        declared = self.declared_commands(ctx)
+        if cmd_name not in declared:
+            return super().get_command(ctx, cmd_name)
+        return HelpCommand(cmd_name, help=declared[cmd_name].help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that was called; an unknown one fails with the most similar name."""
+        name = args[0]
+        point = find_plugin("commands", _entry_point(ctx, name), self._built_in_points(ctx))
+        if name in self.commands:
+            return super().resolve_command(ctx, args)
+        if name not in self.built_in and point is None:
+            ctx.fail(f"There is no command '{name}'.{did_you_mean(name, self.list_commands(ctx))}")
+        declared = load("commands", point.name) if point else self.built_in[name]
+        command: Any = typer.main.get_command(import_name(declared.app))
+        command.name = name
+        return name, command, args[1:]
+
+    def _built_in_points(self, ctx: Any) -> set[str]:
+        return {_entry_point(ctx, name) for name in (*self.built_in, *self.commands)}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, then the flags."""

@@ -19,8 +19,9 @@ import pytest
 import typer
 
 from ppo_cli.cli import app as app_module
-from ppo_cli.cli.app import COMMANDS, Crash, main, print_error
+from ppo_cli.cli.app import Crash, main, print_error
 from ppo_cli.cli.flags import UNKNOWN_FLAGS
+from ppo_cli.cli.help import HelpGroup
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
@@ -45,10 +46,14 @@ def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path
 def list_commands() -> list[tuple[str, ...]]:
     """The words of every command and group: `()` is `ppo` itself."""
     program: Any = typer.main.get_command(app_module.app)
+    context = typer.Context(program, info_name="ppo")
     commands: list[tuple[str, ...]] = [()]
-    for name in COMMANDS:
-        _, command, _ = program.resolve_command(None, [name])
-        commands += [(name,), *((name, below) for below in getattr(command, "commands", ()))]
+    for name in program.list_commands(context):
+        _, command, _ = program.resolve_command(context, [name])
+        commands.append((name,))
+        if isinstance(command, HelpGroup):
+            below = typer.Context(command, parent=context, info_name=name)
+            commands += ((name, inner) for inner in command.list_commands(below))
     return commands
 
 

@@ -17,7 +17,8 @@ import pytest
 import typer
 import yaml
 
-from ppo_cli.cli.app import COMMANDS, app, main, normalize_flag
+from ppo_cli.cli.app import app, main, normalize_flag
+from ppo_cli.cli.help import HelpGroup
 from ppo_cli.config import layers, placement
 from ppo_cli.config.checks import devices, runner
 from ppo_cli.config.schema.keys import find_key
@@ -163,12 +164,17 @@ def test_every_other_command_is_one_of_ours(place: Path) -> None:
 
 def flags_of_all_commands() -> set[str]:
     """The flags of every command and sub-command, with underscores."""
-    context = typer.Context(typer.main.get_command(app), info_name="ppo")
-    commands = [context.command.resolve_command(context, [name])[1] for name in COMMANDS]
-    flags: set[str] = set()
-    for command in commands:
-        commands += getattr(command, "commands", {}).values()
-        flags |= {normalize_flag(o) for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    root = typer.Context(typer.main.get_command(app), info_name="ppo")
+    groups, flags = [root], set()
+    while groups:
+        context = groups.pop()
+        for name in context.command.list_commands(context):
+            command = context.command.resolve_command(context, [name])[1]
+            if isinstance(command, HelpGroup):
+                groups.append(typer.Context(command, parent=context, info_name=name))
+            flags |= {
+                normalize_flag(o) for p in command.params for o in (*p.opts, *p.secondary_opts)
+            }
     return flags
 
 

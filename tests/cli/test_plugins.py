@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from ppo_cli import plan, train
+from ppo_cli.cli.app import main
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.keys import describe_range, table
 from ppo_cli.environments.pool import check_environment
 from ppo_cli.errors import ConfigError, RewardError
-from ppo_cli.plugins import entry_points
+from ppo_cli.plugins import read_metadata
 from ppo_cli.rewards.rules import get_rule
 from ppo_cli.run.identity import describe_changes, setting_values
 
@@ -42,14 +44,14 @@ def site(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     project = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", PAGE, re.S | re.M)[0])["project"]
     install(site, project["name"], project["entry-points"])
     modules = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
-    for name, text in zip(("acme_ppo", "acme_judge"), modules, strict=True):
+    for name, text in zip(("acme_ppo", "acme_commands", "acme_judge"), modules, strict=True):
         (site / f"{name}.py").write_text(text)
     # For this process and those that it starts.
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
-    entry_points.cache_clear()
+    read_metadata.cache_clear()
     yield site
-    entry_points.cache_clear()
+    read_metadata.cache_clear()
 
 
 def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
@@ -78,7 +80,7 @@ def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
         "ppo_cli.losses": {"acme_reinforce": "acme_ppo:reinforce", "gspo": "acme_ppo:reinforce"},
         "ppo_cli.estimators": {"broken": "no_such_module:x", "unfit": "acme_ppo:short"},
     })  # fmt: skip
-    entry_points.cache_clear()
+    read_metadata.cache_clear()
     for settings, *expected in [
         (
             {"policy_loss": "gspo", "adv_estimator": "broken", "rm_api_type": "acne"},
@@ -101,3 +103,23 @@ def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'acme_echo'"):
         check_environment(Environment(path="acme_ecko"))
     assert "acme_reinforce" in describe_range(table()["actor.policy_loss.loss_mode"])
+
+
+def test_a_package_adds_commands(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site, "other", {
+        "ppo_cli.commands": {
+            "reward.acme-greet": "acme_ppo:greet", "train": "acme_ppo:greet",
+            "broken": "no_such_module:x",
+        },
+    })  # fmt: skip
+    read_metadata.cache_clear()
+    # The help lists them, and imports no app; a command that does not load stops no other.
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^Plug-ins:\n +acme-greet +Say hello\.\n +broken .*", out, re.M), out
+    assert "acme_commands" not in sys.modules
+    assert main(["reward", "--help"]) == 0 and "Say hello." in capsys.readouterr().out
+    for line in (["acme-greet", "Ada"], ["reward", "acme-greet", "Ada"]):
+        assert main(line) == 0 and capsys.readouterr().out == "Hello, Ada\n"
+    for name, problem in (("broken", "does not load"), ("train", "in ppo-cli and the package")):
+        assert main([name]) == 2 and problem in capsys.readouterr().err
