@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
-from ppo_cli.cli.foreign_flags import load_foreign_flags
+from ppo_cli.cli.foreign_flags import describe_foreign_flag, load_foreign_flags
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused
+from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.models.bundled import ALIASES, bundled_path, preset_names, preset_path
 from ppo_cli.config.schema.keys import (
     Key,
     describe_range,
     find_key,
+    keys_of,
     offered_choices,
     suggest_key,
     table,
@@ -36,9 +40,23 @@ HEADINGS = {
     "value_of": "value of", "type": "type", "range": "range", "usual": "usual",
     "default": "default", "flag": "flag", "variable": "variable", "stays_for": "stays for",
     "healthy": "healthy", "otherwise": "what to change", "plot": "plot",
-    "no_effect": "no effect if", "related": "same group",
+    "no_effect": "no effect if", "related": "same group", "settings": "settings of it",
+    "foreign": "of others",
 }  # fmt: skip
 TEXT_WIDTH = 72  # of the column of facts
+LIST_WIDTH = 96  # of the list of settings
+INDENTED: dict[str, Any] = {
+    "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False,
+}  # fmt: skip
+# What a run does if it is started again with another value of a setting.
+STAYS_FOR = {
+    "start": "start: the run goes on with another value",
+    "run": "run: another value begins a new run, but --resume PATH and --fork accept it",
+    "checkpoint": "checkpoint: another value begins a new run, and no checkpoint accepts it",
+    "eval": "eval: the run goes on, and ppo eval scores its rows again",
+}
+# The settings of each part of a mixture, by the name of the part.
+MIXTURE_PARTS = "reward.composite.parts.NAME"
 # Names that people use -> the name of the value or metric.
 SYNONYMS = {
     "ppo": "vanilla", "reinforce": "reinforce_plus_plus", "gmpo": "geo_mean",
@@ -49,14 +67,31 @@ SYNONYMS = {
 def explain(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A setting or flag, a metric, or a value: grpo."),
-    ],
+        typer.Argument(
+            metavar="NAME",
+            help="A setting, flag or variable, a group (critic), a metric, or a value: grpo.",
+            show_default=False,
+        ),
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="List every setting.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Explain a setting, a metric or a value: what it does, its range, and what to change."""
+    if not (name or every):
+        raise ConfigError(f"Name what to explain; `{ppo('explain')} --all` lists every setting.")
     synonyms = load_foreign_flags()["aliases"] | SYNONYMS
     meant = STEP_LINE_METRICS.get(name) or synonyms.get(name.lstrip("-").lower(), name)
     facts = find_setting_facts(meant) or find_metric_facts(meant) or find_word_facts(meant.lower())
+    group = find_group(name)
+    if every or (group and not facts):
+        settings = {key: find_setting_facts(key) for key in group}
+        print_result(settings, lambda: format_settings(settings), as_json=as_json)
+        return
+    if group:  # a metric, a word or a setting that has the name of a group
+        facts["settings"] = f"{ppo('explain')} {name}."
+    foreign = [] if facts and meant != name else describe_foreign_flag(name)
+    if foreign:
+        facts = (facts or {"word": name}) | {"foreign": foreign}
     if not facts:
         # Suggest from settings, flags, metrics and values.
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
@@ -64,6 +99,20 @@ def explain(
         near = suggest_key(name) or did_you_mean(name, [*table(), *names, *words])
         raise ConfigError(f"There is no setting, metric or value '{name}'.{near}")
     print_result(facts, lambda: format_facts(facts), as_json=as_json)
+
+
+@cache
+def list_settings() -> dict[str, Key]:
+    """Return every setting by dotted name, also those of a part of a mixture."""
+    parts = {f"{MIXTURE_PARTS}.{name}": key for name, key in keys_of(MixPart).items()}
+    del parts[f"{MIXTURE_PARTS}.name"]
+    return table() | {name: replace(key, name=name) for name, key in parts.items()}
+
+
+def find_group(name: str) -> list[str]:
+    """Return the settings of a group, such as `critic` or `reward.api`; "" has them all."""
+    start = f"{name.rstrip('.')}." if name else ""
+    return [key for key in list_settings() if key.startswith(start)]
 
 
 # Python type of a setting -> description.
@@ -74,6 +123,8 @@ def describe_type(key: Key) -> str:
     """Return the type of a setting as text, such as `list: number, or unset`."""
     if get_origin(key.kind) is dict:
         return "group of values by name"
+    if get_origin(key.kind) is tuple and not key.is_list:
+        return "pair of numbers"
     kind = get_args(key.kind)[0] if key.is_list else key.kind
     word = "word" if key.choices else KINDS.get(kind, "text")
     return f"{'list: ' if key.is_list else ''}{word}{', or unset' if key.optional else ''}"
@@ -85,7 +136,9 @@ def find_setting_facts(name: str) -> dict[str, Any]:
     The end of several keys finds none of them. Facts without a value are left out.
     """
     spelt = "--" + name.removeprefix("--").replace("-", "_")
-    key = next((k for k in table().values() if name == k.env or spelt == k.flag), find_key(name))
+    known = list_settings()
+    key = next((k for k in known.values() if name == k.env or spelt == k.flag), None)
+    key = key or known.get(name) or (None if find_group(name) else find_key(name))
     # `clip_ratio` means actor.clip_ratio, unless several keys end with the name.
     ending = [k for k in table().values() if k.name.endswith(f".{name}")]
     key = ending[0] if key is None and len(ending) == 1 else key
@@ -100,11 +153,11 @@ def find_setting_facts(name: str) -> dict[str, Any]:
         "type": describe_type(key),
         "range": describe_range(key),
         "usual": usual,
-        "default": "unset" if key.default in (None, ()) else key.default,
+        "default": "unset" if key.default in (None, (), "") else key.default,
         "flag": key.flag,
         "variable": key.env,
         "stays_for": key.identity,
-        "no_effect": list(describe_unused(key.name)),
+        "no_effect": list(describe_unused(key.name)) if key.name in table() else [],
         "related": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
     }  # fmt: skip
     return {what: fact for what, fact in facts.items() if fact not in (None, "", [])}
@@ -150,16 +203,41 @@ def format_facts(facts: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = []
     for what, fact in facts.items():
         entries = fact if isinstance(fact, list) else [fact]
-        if what == "related":  # names within their group
+        if what == "stays_for":
+            entries = [STAYS_FOR[fact]]
+        elif what == "default":
+            entries = [format_default(fact)]
+        elif what == "related":  # names within their group
             entries = [", ".join(name.rpartition(".")[2] for name in entries)]
         lines = [part for entry in entries for part in textwrap.wrap(str(entry), TEXT_WIDTH)]
         rows += [(HEADINGS[what] if not i else "", line) for i, line in enumerate(lines)]
     return "\n".join(align_columns(rows))
 
 
+def format_default(value: Any) -> str:
+    """Return a default as YAML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def format_settings(settings: dict[str, dict[str, Any]]) -> str:
+    """Return each setting with its help, and a line of default, range, flag and variable."""
+    lines = [f"stays for  {meaning}" for meaning in STAYS_FOR.values()]
+    for key, facts in settings.items():
+        names = [facts[what] for what in ("flag", "variable") if what in facts]
+        parts = [
+            f"default {format_default(facts['default'])}", facts.get("range", facts["type"]),
+            ", ".join(names), f"stays for {facts['stays_for']}",
+        ]  # fmt: skip
+        lines += ["", key, *textwrap.wrap(facts.get("is", ""), LIST_WIDTH, **INDENTED)]
+        lines += textwrap.wrap("; ".join(filter(None, parts)), LIST_WIDTH, **INDENTED)
+    return "\n".join(lines)
+
+
 explain_app = App()
 explain_app.command(
-    epilog="ppo explain clip_ratio\nppo explain kl_divergence\nppo explain grpo",
+    epilog="ppo explain --lr\nppo explain critic\nppo explain kl_divergence\nppo explain grpo",
     context_settings={"ignore_unknown_options": True},  # `ppo explain --lr` asks about a flag
 )(explain)
 

@@ -70,6 +70,31 @@ def foreign_flags() -> frozenset[str]:
     return frozenset(name for rows in NAMING for name in load_foreign_flags()[rows])
 
 
+def describe_foreign_flag(flag: str) -> list[str]:
+    """Return what a flag of another program means here, a line each; [] if it is not theirs."""
+    tables, name = load_foreign_flags(), find_name(flag)
+    lines = list(_describe_meanings(name, tables))
+    for condition, rows in tables["with"].items():
+        lines += [f"with {condition}: {meaning}" for meaning in _describe_meanings(name, rows)]
+    return lines
+
+
+def _describe_meanings(name: str, tables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what some tables say about a flag."""
+    for rows in ("aliases", "several", "pairs"):
+        for word in tables.get(rows, {}).get(name, "").split():
+            yield word if "=" in word else f"{word} with its value"
+    if settings := tables.get("switches", {}).get(name):
+        yield f"sets {settings}"
+    if keys := tables.get("computed", {}).get(name):
+        yield f"computed from the whole line: {keys}"
+    for value, settings in tables.get("values", {}).get(name, {}).items():
+        yield f"{value}: {settings or 'the default'}"
+    for rows, label in (("ignored", "left out"), ("pointers", "no equivalent")):
+        if reason := tables.get(rows, {}).get(name):
+            yield f"{label}: {reason.format(ppo=ppo())}"
+
+
 @dataclass
 class Translation:
     """Arguments of this program, what was left out and why, and what cannot be translated.

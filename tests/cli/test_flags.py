@@ -1,4 +1,4 @@
-"""The flags are made from the schema; docs/settings.md has the list that people rely on."""
+"""The flags are made from the schema; those of other programs are translated or answered."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from pathlib import Path
 
+from ppo_cli.cli.explain import build_schema
 from ppo_cli.rewards.rules import RULES
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)\s]*)\)")
@@ -26,11 +28,9 @@ def missing(target: Path, anchor: str) -> bool:
     return bool(anchor) and anchor not in anchors(target.read_text(encoding="utf-8"))
 
 
-def test_pages_that_follow_from_the_code_do(root: Path) -> None:
-    pages = runpy.run_path(str(root / "scripts" / "write_docs.py"))["PAGES"]
-    for name, page in pages.items():
-        written = (root / "docs" / name).read_text(encoding="utf-8")
-        assert written == page(), f"docs/{name}: run python scripts/write_docs.py"
+def test_schema_of_presets_follows_from_the_settings(root: Path) -> None:
+    written = (root / "presets" / "schema.json").read_text(encoding="utf-8")
+    assert json.loads(written) == build_schema(), "run: ppo presets schema > presets/schema.json"
 
 
 def test_memory_page_is_what_its_script_writes(root: Path) -> None:
