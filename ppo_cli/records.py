@@ -231,14 +231,12 @@ class Score:
     code decides by it.
     """
 
-    # The score and why it failed.
     value: float | None
     failure: str = ""
     reason: str = ""
     parts: Mapping[str, Part] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[PlacedReward, ...] = ()
-    # How the value came about.
     imputed: str = ""
     gated: bool = False
     reply: str = ""

@@ -63,7 +63,6 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
     bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
     if debug:
         _print_stderr("".join(traceback.format_exception(bug)).rstrip())
-    # Errors with a message for the user.
     if isinstance(bug, UserError):
         _print_stderr(_list_problems(bug))
         if "out of memory" in str(bug).lower() and (limit := describe_address_space()):

@@ -80,7 +80,6 @@ def _run_self_test(config: Config, *, as_json: bool) -> None:
         )
     setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(config))
     started = time.monotonic()
-    # The checks themselves, with progress on stderr.
     outcomes = list(run_checks(setup, tell=_print_progress))
     _clear_progress()
     record = make_record(outcomes)

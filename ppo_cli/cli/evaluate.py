@@ -63,7 +63,6 @@ def evaluate(arguments: Arguments) -> None:
     The settings of the first RUN are the defaults: reward, prompts, sampling, template.
     """
     extras = arguments.extras
-    # Which models, and which settings.
     names, overrides = split_models_and_overrides(arguments.overrides)
     if not names:
         raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")

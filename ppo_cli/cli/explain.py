@@ -93,7 +93,6 @@ def explain(
     if foreign:
         facts = (facts or {"word": name}) | {"foreign": foreign}
     if not facts:
-        # Suggest from settings, flags, metrics and values.
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
         words = {word for key in table().values() for word in key.choices}
         near = suggest_key(name) or did_you_mean(name, [*table(), *names, *words])

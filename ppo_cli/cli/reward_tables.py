@@ -173,7 +173,6 @@ def format_calibration(result: Facts) -> list[str]:
     for name, facts in result["parts"].items():
         if "agreement" in facts:
             lines += format_section(f"Part {name} alone", list_estimate_rows(facts["agreement"]))
-    # How parts and criteria contribute.
     lines += format_parts(result)
     if result["criteria"]:
         lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]

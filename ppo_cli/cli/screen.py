@@ -262,7 +262,6 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         rows.append(("model", str(summary.model_dir)))
     rows.append(("run folder", str(summary.run_dir)))
     lines = align_columns(rows)
-    # Sentences below the table.
     for warning in summary.warnings:
         lines += ["", f"warning: {warning}"]
     return [make_printable(line) for line in lines]

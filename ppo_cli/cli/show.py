@@ -123,7 +123,6 @@ def compare_runs(
 
     The prompts are those whose scores differ most; see `pair_answers` for the answers.
     """
-    # Settings that differ.
     settings = [read_settings(run)[0] for run in folders]
     chosen = {key for run_values in settings for key, _, origin in run_values if is_chosen(origin)}
     settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
@@ -135,7 +134,6 @@ def compare_runs(
     values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
     # A setting that an older version did not have is not a difference from a default.
     differing = {k for k, v in values.items() if differ(v) and (None not in v or k in chosen)}
-    # Metrics side by side.
     histories = [read_metrics(run) for run in folders]
     validated = [_list_values(history, "val/reward_mean") for history in histories]
     metrics = [recent_statistics(history, RECENT) for history in histories]

@@ -263,7 +263,9 @@ class SamplerRole:
         if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
             keep_freed_memory()  # memory is ample, as for a learner
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
-        self._sampler.capacity.on_halving = self._note_halving
+        self._sampler.capacity.on_halving = lambda rows: self._halved.append(
+            Halved(self._number, rows)
+        )
 
     def generate(
         self,
@@ -290,9 +292,6 @@ class SamplerRole:
     def __getattr__(self, name: str) -> Any:
         """Everything else is the sampler's: load_weights, sleep, close."""
         return getattr(self._sampler, name)
-
-    def _note_halving(self, rows: int) -> None:
-        self._halved.append(Halved(self._number, rows))
 
 
 def find_interface(address: str) -> str | None:

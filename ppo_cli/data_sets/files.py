@@ -439,7 +439,6 @@ def read_json(path: Path, at_most: int | None = None) -> ReadResult:
     if not isinstance(rows, list):
         raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
     records, problems = [], []
-    # Bad rows are collected.
     for number, row in enumerate(rows, start=1):
         place = Place(str(path), number)
         try:

@@ -349,7 +349,6 @@ def render_prompts(
         problems.extend(refused)
         items.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems, renderer.check_flags)
-    # Notes about what may surprise.
     notes = [note for rows in sets for note in rows.notes]
     if hit := [item for _, item in items if item.control_words]:
         notes.append(

@@ -229,7 +229,6 @@ def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]
 
     A layer stays together, because a family's files may split or join its tensors.
     """
-    # Bytes of each layer.
     layers: dict[str, list[str]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():

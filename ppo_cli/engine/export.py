@@ -81,7 +81,10 @@ def write_model(
             model = model.to(torch_dtype)
         files = model_files(model)
         if not (source / "tokenizer_config.json").exists():
-            files |= _tokenizer_files(name, trust_remote_code=trust_remote_code)
+            tokenizer = load_part(
+                AutoTokenizer, name, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code
+            )
+            files |= tokenizer_files(tokenizer)
         write_files(out, files)
         write_weights(model, out)
         return _describe(out, base=name)
@@ -147,12 +150,6 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
             f"The adapter in {source} is damaged or was not trained on {base} "
             f"({first_line(error)}). Give its base model with --base."
         ) from error
-
-
-def _tokenizer_files(base: str, *, trust_remote_code: bool) -> dict[str, bytes]:
-    return tokenizer_files(
-        load_part(AutoTokenizer, base, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code)
-    )
 
 
 def write_weights(model: Any, out: Path) -> None:

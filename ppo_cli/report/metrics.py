@@ -278,7 +278,6 @@ def summarise(
     if rewards:
         first = {"reward": fmean(rewards[:few])} | first
         last = {"reward": fmean(rewards[-few:])} | last
-    # Validations: the first and the last.
     rows = [(first, last, len(measured))]
     rows.append(
         (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))

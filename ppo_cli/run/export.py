@@ -110,7 +110,6 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
         if origin != DEFAULT and key not in MACHINE_SETTINGS
         if config is None or value_of(config, key) != value_of(Config(), key)
     ]
-    # The sections of the card.
     estimator = yaml.safe_load(values.get("algorithm.adv_estimator", UNKNOWN))
     what = "critic" if critic else "model"
     warnings = summarise_lines(_read_steps(run, step)).warnings  # those that the run gave

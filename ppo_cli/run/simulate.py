@@ -107,7 +107,6 @@ class Simulation:
             lines.append(
                 f"the sampler and reward models hold {format_size(self.beside)} more, on paper"
             )
-        # The verdict.
         phase, need = self.peak
         if self.memory is None:
             verdict = "how much a GPU has is not known here: add --device_memory, such as 80GB"

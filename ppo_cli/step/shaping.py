@@ -273,7 +273,6 @@ def shape_step(
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
-    # Advantages and returns by the configured estimator.
     advantages_BT, returns_BT = compute_advantages(
         algorithm.adv_estimator,
         token_rewards_BT=rewards_BT,

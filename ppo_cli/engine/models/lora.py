@@ -362,7 +362,9 @@ def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tens
     if weight.dim() == 3:
         a_Eri, b_Eor = split_experts(a, b, len(weight))
         change = b_Eor @ a_Eri
-        change = change if change.shape == weight.shape and _is_out_first(layer) else change.mT
+        # Stacked experts are (experts, out, in), as in a linear layer, unless they say otherwise.
+        out_first = not getattr(layer.get_base_layer(), "is_transposed", False)
+        change = change if change.shape == weight.shape and out_first else change.mT
     else:
         change = (b @ a).T if layer.fan_in_fan_out else b @ a
     merged: Tensor = weight.float() + layer.scaling[ADAPTER] * change
@@ -372,11 +374,6 @@ def _merge(layer: Any, tensor: Tensor, full: Callable[[Tensor], Tensor]) -> Tens
 def split_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return (experts, rank, in) and (experts, out, rank) from PEFT's two matrices."""
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-
-
-def _is_out_first(layer: Any) -> bool:
-    """Whether stacked expert weights are (experts, out, in), like those of a linear layer."""
-    return not getattr(layer.get_base_layer(), "is_transposed", False)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,6 @@ class VLLMSampler:
         self._own_process = tensor_parallel_size == 1
         self._folder: Path | None = None
         self._adapter: Any = None
-        # State of adapters, calls and sleep.
         self._adapters = 0  # how many there have been: ids are never used twice
         self._calls = 0
         self._busy = False
@@ -357,7 +356,9 @@ class VLLMSampler:
         checked: dict[str, int] = {}  # tokens without a stop string
         # Submit up to the capacity, step the engine, yield what finishes or has a stop string.
         try:
-            self._set_temperature(sampling.temperature or 1.0)
+            if (temperature := sampling.temperature or 1.0) != self._temperature:
+                self._rpc("scale_logits", temperature=temperature)
+                self._temperature = temperature
             while waiting or jobs:
                 while waiting and len(jobs) < self.capacity.rows:
                     job = waiting.popleft()
@@ -483,11 +484,6 @@ class VLLMSampler:
     def _require_memory(self) -> None:
         if "weights" in self._asleep:
             raise RuntimeError("weights came before there was memory for them")
-
-    def _set_temperature(self, temperature: float) -> None:
-        if temperature != self._temperature:
-            self._rpc("scale_logits", temperature=temperature)
-            self._temperature = temperature
 
     def _activate_weights(self, version: int) -> None:
         self._engine.set_weight_version(str(version))

@@ -152,7 +152,6 @@ class ModelLearner:
         longest_response: int,
         ranks: Ranks,
     ) -> None:
-        # What the steps use.
         self.model = model
         self.optimizer = optimizer
         self._reference = reference

@@ -103,7 +103,6 @@ class RunData:
         summary = summarise(history, self.folder, run_config, session=(0, 0.0), resume_command="")
         validations = list_validations(history)
         steps = [int(line["step"]) for line in history]
-        # Curves and findings.
         keys = _drop_repeated_keys(
             {key for line in history for key in line} - {"step", RESUMED},
             accurate=bool(validations) and "val/accuracy" in validations[0],

@@ -232,7 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         """Check the request and call its route; refusals and user errors become replies."""
         try:
-            self._check_host()
+            # DNS rebinding would come with another name.
+            if not self.server.allows_host(self.headers.get("Host", "")):
+                raise _HttpRefusal(403, "This server answers only to localhost and its address.")
             path, query = self._read_target()
             if path not in ROUTES:
                 raise _HttpRefusal(404, "There is nothing at this address.")
@@ -247,11 +249,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refusal.status, str(refusal), ALLOW if refusal.status == 405 else None)
         except UserError as error:
             self._send(400, str(error))
-
-    def _check_host(self) -> None:
-        """Refuse a Host header with another name, which DNS rebinding would have."""
-        if not self.server.allows_host(self.headers.get("Host", "")):
-            raise _HttpRefusal(403, "This server answers only to localhost and its own address.")
 
     def _read_target(self) -> tuple[str, dict[str, str]]:
         """Return path and query of a request; refuse it without the token."""

@@ -95,17 +95,13 @@ def build_material(prompt: Prompt, response: Response, *others: Response) -> Mat
         turns = (f"{str(m['role']).capitalize()}: {m['content']}" for m in prompt.messages)
         question = "\n\n".join(turns)
     return Material(
-        prompt=_replace_half_characters(question),
+        # A sampler may leave half characters, which no provider accepts.
+        prompt=question.encode("utf-8", "replace").decode("utf-8"),
         response=response,
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         compared=(response, *others) if others else (),
     )
-
-
-def _replace_half_characters(text: str) -> str:
-    """Replace half characters, which a sampler may leave and no provider accepts."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(frozen=True)

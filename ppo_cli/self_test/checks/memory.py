@@ -33,7 +33,6 @@ def check_out_of_memory(setup: Setup, results: Results) -> None:
     train_batch = score_rows(merge_annotations(batch, [learner.annotate(batch)]))
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated()
-    # Measure a step with enough memory.
     torch.cuda.reset_peak_memory_stats()
     _step(learner, train_batch)
     step_bytes = torch.cuda.max_memory_allocated() - before_bytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModel, AutoModelForCausalLM
 
-from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
+from ppo_cli.algo.batch import Batch, TrainBatch, merge_annotations
 from ppo_cli.config.derived import uses_critic
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
@@ -70,7 +70,8 @@ def check_run(name: str, config: Config, results: Results) -> None:
         annotated = merge_annotations(batch, [learner.annotate(batch)])
         expected = formulas.annotate(batch)
         if turn == 0:
-            gap = largest_gap(annotated.old_logprobs_BT, _reference_of(annotated), mask_BT)
+            assert annotated.ref_logprobs_BT is not None
+            gap = largest_gap(annotated.old_logprobs_BT, annotated.ref_logprobs_BT, mask_BT)
             results.compare(f"KL to the reference before the first step, {name}", gap, 1e-6)
         for part, expected_BT in expected.items():
             gap = largest_gap(getattr(annotated, part), expected_BT, mask_BT)
@@ -86,11 +87,6 @@ def check_run(name: str, config: Config, results: Results) -> None:
             gap = abs(total / count - number) / max(1.0, abs(number))
             results.compare(f"{metric} of step {turn + 1}, {name}", gap, limit)
         learner.publish()
-
-
-def _reference_of(annotated: AnnotatedBatch) -> Tensor:
-    assert annotated.ref_logprobs_BT is not None
-    return annotated.ref_logprobs_BT
 
 
 def make_learner(config: Config) -> Learner:
