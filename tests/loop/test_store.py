@@ -47,7 +47,6 @@ KILLS = int(os.environ.get("PPO_KILLS", "0"))
 # Writes the checkpoint of step 4 when it may.
 WAITING = SLOW_DISK.replace("time.monotonic() < end", 'not Path(os.environ["DESK"], "go").exists()')
 ARGS = (*SMALL, "trainer.max_ckpt_to_keep=2")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +99,7 @@ def end(process: Forked) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_in_an_upload_and_wiped_it_goes_on_to_the_same_bits(
     calm: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +130,7 @@ def test_killed_in_an_upload_and_wiped_it_goes_on_to_the_same_bits(
     assert not any("lease" in name for name in s3.names())
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_does_not_stop_the_run(
     calm: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_store_that_goes_away_does_not_stop_the_run(
         assert_same_run(out, calm)
 
 
+@pytest.mark.slow
 def test_verdicts_and_spending_survive_the_machine(s3: S3Server, tmp_path: Path) -> None:
     env = environment(s3, tmp_path) | {"OPENAI_API_KEY": "key-of-the-loopback-judge"}
     with JudgeServer() as judge:
@@ -176,6 +178,7 @@ def test_verdicts_and_spending_survive_the_machine(s3: S3Server, tmp_path: Path)
         assert judge.state.answered == answered and paid_calls(local(tmp_path)) == calls
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not KILLS, reason="PPO_KILLS=20 kills as many runs, each on a fresh disk")
 def test_kills_at_random_moments(calm: Path, s3: S3Server, tmp_path: Path) -> None:
     dice = random.Random(KILLS)
@@ -366,6 +369,7 @@ def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.Monke
     assert store.cat_file("metrics.jsonl") == b"{}"
 
 
+@pytest.mark.slow
 def test_a_run_at_an_address_is_shown_exported_and_forked(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
