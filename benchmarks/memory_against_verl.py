@@ -49,7 +49,7 @@ def measure_verl(folder: Path) -> dict[str, Any]:
     import hydra
     import torch
 
-    from ppo_cli.engine.simulation.device import Simulator, fake_ranks, register
+    from ppo_cli.extras.lab.simulation.device import Simulator, fake_ranks, register
 
     register()  # the platform of verl names the device
     import verl
@@ -155,7 +155,7 @@ def measure_ours(config: Any) -> dict[str, Any]:
 def run_simulation(config: Any) -> dict[str, Any]:
     """The measurements of a run, made in a process of its own."""
     output = subprocess.run(
-        [sys.executable, "-m", "ppo_cli.engine.simulation.steps"], check=True, text=True,
+        [sys.executable, "-m", "ppo_cli.extras.lab.simulation.steps"], check=True, text=True,
         input=config.model_dump_json(), stdout=subprocess.PIPE, cwd=ROOT,
     ).stdout  # fmt: skip
     last = json.loads(output.splitlines()[-1])

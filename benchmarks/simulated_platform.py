@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from ppo_cli.engine.simulation.device import DEVICE, NAME
+from ppo_cli.extras.lab.simulation.device import DEVICE, NAME
 
 register_platform(
     NAME, getattr(torch, NAME), current_device=0, get_device_capability=(9, 0),

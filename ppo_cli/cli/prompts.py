@@ -31,7 +31,7 @@ def list_prompts(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the bundled judge prompts with their version and scale."""
-    from ppo_cli.extras.trust.prompts import bundled_prompts
+    from ppo_cli.extras.lab.prompts import bundled_prompts
 
     # JSON has everything, the table only what helps to choose.
     prompts = bundled_prompts()
@@ -53,7 +53,7 @@ def list_prompts(
 @app.command(epilog="ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     """Print the file of a judge prompt with its comments, as a start for your own."""
-    from ppo_cli.extras.trust.prompts import prompt_text
+    from ppo_cli.extras.lab.prompts import prompt_text
 
     print(prompt_text(name), end="")
 
@@ -61,7 +61,7 @@ def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
 def render(arguments: Arguments) -> None:
     """Show the exact request to a judge for one data row, without sending it."""
     resolved = arguments.resolve()
-    from ppo_cli.extras.trust.prompts import provider_call, render_row
+    from ppo_cli.extras.lab.prompts import provider_call, render_row
 
     # Fill the judge prompt with the row and the response.
     config = resolved.config
@@ -97,7 +97,7 @@ def rubric(arguments: Arguments) -> None:
     # This command always uses a judge, so --use_api_reward is not needed.
     judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **arguments.flags}
     config = replace(arguments, flags=judged).resolve().config
-    from ppo_cli.extras.trust.prompts import draft_for_run, draft_rows
+    from ppo_cli.extras.lab.prompts import draft_for_run, draft_rows
     from ppo_cli.scoring.rows import check_out, read_responses
 
     file = prompt_files([str(arguments.extras["file"])], "train")[0]

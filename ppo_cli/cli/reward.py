@@ -139,10 +139,10 @@ def score(arguments: Arguments) -> None:
 def calibrate(arguments: Arguments) -> None:
     """Compare a reward's scores with labels from people."""
     config, screen = _resolve_settings(arguments)
-    from ppo_cli.extras.trust.calibrate import calibrate as run_calibration
-    from ppo_cli.extras.trust.calibrate import calibrate_cascade
-    from ppo_cli.extras.trust.cascade import ask_both
-    from ppo_cli.extras.trust.criteria import LABEL_VALUE, add_label_values, read_marks
+    from ppo_cli.extras.lab.calibrate import calibrate as run_calibration
+    from ppo_cli.extras.lab.calibrate import calibrate_cascade
+    from ppo_cli.extras.lab.cascade import ask_both
+    from ppo_cli.extras.lab.criteria import LABEL_VALUE, add_label_values, read_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
     from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
 
@@ -201,9 +201,9 @@ def audit_at_start(config: Config) -> str:
     audited = settings.function or settings.rule
     if not audited or judges_of(settings) or models_of(settings) or has_mixture(settings):
         return ""
-    from ppo_cli.extras.trust.attacks import load_items
-    from ppo_cli.extras.trust.audit import audit as run_audit
-    from ppo_cli.extras.trust.audit import open_without_gate
+    from ppo_cli.scoring.attacks import load_items
+    from ppo_cli.scoring.audit import audit as run_audit
+    from ppo_cli.scoring.audit import open_without_gate
     from ppo_cli.scoring.score import Callbacks
 
     # A reward that cannot score the audit's tasks is not audited; the run checks its own rows.
@@ -235,9 +235,9 @@ def audit_at_start(config: Config) -> str:
 def audit(arguments: Arguments) -> None:
     """Test a reward with worthless and hostile responses; exit 2 if a check fails."""
     config, screen = _resolve_settings(arguments)
-    from ppo_cli.extras.trust.attacks import load_items
-    from ppo_cli.extras.trust.audit import audit as run_audit
-    from ppo_cli.extras.trust.audit import open_without_gate
+    from ppo_cli.scoring.attacks import load_items
+    from ppo_cli.scoring.audit import audit as run_audit
+    from ppo_cli.scoring.audit import open_without_gate
     from ppo_cli.scoring.score import Callbacks, resume_advice
 
     # Questions with right answers, from which attacks are built.
@@ -451,8 +451,8 @@ def fit_model(**typed: Any) -> None:
     """Train a reward model from pairs of responses (Bradley-Terry), or a judge from labels."""
     if problems := _find_fit_problems(typed):
         raise ConfigError(problems)
-    from ppo_cli.extras.fitting.fit import fit as run_fit
-    from ppo_cli.extras.fitting.training import FitSettings, Recipe
+    from ppo_cli.extras.lab.fitting.fit import fit as run_fit
+    from ppo_cli.extras.lab.fitting.training import FitSettings, Recipe
 
     # --val_share has no default in the flag, so that a typed one is recognised next to --val_data.
     names = {field.name for field in fields(Recipe)} & set(typed)

@@ -34,7 +34,7 @@ def serve(arguments: Arguments) -> None:
             "another one."
         ) from error
     with pause_garbage_collection():
-        from ppo_cli.tinker.server import TinkerServer
+        from ppo_cli.extras.serve.server import TinkerServer
     with listener:
         TinkerServer(config, extras["served_name"]).serve(listener, typer.echo)
 

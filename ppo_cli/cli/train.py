@@ -49,9 +49,9 @@ from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
 from ppo_cli.run_folder.store import find_source_anywhere
 
 if TYPE_CHECKING:
+    from ppo_cli.extras.lab.simulation.simulate import Simulation
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.refusals import PromptReader
-    from ppo_cli.run.simulate import Simulation
 
 NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
 # Sentences of the plan at the start of a run.
@@ -109,7 +109,7 @@ def _show_plan(
 
 def _simulate(config: Config) -> Simulation:
     """Simulate a step of the learner on tensors without data; progress goes to stderr."""
-    from ppo_cli.run.simulate import require_simulation, run_simulation
+    from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
 
     require_simulation(config)
     began = time.monotonic()

@@ -203,7 +203,7 @@ def test_every_block_of_data_and_code_is_well_formed(place: Path) -> None:
     for _, text in blocks("yaml"):
         yaml.safe_load(text)
     for name, text in blocks("python"):
-        if name == "tinker.md":  # tests/tinker runs it, where the SDK is installed
+        if name == "tinker.md":  # tests/extras/serve runs it, where the SDK is installed
             continue
         body = f"def shown():\n{indent(text, '    ')}" if text.startswith("return") else text
         exec(compile(body, name, "exec"), {"__name__": "shown"})

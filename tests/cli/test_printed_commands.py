@@ -19,7 +19,7 @@ from tests.judge_server import JudgeServer
 # Why a command is not run here: a part of the line -> the reason.
 LEFT_OUT = {
     " view ": "serves until Ctrl-C: tests/report/page",
-    " serve ": "serves until Ctrl-C: tests/tinker",
+    " serve ": "serves until Ctrl-C: tests/extras/serve",
     "Qwen/": "needs the hub",
     "gsm8k": "needs the hub",
     "--self-test": "takes minutes: tests/self_test",
@@ -27,7 +27,7 @@ LEFT_OUT = {
     "--tasks": "needs lm-eval",
     "--nnodes": "needs another machine",
     "bridge": "needs GPUs: tests/extras/bridge",
-    "prompts rubric": "needs a judge that drafts criteria: tests/extras/trust/test_prompts.py",
+    "prompts rubric": "needs a judge that drafts criteria: tests/extras/lab/test_prompts.py",
     "NAME": "names nothing",
 }
 # Pages that are run from top to bottom: two in test_documents.py, the quickstart by hand,

@@ -98,7 +98,7 @@ def test_columns_of_any_name_are_read_by_every_command(
     code, _, err = run_reward(capsys, "score", file, *columns)
     assert (code, err) == (0, "")
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 0.0]
-    calibrate = import_module("ppo_cli.extras.trust.calibrate")
+    calibrate = import_module("ppo_cli.extras.lab.calibrate")
     monkeypatch.setattr(calibrate, "calibrate", keep("calibrate"))
     labels = ("--labels", "good", "--positive", "no", "--repeat", "7")
     run_reward(capsys, "calibrate", file, *columns, *labels)
@@ -106,7 +106,7 @@ def test_columns_of_any_name_are_read_by_every_command(
     assert [row.rollout.prompt.data_source for row in labelled.rows] == ["gsm8k", "gsm8k"]
     assert [row.rollout.text for row in labelled.rows] == ["#### 2", "#### 5"]
     assert (options["repeat"], labelled.description) == (7, "'no' is good (1 of 2)")
-    audit = import_module("ppo_cli.extras.trust.audit")
+    audit = import_module("ppo_cli.scoring.audit")
     monkeypatch.setattr(audit, "audit", keep("audit"))
     for args, prompts in (
         (("--data", file, *keys), ["1 + 1 = ?", "2 + 2 = ?"]),

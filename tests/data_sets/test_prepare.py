@@ -21,7 +21,7 @@ from ppo_cli.data_sets.prepare import (
 )
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
-from ppo_cli.extras.fitting.preferences import load_pairs
+from ppo_cli.extras.lab.fitting.preferences import load_pairs
 from ppo_cli.rewards.rules import compare_algebra, score_math
 from tests.data_sets.lines import write_rows
 

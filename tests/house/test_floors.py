@@ -39,8 +39,9 @@ MAY: dict[str, set[str]] = {
     # The engine over many processes and machines; starts Ray and brings the nodes together.
     "cluster": GROUND | {"config", "machine", "algo", "engine"},
     # Commands next to training. Only cli/ imports them, and they do not import each other.
-    "extras.trust": GROUND | FLOOR_2 | {"rewards", "scoring"},
-    "extras.fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
+    "extras.lab": GROUND | FLOOR_2 | {"algo.batch", "engine", "rewards", "scoring"},
+    # Models and rewards behind HTTP calls, for loops of other programs.
+    "extras.serve": GROUND | FLOOR_2 | {"algo", "engine", "rewards", "scoring"},
     # Writes what verl runs, scores for it, and reads its results: without engine and torch.
     "extras.bridge": GROUND | FLOOR_2 | {"rewards", "scoring"},
     "extras": set(),
@@ -52,8 +53,6 @@ MAY: dict[str, set[str]] = {
     | FLOOR_2
     | LOOP
     | {"algo", "engine", "cluster", "environments", "rewards", "scoring"},
-    # Models and rewards behind HTTP calls, for loops of other programs.
-    "tinker": GROUND | FLOOR_2 | {"algo", "engine", "rewards", "scoring"},
     # Commands reach the upper rooms through these, and only inside a function.
     "cli": GROUND
     | FLOOR_2
@@ -63,7 +62,6 @@ MAY: dict[str, set[str]] = {
         "cluster",
         "scoring",
         "self_test",
-        "tinker",
         "engine.pretrained",
         "algo.estimators",
     },
@@ -76,17 +74,18 @@ MAY: dict[str, set[str]] = {
     "__init__": {"library", "version"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("run", "extras", "cluster", "scoring", "self_test", "tinker")
+UPPER = ("run", "extras", "cluster", "scoring", "self_test")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at any depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": (
-        *LOOP, "algo", "engine", "cluster", "run", "extras.fitting", "rewards.models", "self_test",
-        "tinker",
+        *LOOP, "algo", "engine", "cluster", "run", "extras.lab.fitting", "extras.lab.simulation",
+        "extras.serve", "rewards.models", "self_test",
     ),
-    "torch.distributed": ("engine", "self_test.checks"),
+    "torch.distributed": ("engine", "extras.lab.simulation", "self_test.checks"),
     "transformers": (
-        "engine", "run", "extras.fitting", "data_sets", "rewards.models", "self_test.checks",
+        "engine", "run", "extras.lab.fitting", "extras.lab.simulation", "data_sets",
+        "rewards.models", "self_test.checks",
     ),
     "peft": ("engine.models.lora",),
     "ray": ("cluster", "extras.bridge.rewards"),
@@ -95,7 +94,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("engine.samplers", "rewards.judge.providers.vllm_serve"),
     "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
-    "google": ("rewards.judge.providers", "tinker.wire"),  # google.protobuf
+    "google": ("rewards.judge.providers", "extras.serve.wire"),  # google.protobuf
 }  # fmt: skip
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
@@ -104,8 +103,8 @@ HEAVY = {
     *SDKS,
 }  # fmt: skip
 HEAVY_AT_TOP = {
-    *LOOP, "algo", "engine", "cluster", "extras.fitting", "rewards.models", "self_test.checks",
-    "tinker",
+    *LOOP, "algo", "engine", "cluster", "extras.lab.fitting", "extras.lab.simulation",
+    "extras.serve", "rewards.models", "self_test.checks",
 }  # fmt: skip
 
 
@@ -234,8 +233,8 @@ def test_imports_that_go_down_are_allowed(module: str, source: str) -> None:
         ("rewards.rules", "import importlib\nimportlib.import_module('torch')"),
         ("cli.train", "from ppo_cli.run.assemble import build"),
         ("cli.train", "if TYPE_CHECKING:\n    from ppo_cli.engine.base import x"),
-        ("run.evaluate", "from ppo_cli.extras.trust.audit import audit"),
-        ("extras.bridge.folder", "from ppo_cli.extras.trust.audit import audit"), ("attic", ""),
+        ("run.evaluate", "from ppo_cli.extras.lab.calibrate import calibrate"),
+        ("extras.bridge.folder", "from ppo_cli.extras.lab import cascade"), ("attic", ""),
     ],
 )  # fmt: skip
 def test_breaches_are_seen(module: str, source: str) -> None:

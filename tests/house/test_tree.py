@@ -29,6 +29,7 @@ def rooms_on_disk(files: list[Path]) -> set[str]:
     rooms = {path.parts[0] for path in files}
     for folder in ("ppo_cli", "scripts", ".ci"):
         rooms |= {"/".join(p.parts[:2]) for p in files if p.parts[0] == folder}
+    rooms |= {"/".join(p.parts[:3]) for p in files if p.match("ppo_cli/extras/*/*.py")}
     return rooms - {".gitignore", "ppo_cli/__init__.py"}
 
 

@@ -13,10 +13,10 @@ from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.scoring.score import MONITORS_OFF
 from ppo_cli.scoring.sources import describe_reward, override_all, random_sources, single_judge
-from tests.extras.trust.judges import honest
 from tests.reward_server import RewardServer
 from tests.rewards.models.twins import skywork_qwen3_twin
 from tests.scoring.commands import Bench, read
+from tests.scoring.judges import honest
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

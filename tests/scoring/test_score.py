@@ -12,9 +12,9 @@ import pytest
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.trust.calibrate import repeat_verdicts
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.scoring import score as scorer
+from ppo_cli.scoring.repeats import repeat_verdicts
 from ppo_cli.scoring.rows import ResponseSet, read_responses
 from tests.scoring.scripted import Scripted, write_rows
 

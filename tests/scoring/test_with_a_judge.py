@@ -6,9 +6,9 @@ import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.trust.calibrate import remaining_budget
-from tests.extras.trust.judges import honest
+from ppo_cli.scoring.repeats import remaining_budget
 from tests.scoring.commands import KEY, Bench
+from tests.scoring.judges import honest
 
 
 @pytest.fixture

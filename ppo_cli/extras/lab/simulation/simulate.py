@@ -1,0 +1,223 @@
+"""`ppo plan --simulate`: the learner's memory on fake tensors, in a process without GPUs.
+
+The plan adds up what each role should need. Here the learner's code allocates it, as rank 0 of all
+ranks, and the peak of each phase is compared with the sum (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any
+
+from ppo_cli.config.derived import quantised, uses_critic
+from ppo_cli.config.memory.devices import (
+    GIB,
+    RESERVE,
+    ModelShapes,
+    count_learner,
+    count_memory,
+    device_memory,
+    read_shapes,
+)
+from ppo_cli.config.memory.plan import fill_memory_settings, format_size
+from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
+from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import ConfigError, UserError
+
+MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The measured bytes of the learner in each phase, and those of the plan.
+
+    `memory` is the size of a GPU, if known, and `left_free` what must stay free. `beside`: planned
+    bytes of the sampler and of reward models on the GPU while the learner works.
+    """
+
+    measured: Mapping[str, Any]
+    planned: Mapping[str, int]
+    beside: int
+    memory: int | None
+    left_free: int
+    gpus: int
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that needs most memory, and its bytes on a GPU."""
+        phases = self.measured["phases"]
+        phase = max(phases, key=lambda name: phases[name]["peak_bytes"])
+        return phase, phases[phase]["peak_bytes"] + self.beside
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether enough stays free at the peak; None if the size of the GPU is unknown."""
+        return None if self.memory is None else self.peak[1] <= self.memory - self.left_free
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as a JSON value."""
+        phases = {
+            name: phase | {"planned_bytes": self.planned.get(name)}
+            for name, phase in self.measured["phases"].items()
+        }
+        return {
+            **self.measured,
+            "phases": phases,
+            "beside_bytes": self.beside,
+            "memory_bytes": self.memory,
+            "fits": self.fits,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the lines of the terminal's report."""
+        ranks = self.measured["ranks"]
+        lines = [
+            f"rank 0 of {ranks} loads the models, annotates and updates, without numbers and GPUs",
+            f"at rest: {format_size(self.measured['rest_bytes'])} of a GPU "
+            f"({_list_parts(self.measured['rest_by_maker'], self.measured['rest_bytes'])})",
+        ]
+        # Each phase: its peak, the plan's count, the largest parts, and the collectives.
+        for name, phase in self.measured["phases"].items():
+            peak, on_paper = phase["peak_bytes"], ""
+            if name in self.planned:
+                count = self.planned[name]
+                on_paper = f"; {format_size(count)} on paper, {count / peak - 1:+.0%}"
+            lines.append(f"{name}: {format_size(peak)}{on_paper}")
+            lines.append(f"  at its peak: {_list_parts(phase['peak_by_maker'], peak)}")
+            if phase["collectives"]:
+                counts = (
+                    f"{of['calls']:g} {kind} ({format_size(round(of['bytes']))})"
+                    for kind, of in phase["collectives"].items()
+                )
+                lines.append(f"  collectives of a micro-batch: {', '.join(counts)}")
+        host = max(phase["host_peak_bytes"] for phase in self.measured["phases"].values())
+        if host >= GIB // 10:
+            lines.append(
+                f"host memory: {format_size(host)} a rank for offloaded weights and moments, "
+                f"{format_size(host * self.gpus)} a node"
+            )
+        if self.beside:
+            lines.append(
+                f"the sampler and reward models hold {format_size(self.beside)} more, on paper"
+            )
+        phase, need = self.peak
+        if self.memory is None:
+            verdict = "how much a GPU has is not known here: add --device_memory, such as 80GB"
+        else:
+            verdict = f"of {format_size(self.memory)}: " + (
+                "fits"
+                if self.fits
+                else f"of which {format_size(self.left_free)} is left free: does not fit"
+            )
+        lines.append(f"a GPU that trains needs {format_size(need)} ({phase}); {verdict}")
+        lines.append(
+            "not simulated: sampling and publishing (see Memory), CUDA's context, buffers of NCCL "
+            "and cuBLAS, fragmentation"
+        )
+        return lines
+
+
+def require_simulation(config: Config) -> None:
+    """Raise ConfigError if a run cannot be simulated."""
+    problems = []
+    if not gpus_per_node(config):
+        problems.append(
+            "--simulate is for runs on GPUs, and this one is on the CPU: add --n_gpus (GPUs need "
+            "not be here), and --device_memory for what each has, such as 80GB."
+        )
+    # bitsandbytes has no kernels for fake tensors.
+    reasons = [f"{key} holds weights in 4 bits" for key in quantised(config)]
+    models = ("actor", "critic") if uses_critic(config) else ("actor",)
+    reasons += [
+        f"{model}.optim.optimizer is AdamW8bit"
+        for model in models
+        if getattr(config, model).optim.optimizer == "AdamW8bit"
+    ]
+    problems += [
+        f"--simulate cannot simulate that {reason}: the code of bitsandbytes needs numbers on a "
+        "GPU. Leave --simulate out: ppo plan counts such a run on paper."
+        for reason in reasons
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
+    """Simulate a run in a separate process.
+
+    Raises the UserError with which the run would end before its first step.
+    """
+    config, memory = fill_memory_settings(config, lambda text: None), device_memory(config)
+    gpus, shapes = gpus_per_node(config), read_shapes(config)
+    # The plan of the same settings, if it can be made.
+    planned: Mapping[str, int] = {}
+    beside, left_free = 0, int(RESERVE * (memory or 0))
+    if isinstance(shapes, ModelShapes):
+        planned, place = count_learner(config, shapes), count_memory(config, shapes, memory)[0]
+        beside = place.phases["annotation"] - planned["annotation"] + place.asleep
+        left_free = place.left_free
+    # The process sees no GPU, from which it would derive these settings.
+    settled = with_settings(
+        config,
+        {
+            "trainer.n_gpus_per_node": gpus,
+            "trainer.engine": engine_name(config),
+            "rollout.name": sampler_name(config),
+        },
+    )
+    measured = _run_simulation(settled, report)
+    return Simulation(measured, planned, beside, memory, left_free, gpus)
+
+
+def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+    """Run the simulated steps in a separate process without GPUs; return its measurements.
+
+    Passes progress lines to `report`. Raises UserError for a problem that the process names, and
+    RuntimeError, with its log, if it ends without a result.
+    """
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ppo_cli.extras.lab.simulation.steps"]
+    messages: dict[str, Any] = {}
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=environ,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        # The config goes in, lines with progress, a problem or the result come out.
+        try:
+            process.stdin.write(config.model_dump_json())
+            process.stdin.close()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "progress" in message:
+                    report(message["progress"])
+                messages |= message
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        # The log is shown only if the process failed without a message.
+        log.seek(0)
+        errors = log.read()
+    if "problem" in messages:
+        raise UserError(messages["problem"])
+    if "result" not in messages:
+        raise RuntimeError(f"the simulation ended with code {process.returncode}:\n{errors}")
+    result: dict[str, Any] = messages["result"]
+    return result
+
+
+def _list_parts(parts: Mapping[str, int], total: int) -> str:
+    return ", ".join(
+        f"{name} {format_size(size)}" for name, size in parts.items() if size > MIN_SHARE * total
+    )

@@ -1,1 +1,0 @@
-"""What a reward is worth: scores of a file, agreement with labels, and attacks on a judge."""

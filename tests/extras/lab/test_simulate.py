@@ -1,0 +1,98 @@
+"""`ppo plan --simulate`: what it refuses, and a whole simulation of the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.memory.plan import with_settings
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import ConfigError
+from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
+
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+# A preset and the config.json of its model.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gsm8k-qwen2.5-0.5b": QWEN | {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True, "max_position_embeddings": 32768,
+    },
+    "qwen2.5-7b-8gpu": QWEN | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+
+
+def make_config(preset: str | None, flags: dict[str, str]) -> Config:
+    """The settings of a line."""
+    typed = {name: (value, "flag") for name, value in flags.items()}
+    return resolve(
+        flags=typed, preset=preset, config_files=(), overrides=(), environ={}
+    ).config  # fmt: skip
+
+
+def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config(None, {"trainer.n_gpus_per_node": "8"})
+    for settings, fragment in {
+        "trainer.n_gpus_per_node=0": "--simulate is for runs on GPUs",
+        "actor.optim.optimizer=AdamW8bit": "actor.optim.optimizer is AdamW8bit",
+        "model.quantization=nf4": "model.quantization holds weights in 4 bits",
+    }.items():
+        key, value = settings.split("=")
+        refused = with_settings(config, {key: int(value) if value.isdigit() else value})
+        with pytest.raises(ConfigError, match=fragment):
+            require_simulation(refused)
+    require_simulation(config)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("80GB", 80 * 10**9), ("24 GiB", 24 << 30), ("24564MiB", 24564 << 20)]
+)
+def test_the_plan_compares_with_the_memory_of_gpus_elsewhere(
+    capfd: pytest.CaptureFixture[str], size: str, count: int
+) -> None:
+    main(["plan", "--n_gpus", "1", "--device_memory", size, "--json"])
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["memory"]["devices"][0]["there"] == count
+    assert facts["memory"]["fits"] is True
+
+
+@pytest.mark.slow
+def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
+    line = "plan --n_gpus 8 --simulate --device_memory 80GB --json"
+    main([*line.split(), "data.max_prompt_length=32", "data.max_response_length=32"])
+    out, err = capfd.readouterr()
+    simulation = json.loads(out)["simulation"]
+    assert simulation["ranks"] == 8 and simulation["fits"] is True
+    phases = simulation["phases"]
+    assert [*phases] == ["annotation", "update of the actor", "update of the critic"]
+    for phase in phases.values():
+        assert phase["peak_bytes"] == sum(phase["peak_by_maker"].values())
+        assert abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) < 0.1
+    assert "simulation: update of the critic" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("PPO_SWEEP"), reason="weekly: PPO_SWEEP=1 runs it")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_plan_of_a_preset_is_within_10_percent_of_its_simulation(
+    desk: Path, preset: str
+) -> None:
+    (desk / "config.json").write_text(json.dumps(PRESETS[preset]))
+    config = make_config(preset, {"model.path": str(desk), "trainer.n_gpus_per_node": "8"})
+    simulation = run_simulation(config, print).as_dict()
+    far = {
+        name: phase["planned_bytes"] / phase["peak_bytes"] - 1
+        for name, phase in simulation["phases"].items()
+        if abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) > 0.1
+    }
+    assert far == {}
