@@ -54,7 +54,7 @@ from ppo_cli.errors import (
     ppo,
     replace_flag,
 )
-from ppo_cli.loop import load, run
+from ppo_cli.loop import run
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
@@ -72,7 +72,9 @@ from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.step.stages import Job, RunState, train_sampling
+from ppo_cli.step.sampling import train_sampling
+from ppo_cli.step.saving import load
+from ppo_cli.step.state import Job, RunState
 from ppo_cli.version import read_version
 
 Build = Callable[[], Engine]

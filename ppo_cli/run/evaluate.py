@@ -51,7 +51,7 @@ from ppo_cli.run_folder.lines import append_line, plain, read_lines, replace_lin
 from ppo_cli.run_folder.sources import ModelSource
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
-from ppo_cli.step.stages import VALIDATION, stream_seed
+from ppo_cli.step.sampling import VALIDATION, stream_seed
 
 # The settings of an eval in its folder, and the parent of folders without --out.
 SETTINGS_FILE = "eval.json"

@@ -1,7 +1,7 @@
 """A training step by step, for callers with their own scores; `library.session` is the entrance.
 
-`sample` and `update` run the loop of `ppo train` (`loop.steps`) up to its next pause, so the same
-scores give the same bits.
+`sample` and `update` call the parts of the loop of `ppo train`, so the same scores give the same
+bits.
 """
 
 from __future__ import annotations
@@ -10,40 +10,42 @@ import atexit
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
+from ppo_cli import loop
 from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UserError, WorkerLost, plural
-from ppo_cli.loop import steps
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import HostMaker, Reward, read_returned, submit_rollout
 from ppo_cli.rewards.function import check_placed_rewards
 from ppo_cli.rewards.rules import check_prompts
 from ppo_cli.run.assemble import interrupt_run, open_run, reward_for
-from ppo_cli.step.stages import StepSample, gather
+from ppo_cli.step.sampling import StepSample, gather
+from ppo_cli.step.saving import Snapshot, make_resumable, save_last_step, undone_on_stop
 
 
 class Session:
     """A run that its caller drives: `sample`, then `update`, until it is `done`.
 
-    It is opened when it is made, and closed by the end of a `with` block or by `close`. `step`
-    counts the trained steps, of `total_steps`.
+    It is opened when it is made, and closed by the end of a `with` block or by `close`.
     """
 
     def __init__(self, resolved: Resolved, screen: Screen) -> None:
         self._rewarded: list[Score] = []  # the batch's scores of the configured reward
+        self._batch: tuple[Rollout, ...] = ()
+        # The batch that waits for its scores, and the state before it was sampled.
+        self._waiting: tuple[StepSample, Snapshot] | None = None
         with ExitStack() as closing:
             make_reward = partial(_make_reward, resolved.config)
-            job, begin, self._stop, _ = closing.enter_context(
+            job, load_state, self._stop, _ = closing.enter_context(
                 open_run(resolved, screen, make_reward=make_reward)
             )
             if isinstance(job.reward, NoReward) and job.val_prompts:
@@ -51,17 +53,23 @@ class Session:
                 warnings.warn(text, stacklevel=3)
                 job = replace(job, val_prompts=())
             self._job, self.total_steps = replace(job, caller_scores=True), job.total_steps
-            self._state = begin(self._job)
-            self._steps = steps(self._job, self._state)
-            self._advance()
+            self._state = load_state(self._job)
+            closing.enter_context(self._job.store.open())
+            with self._in_loop():
+                self._over = loop.begin(self._job, self._state)
             self._closing = closing.pop_all()
         # A program that ends without `close` cannot save any more: threads have ended by then.
-        atexit.register(self._free)
+        atexit.register(self._closing.close)
+
+    @property
+    def step(self) -> int:
+        """The number of trained steps, of `total_steps`."""
+        return self._state.step - (self._waiting is not None)
 
     @property
     def done(self) -> bool:
         """Whether there is no further step: all are trained, or the session has ended early."""
-        return getgeneratorstate(self._steps) == GEN_CLOSED
+        return self._over
 
     def __iter__(self) -> Iterator[Sequence[Rollout]]:
         """Sample batch after batch until the run is done; `update` each of them."""
@@ -79,11 +87,19 @@ class Session:
                 f"This session is over, {self.step} of {self.total_steps} steps are trained: open "
                 "another one to go on, for more steps with a higher max_steps."
             )
-        if self._sample is not None:
+        if self._waiting is not None:
             raise UserError("The last batch has no scores: call update(batch, scores) first.")
-        if reason := self._job.stop_requested():
-            self._steps.throw(Interrupted(f"Stopped after step {self.step} ({reason})."))
-        self._advance()
+        job, state = self._job, self._state
+        with self._in_loop():
+            before = Snapshot.take(job, state)
+            if reason := job.stop_requested():
+                save_last_step(job, state)
+                stop = Interrupted(f"Stopped after step {state.step} ({reason}).")
+                raise make_resumable(job, state, stop)
+            step_sample = loop.sample(job, state, before)
+        self._waiting = step_sample, before
+        self._batch = tuple(step_sample.rollouts)
+        self._rewarded.clear()
         return self._batch
 
     def reward(self, batch: Sequence[Rollout]) -> list[Score]:
@@ -91,18 +107,16 @@ class Session:
 
         A score has `value` (None if it failed, `failure` says why), `parts` and `reason`.
         """
-        sample, job = self._require_batch(batch), self._job
+        step_sample, before = self._require_batch(batch)
+        job = self._job
         if isinstance(job.reward, NoReward):
             raise UserError(f"This session has no reward. {job.reward.why}")
         # Once for each batch, which running statistics must not count twice.
         if not self._rewarded:
             futures = [submit_rollout(job.reward, rollout) for rollout in batch]
             job.reward.end_round("train")
-            try:
-                scored = gather(job, sample.rollouts, futures, "reward_wait")
-            except Interrupted as stop:
-                self._steps.throw(stop)  # undoes the step, saves, and says how to go on
-                raise
+            with self._in_loop(), undone_on_stop(job, self._state, before):
+                scored = gather(job, step_sample.rollouts, futures, "reward_wait")
             self._rewarded += [s.score for s in scored]
         return list(self._rewarded)
 
@@ -113,7 +127,7 @@ class Session:
         is not a number are failed scores. Raises UserError for another batch or another number of
         scores, Interrupted when the run stops early.
         """
-        sample = self._require_batch(batch)
+        step_sample, before = self._require_batch(batch)
         try:
             if isinstance(scores, str | Mapping):  # letters and keys are not scores
                 raise TypeError
@@ -130,24 +144,23 @@ class Session:
                 ": give one for each, and None for one that could not be scored."
             )
         read = [_read_score(r, value) for r, value in zip(batch, values, strict=True)]
-        for future, score in zip(sample.futures, read, strict=True):
+        for future, score in zip(step_sample.futures, read, strict=True):
             future.set_result(score)
-        self._advance()
+        self._waiting = None
+        with self._in_loop():
+            self._over = loop.learn(self._job, self._state, step_sample, before)
         return dict(self._job.tracker.history[-1])
 
     def close(self) -> None:
         """Save the last trained step, and free everything. Safe to call twice."""
-        atexit.unregister(self._free)
+        atexit.unregister(self._closing.close)
         try:
-            with suppress(Interrupted):
-                if self.step:
-                    self._steps.throw(Interrupted("The session was closed."))
+            if self.step and not self._over:
+                self._undo_batch()
+                save_last_step(self._job, self._state)
         finally:
-            self._free()
-
-    def _free(self) -> None:
-        with self._closing.pop_all():
-            self._steps.close()
+            self._over = True
+            self._closing.close()
 
     def __enter__(self) -> Session:
         return self
@@ -155,25 +168,33 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _advance(self) -> None:
-        """Run the loop up to its next pause: a batch that waits for scores, or a trained step."""
-        # Between pauses, Ctrl-C stops the run after the step; else it is the caller's.
+    def _undo_batch(self) -> None:
+        """Undo the step of a batch that gets no scores."""
+        if self._waiting is not None:
+            _, before = self._waiting
+            before.restore(self._job, self._state)
+            self._waiting = None
+
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        """Run a part of the loop: an error ends the session."""
+        # Ctrl-C stops the run after the step; between two calls it is the caller's.
         self._stop.at_once = False
         try:
-            self._sample: StepSample | None = next(self._steps, None)
-        except WorkerLost as lost:
-            raise interrupt_run(self._job, str(lost)) from lost
+            yield
+        except BaseException as error:
+            self._over, self._waiting = True, None
+            if isinstance(error, WorkerLost):
+                raise interrupt_run(self._job, str(error)) from error
+            raise
         finally:
             self._stop.at_once = True
-        self.step = self._state.step - (self._sample is not None)
-        self._batch = tuple(self._sample.rollouts) if self._sample else ()
-        self._rewarded.clear()
 
-    def _require_batch(self, batch: Sequence[Rollout]) -> StepSample:
+    def _require_batch(self, batch: Sequence[Rollout]) -> tuple[StepSample, Snapshot]:
         """Return the sample of the last batch; UserError if `batch` is another one."""
-        if self.done or self._sample is None or batch is not self._batch:
+        if self.done or self._waiting is None or batch is not self._batch:
             raise UserError("This is not the batch of the last sample(), or it has its scores.")
-        return self._sample
+        return self._waiting
 
 
 class NoReward(Reward):

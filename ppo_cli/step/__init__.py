@@ -1,1 +1,1 @@
-"""The stages of a training step: sampling, scores, shaping, update; and the state of a run."""
+"""The stages of a training step: sampling, scores, shaping, update; checkpoints and stops."""

@@ -250,12 +250,14 @@ def shape_step(
     kl_coef: float,
     baselines: Sequence[float | None] | None,
     placed: Sequence[Sequence[Placed]] = (),
+    critic_lam: float | None = None,
 ) -> ShapedStep:
     """Add scores to an annotated batch (same order) and estimate advantages.
 
     `baselines` has the greedy score of each row's prompt, for ReMax; a row whose baseline failed
     is masked like one whose score failed. `placed` has each row's rewards within the response;
-    the rest of the score goes to the last token.
+    the rest of the score goes to the last token. `critic_lam` is the lambda of the critic's
+    targets; None: that of the advantages.
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
     algorithm = config.algorithm
@@ -282,7 +284,7 @@ def shape_step(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         lam_alpha=algorithm.lam_alpha,
-        critic_lam=config.critic.lam,
+        critic_lam=critic_lam,
         gamma_turn=config.environment.gamma_turn,
         subtract_group_mean=algorithm.subtract_group_mean,
         whiten=algorithm.whiten_advantages,

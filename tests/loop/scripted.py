@@ -26,7 +26,7 @@ from ppo_cli.report.tracker import Screen as SilentScreen
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
-from ppo_cli.step.stages import Job, RunState
+from ppo_cli.step.state import Job, RunState
 
 KL = 0.25  # log policy - log reference of every token
 PROMPT, SAMPLE, LENGTH = 0, 1, 4  # where a response says who it is, and its tokens

@@ -19,7 +19,7 @@ from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import EngineFactory, start_engine
-from ppo_cli.step.stages import RunState
+from ppo_cli.step.state import RunState
 from tests.loop.scripted import Screen, ScriptedReward
 
 WHOLE = (

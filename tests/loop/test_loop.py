@@ -13,9 +13,10 @@ import torch
 
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import Interrupted, UserError, WorkerLost
-from ppo_cli.loop import load, run, take_step
+from ppo_cli.loop import run
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
 from ppo_cli.run.assemble import run_with_restarts
+from ppo_cli.step.saving import load
 from tests.loop.scripted import LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
 
 Make = Callable[..., Script]
@@ -601,11 +602,10 @@ def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: 
 
 
 def test_how_old_responses_are_is_told_only_where_sampling_runs_ahead(make: Make) -> None:
-    stage = make(steps=1).build()
-    list(take_step(stage.job, stage.state))
-    assert not any(key.startswith("rollout/staleness") for key in stage.state.unfinished or {})
+    stage = ran(make(steps=1))
+    assert not any(key.startswith("rollout/staleness") for key in stage.lines[0])
     ahead = make("ahead", trainer={"async_steps": 1}).build()
     ahead.state.step = 2
-    list(take_step(ahead.job, ahead.state))
-    assert (ahead.state.unfinished or {})["rollout/staleness_mean"] == 2.0
+    run(ahead.job, ahead.state)
+    assert ahead.column("rollout/staleness_mean") == {3: 2.0}
     assert ahead.engine.minibatches[0][1].batch.response_len_B.tolist() == [LENGTH] * 4

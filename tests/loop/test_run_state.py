@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 from ppo_cli.moments import Moments
 from ppo_cli.run_folder.checkpoints import read_state
-from ppo_cli.step.stages import RunState, stream_seed
+from ppo_cli.step.sampling import stream_seed
+from ppo_cli.step.state import RunState
 
 
 def validated(*values: float) -> RunState:

@@ -60,9 +60,10 @@ def shape(
     **algorithm: object,
 ) -> ShapedStep:  # fmt: skip
     """Shape a step of these rollouts and scores with these settings of the algorithm."""
-    config = Config.model_validate({"algorithm": algorithm, "critic": {"lam": critic_lam}})
+    config = Config.model_validate({"algorithm": algorithm})
     annotated = annotated or annotate(created)
-    return shape_step(config, annotated, score_all(created, values), kl_coef, None, placed)
+    scores = score_all(created, values)
+    return shape_step(config, annotated, scores, kl_coef, None, placed, critic_lam)
 
 
 def test_the_score_sits_on_the_last_token_and_the_kl_on_each() -> None:
