@@ -144,10 +144,12 @@ def _package(point: EntryPoint) -> str:
 
 @cache
 def load(kind: str, spec: str) -> Any:
-    """Import what the name of a plug-in or FILE.py:NAME stands for; ConfigError if that fails.
+    """Import what the name of a plug-in, FILE.py:NAME or a place of ours stands for.
 
-    A file is imported once; `Names.read` forgets one that has changed.
+    A file is imported once; `Names.read` forgets one that has changed. ConfigError if it fails.
     """
+    if is_own(spec):
+        return import_name(spec)
     file, _, name = spec.rpartition(":")
     point = None if file else find_plugin(kind, spec)
     if not file and not point:
@@ -165,6 +167,11 @@ def load(kind: str, spec: str) -> Any:
         raise ConfigError(
             f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: {error}."
         ) from error
+
+
+def is_own(spec: str) -> bool:
+    """Whether a function is one of this package: its place is MODULE:NAME."""
+    return spec.startswith("ppo_cli.")
 
 
 @cache
@@ -188,11 +195,13 @@ def inputs_of(kind: str, spec: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def call(kind: str, spec: str, values: Mapping[str, Any]) -> Any:
-    """Call the function of a plug-in or of FILE.py:NAME with those of `values` that it takes.
+    """Call a function with those of `values` that its parameters name.
 
-    An error inside the function becomes a ConfigError that names its line.
+    An error in the function of a package or file becomes a ConfigError that names its line.
     """
     inputs = {name: values[name] for name in inputs_of(kind, spec, tuple(values))}
+    if is_own(spec):
+        return load(kind, spec)(**inputs)
     # The function may change tensors in place, which the caller goes on to use.
     inputs = {k: v.clone() if hasattr(v, "clone") else v for k, v in inputs.items()}
     try:

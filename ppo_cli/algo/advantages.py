@@ -1,4 +1,6 @@
-"""From token rewards to advantages: ten estimators behind one call.
+"""From token rewards to advantages: the formulas of the estimators, behind one call.
+
+algo/estimators.py declares each; its parameters are its inputs, by name.
 
 Legend: B sequences, T response tokens. Masks are bool, and True means that the token counts. A
 mask may have holes (tokens that the policy did not write); returns are carried across them. A row
@@ -7,14 +9,16 @@ with an empty mask (its score failed) is left out of its group and of all statis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
-from ppo_cli.plugins import call
+from ppo_cli.plugins import call, is_own
 
 _STD_EPS = 1e-6  # as in verl
 
@@ -34,89 +38,21 @@ def place_scores(scores_B: Tensor, response_len_B: Tensor, mask_BT: Tensor) -> T
 
 @torch.no_grad()
 def compute_advantages(
-    estimator: str,
-    *,
-    token_rewards_BT: Tensor,
-    values_BT: Tensor | None,
-    mask_BT: Tensor,
-    group_B: Tensor,
-    gamma: float,
-    lam: float,
-    lam_alpha: float | None = None,
-    critic_lam: float | None = None,
-    gamma_turn: float = 1.0,
-    subtract_group_mean: bool = False,
-    whiten: bool = True,
-    norm_by_std: bool = True,
-    baseline_B: Tensor | None = None,
-    parts_BK: Tensor | None = None,
-    weights: Sequence[float] | None = None,
+    name: str, *, token_rewards_BT: Tensor, mask_BT: Tensor, **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
+    """Return (advantages_BT, returns_BT) of an estimator, 0 outside the mask, without gradient.
 
-    `lam`, `lam_alpha` (`length_adaptive_lam` in place of lam, for the advantages), `critic_lam`
-    (lam of the returns; unset: `lam`), `gamma_turn` (a further discount between the turns of an
-    episode), `subtract_group_mean` (from each row's reward) and `whiten` are for gae (both
-    reinforce_plus_plus estimators always whiten), `gamma` for gae and reinforce_plus_plus,
-    `norm_by_std` for grpo and gdpo, `baseline_B` (score of a greedy
-    response to each row's prompt) for remax, `parts_BK` and `weights` for gdpo. Rows of one group
-    have the same number in `group_B`. Statistics are computed over all rows passed in, so call
-    this on the whole rollout batch.
-    Another name is an estimator of a package or file: a function of ESTIMATOR_INPUTS.
-    Raises ValueError for shapes that differ and a missing input; ConfigError for an unknown
-    estimator, and for one that returns other shapes, NaN or inf.
+    The estimator takes those of ESTIMATOR_INPUTS that its parameters name. Rows of one group have
+    the same number in `group_B`. Statistics are computed over all rows passed in, so call this on
+    the whole rollout batch. Raises ValueError for shapes that differ; ConfigError for an unknown
+    estimator, and for one of a package or file that returns other shapes, NaN or inf.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, mask_BT=mask_BT)
-    match estimator:
-        case "gae":
-            if values_BT is None:
-                raise ValueError("gae needs values_BT")
-            if subtract_group_mean:
-                token_rewards_BT = _subtract_group_means(token_rewards_BT, mask_BT, group_B)
-            actor_lam: float | Tensor = lam
-            if lam_alpha is not None:
-                actor_lam = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
-                critic_lam = lam if critic_lam is None else critic_lam
-            return gae(
-                token_rewards_BT, values_BT, mask_BT, gamma, actor_lam, whiten, critic_lam,
-                gamma_turn,
-            )  # fmt: skip
-        case "grpo":
-            return grpo(token_rewards_BT, mask_BT, group_B, norm_by_std)
-        case "reinforce_plus_plus":
-            return reinforce_plus_plus(token_rewards_BT, mask_BT, gamma)
-        case "reinforce_plus_plus_baseline":
-            return reinforce_plus_plus_baseline(token_rewards_BT, mask_BT, group_B)
-        case "rloo":
-            return rloo(token_rewards_BT, mask_BT, group_B)
-        case "rloo_vectorized":
-            return rloo_vectorized(token_rewards_BT, mask_BT, group_B)
-        case "remax":
-            if baseline_B is None:
-                raise ValueError("remax needs baseline_B")
-            return remax(token_rewards_BT, mask_BT, baseline_B)
-        case "opo":
-            return opo(token_rewards_BT, mask_BT, group_B)
-        case "gpg":
-            return gpg(token_rewards_BT, mask_BT, group_B)
-        case "gdpo":
-            if parts_BK is None:
-                raise ValueError("gdpo needs parts_BK")
-            return gdpo(parts_BK, mask_BT, group_B, weights, norm_by_std)
-    inputs = {
-        "token_rewards_BT": token_rewards_BT, "group_B": group_B, "values_BT": values_BT,
-        "baseline_B": baseline_B, "parts_BK": parts_BK, "weights": weights, "gamma": gamma,
-        "lam": lam, "critic_lam": critic_lam, "gamma_turn": gamma_turn, "whiten": whiten,
-        "norm_by_std": norm_by_std,
-    }  # fmt: skip
-    return _call_estimator(estimator, mask_BT, inputs)
-
-
-def _call_estimator(
-    name: str, mask_BT: Tensor, inputs: Mapping[str, object]
-) -> tuple[Tensor, Tensor]:
-    """Return what an estimator of a package or file returns, 0 outside the mask."""
-    returned = call("estimators", name, {"mask_BT": mask_BT, **inputs})
+    formula = ESTIMATORS[name].formula
+    inputs |= {"token_rewards_BT": token_rewards_BT, "mask_BT": mask_BT}
+    returned: tuple[Tensor, Tensor] = call("estimators", formula, inputs)
+    if is_own(formula):
+        return returned
     label = f"The advantage estimator {name}"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ConfigError(f"{label} must return (advantages_BT, returns_BT).")
@@ -130,22 +66,27 @@ def gae(
     values_BT: Tensor,
     mask_BT: Tensor,
     gamma: float,
-    lam: float | Tensor,
-    whiten: bool = True,
+    lam: float,
+    lam_alpha: float | None = None,
     critic_lam: float | None = None,
     gamma_turn: float = 1.0,
+    whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
 
-    `lam` is one number or one for each row (B,). Returns are A + V before whitening, with the A of
-    `critic_lam` if it is given (decoupled GAE, VC-PPO, arXiv 2503.01491): 1 makes them the rewards
-    to come, without the bias of the values. Across a hole in the mask, where an environment wrote,
-    the discount is gamma times `gamma_turn`.
+    With `lam_alpha` the advantages have `length_adaptive_lam` in place of `lam`. Returns are A + V
+    before whitening, with the A of `critic_lam`, or of `lam` (decoupled GAE, VC-PPO, arXiv
+    2503.01491): 1 makes them the rewards to come, without the bias of the values. Across a hole in
+    the mask, where an environment wrote, the discount is gamma times `gamma_turn`.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
     gammas_BT = torch.full_like(values_BT, gamma)
     gammas_BT[:, :-1][mask_BT[:, :-1] & ~mask_BT[:, 1:]] *= gamma_turn
-    advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, lam)
+    actor_lam: float | Tensor = lam
+    if lam_alpha is not None:
+        actor_lam = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
+        critic_lam = lam if critic_lam is None else critic_lam
+    advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, actor_lam)
     critic_BT = advantages_BT
     if critic_lam is not None:
         critic_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, critic_lam)
@@ -189,7 +130,7 @@ def _sum_td_errors(
     return torch.stack(columns[::-1], 1)
 
 
-def _subtract_group_means(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def subtract_group_means(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """Subtract the mean reward of the group, as in grpo, from the last token of each response."""
     sums_B = masked_sum(token_rewards_BT, mask_BT, 1)
     minus_mean_B = _centre_in_groups(sums_B, mask_BT, group_B) - sums_B

@@ -1,5 +1,7 @@
 """Policy and value losses, and the aggregation of token losses to one number.
 
+algo/estimators.py declares each policy loss; the parameters of its formula are its inputs, by name.
+
 Legend: B sequences, T response tokens. A mask is bool and True means it counts. Losses are
 divided by counts of the whole mini-batch, so the losses of its micro-batches and ranks add up.
 Values outside a mask can be anything, NaN included: they do not affect losses or gradients.
@@ -7,7 +9,8 @@ Values outside a mask can be anything, NaN included: they do not affect losses o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch import Tensor
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import masked_mean, masked_sum, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
-from ppo_cli.plugins import call
+from ppo_cli.plugins import call, is_own
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -100,32 +103,21 @@ def policy_loss(
     mask_BT: Tensor,
     *,
     kind: str = "vanilla",
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = 3.0,
-    chosen_BT: Tensor | None = None,
-    kl_coef: float = 0.0,
-    taus: tuple[float, float] = (1.0, 1.05),
     mode: str = "token-mean",
     global_tokens: float,
     global_sequences: float,
     scale_factor: float | None = None,
     is_weight_BT: Tensor | None = None,
+    **settings: Any,
 ) -> PolicyLoss:
     """The loss `kind` of `POLICY_LOSSES`, normalised as in `aggregate`.
 
-    ratio = exp(new - old), with the log-ratio clamped to [-20, 20]. The formulas are in `_clipped`
-    (vanilla, clip_cov), `_dppo`, `_gspo`, `_sapo`, `_cispo`, `_gpg`, `_kl_cov` and `_geo_mean`.
-    `dual_clip` is for vanilla and dppo, `taus` (positive, negative) for sapo, `chosen_BT` (from
-    `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov, `kl_coef` for kl_cov. With
-    geo_mean and sapo `mode` is ignored: each sequence's mean counts once. `is_weight_BT`
-    multiplies each token's loss, as a constant.
-    Another kind is a loss of a package or file (`_call_loss`).
-    Raises ValueError for dual_clip <= 1, a missing `chosen_BT`, and as `aggregate` does;
-    ConfigError for an unknown kind, and as `_call_loss` does.
+    Its formula takes those of the tensors, of `settings` and of log_ratio_BT and ratio_BT (the
+    probability ratio, see `_mask_inputs`) that its parameters name. With `per_sequence` losses
+    `mode` is ignored: each sequence's mean counts once. `is_weight_BT` multiplies each token's
+    loss, as a constant. Raises ValueError as `aggregate` does; ConfigError for an unknown kind, and
+    as `_check_loss` does.
     """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
     require_same_shape(
         new_logprobs_BT=new_logprobs_BT,
         old_logprobs_BT=old_logprobs_BT,
@@ -133,22 +125,23 @@ def policy_loss(
         mask_BT=mask_BT,
     )
     # The loss of each token, times its importance weight, then one number.
-    rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
-    clip = clip_low, clip_high
-    token_loss = _token_loss(kind, rows, clip, dual_clip, chosen_BT, kl_coef, taus)
-    if kind in POLICY_LOSSES and POLICY_LOSSES[kind].per_sequence:
-        mode = "seq-mean-token-mean"
+    declared = POLICY_LOSSES[kind]
+    inputs = _mask_inputs(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    returned = call("losses", declared.formula, inputs | settings)
+    if not is_own(declared.formula):
+        returned = _check_loss(kind, inputs["new_logprobs_BT"], mask_BT, returned)
+    token_loss: TokenLoss = returned
     loss_BT = token_loss.loss_BT
     if is_weight_BT is not None:
         require_same_shape(is_weight_BT=is_weight_BT, mask_BT=mask_BT)
         weight_BT = torch.where(mask_BT, is_weight_BT.detach(), 0.0)
-        if kind == "geo_mean":  # the geometric mean of a sequence's weights
+        if declared.geometric_weight:
             weight_BT = masked_mean((weight_BT + 1e-10).log(), mask_BT, 1).exp()[:, None]
         loss_BT = loss_BT * weight_BT
     loss = aggregate(
         loss_BT,
         mask_BT,
-        mode,
+        "seq-mean-token-mean" if declared.per_sequence else mode,
         global_tokens=global_tokens,
         global_sequences=global_sequences,
         scale_factor=scale_factor,
@@ -157,149 +150,164 @@ def policy_loss(
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
-            ratio_sum=masked_sum(rows.ratio_BT, mask_BT),
-            clip_sum=(token_loss.clip_BT & mask_BT).sum(),
-            clip_lower_sum=(token_loss.clip_lower_BT & mask_BT).sum(),
-            approx_kl_sum=masked_sum(-rows.log_ratio_BT, mask_BT),
+            ratio_sum=masked_sum(inputs["ratio_BT"], mask_BT),
+            clip_sum=_count(token_loss.clip_BT, mask_BT),
+            clip_lower_sum=_count(token_loss.clip_lower_BT, mask_BT),
+            approx_kl_sum=masked_sum(-inputs["log_ratio_BT"], mask_BT),
             token_count=mask_BT.sum(),
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The inputs of token losses; 0 outside the mask (`ratio_BT` 1)."""
+class TokenLoss(NamedTuple):
+    """What a formula returns: the loss of each token, and where it is clipped; None: nowhere."""
 
-    new_BT: Tensor
-    old_BT: Tensor
-    log_ratio_BT: Tensor
-    ratio_BT: Tensor
-    advantages_BT: Tensor
-    mask_BT: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _TokenLoss:
     loss_BT: Tensor
-    clip_BT: Tensor  # bool: the clip is active
-    clip_lower_BT: Tensor  # bool: the bound on the other side is active
+    clip_BT: Tensor | None = None  # bool: the clip is active, or the token chosen
+    clip_lower_BT: Tensor | None = None  # bool: the bound on the other side is active
 
 
-def _rows(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> _Rows:
+def _count(where_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+    marked_BT = torch.zeros_like(mask_BT) if where_BT is None else where_BT & mask_BT
+    return marked_BT.sum()
+
+
+def _mask_inputs(
+    new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> dict[str, Tensor]:
+    """Return the inputs of a loss by name, 0 outside the mask (ratio_BT 1).
+
+    ratio = exp(new - old), with the log-ratio clamped to [-20, 20], so that it stays finite.
+    """
     new_BT, old_BT, advantages_BT = (
         torch.where(mask_BT, x, 0.0) for x in (new_BT, old_BT, advantages_BT)
     )
-    # exp of the clamped log-ratio stays finite.
     log_ratio_BT = (new_BT - old_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    return _Rows(new_BT, old_BT, log_ratio_BT, log_ratio_BT.exp(), advantages_BT, mask_BT)
+    return {
+        "new_logprobs_BT": new_BT,
+        "old_logprobs_BT": old_BT,
+        "log_ratio_BT": log_ratio_BT,
+        "ratio_BT": log_ratio_BT.exp(),
+        "advantages_BT": advantages_BT,
+        "mask_BT": mask_BT,
+    }
 
 
-def _token_loss(
-    kind: str,
-    rows: _Rows,
-    clip: tuple[float, float],
-    dual_clip: float | None,
-    chosen_BT: Tensor | None,
-    kl_coef: float,
-    taus: tuple[float, float],
-) -> _TokenLoss:
-    """Return the loss of each token by the formula of `kind`, not yet weighted or averaged.
+def _check_loss(name: str, new_BT: Tensor, mask_BT: Tensor, returned: Any) -> TokenLoss:
+    """Return what the loss of a package or file returned: loss_BT, or (loss_BT, clip_BT).
 
-    `clip` is (low, high). Raises ValueError if clip_cov or kl_cov gets no `chosen_BT`.
+    Raises ConfigError for other shapes, for NaN or inf, and for a loss without a gradient.
     """
-    # The losses that need no chosen tokens come first.
-    if kind not in POLICY_LOSSES:
-        return _call_loss(kind, rows, clip, dual_clip)
-    if kind in ("dppo_tv", "dppo_kl"):
-        return _dppo(kind, rows, clip, dual_clip)
-    if kind == "gspo":
-        return _gspo(rows, clip)
-    if kind == "sapo":
-        return _sapo(rows, taus)
-    if kind == "cispo":
-        return _cispo(rows, clip)
-    if kind == "gpg":
-        return _gpg(rows)
-    if kind == "geo_mean":
-        return _geo_mean(rows, clip)
-    if kind == "vanilla":
-        return _clipped(rows, clip, dual_clip)
-    if chosen_BT is None:
-        raise ValueError(f"{kind} needs chosen_BT")
-    if kind == "clip_cov":
-        return _clip_cov(rows, clip, chosen_BT)
-    return _kl_cov(rows, kl_coef, chosen_BT)
-
-
-def _call_loss(
-    name: str, rows: _Rows, clip: tuple[float, float], dual_clip: float | None
-) -> _TokenLoss:
-    """The loss of a package or file: a function of LOSS_INPUTS that returns each token's loss.
-
-    It returns loss_BT, or (loss_BT, clip_BT) with True at the tokens that it clips. Raises
-    ConfigError for other shapes, for NaN or inf, and for a loss without a gradient.
-    """
-    returned = call("losses", name, {
-        "new_logprobs_BT": rows.new_BT, "old_logprobs_BT": rows.old_BT,
-        "advantages_BT": rows.advantages_BT, "mask_BT": rows.mask_BT,
-        "clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual_clip,
-    })  # fmt: skip
-    none_BT, label = torch.zeros_like(rows.mask_BT), f"The policy loss {name}"
+    none_BT, label = torch.zeros_like(mask_BT), f"The policy loss {name}"
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(f"{label} must return loss_BT or (loss_BT, clip_BT).")
     loss_BT, clip_BT = returned if isinstance(returned, tuple) else (returned, none_BT)
     # Log-probs that are not finite already come from the model.
-    mask_BT = rows.mask_BT & rows.new_BT.isfinite()
-    require_finite(label, mask_BT, loss_BT=loss_BT, clip_BT=clip_BT)
-    if rows.new_BT.requires_grad and not loss_BT.requires_grad:
+    require_finite(label, mask_BT & new_BT.isfinite(), loss_BT=loss_BT, clip_BT=clip_BT)
+    if new_BT.requires_grad and not loss_BT.requires_grad:
         raise ConfigError(f"{label} has no gradient: compute it from new_logprobs_BT.")
-    return _TokenLoss(loss_BT, clip_BT.bool(), none_BT)
+    return TokenLoss(loss_BT, clip_BT.bool())
 
 
-def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) -> _TokenLoss:
+def vanilla(
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = 3.0,
+) -> TokenLoss:
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and where A < 0, min(that, -A dual_clip).
 
     PPO, arXiv 1707.06347, eq. 7; two ranges from DAPO, arXiv 2503.14476, eq. 10; dual clip from
     arXiv 1912.09729, eq. 5, unless it is None.
     """
     # The larger of the two losses is the pessimistic one; the dual clip bounds it for A < 0.
-    minus_BT = -rows.advantages_BT
-    free_BT = minus_BT * rows.ratio_BT
-    held_BT = minus_BT * rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1])
+    minus_BT = -advantages_BT
+    free_BT = minus_BT * ratio_BT
+    held_BT = minus_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     clipped_BT = torch.maximum(free_BT, held_BT)
     bound_BT = clipped_BT if dual_clip is None else minus_BT * dual_clip
-    negative_BT = rows.advantages_BT < 0
+    negative_BT = advantages_BT < 0
     loss_BT = torch.where(negative_BT, torch.minimum(clipped_BT, bound_BT), clipped_BT)
-    return _TokenLoss(loss_BT, held_BT > free_BT, (clipped_BT > bound_BT) & negative_BT)
+    return TokenLoss(loss_BT, held_BT > free_BT, (clipped_BT > bound_BT) & negative_BT)
+
+
+def dppo_tv(
+    new_logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """`_dppo` with the total variation of a token, |p - old p|."""
+    with torch.no_grad():
+        p_BT, old_p_BT = new_logprobs_BT.exp(), old_logprobs_BT.exp()
+        divergence_BT = (p_BT - old_p_BT).abs()
+    return _dppo(
+        divergence_BT, p_BT, old_p_BT, new_logprobs_BT, ratio_BT, advantages_BT,
+        (clip_low, clip_high), dual_clip,
+    )  # fmt: skip
+
+
+def dppo_kl(
+    new_logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """`_dppo` with the KL of a token.
+
+    old p log(old p / p) + (1 - old p) log((1 - old p) / (1 - p)), each 1 - p with 1e-8 added.
+    """
+    with torch.no_grad():
+        p_BT, old_p_BT = new_logprobs_BT.exp(), old_logprobs_BT.exp()
+        rest_BT = ((1 - old_p_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
+        divergence_BT = old_p_BT * (old_logprobs_BT - new_logprobs_BT) + (1 - old_p_BT) * rest_BT
+    return _dppo(
+        divergence_BT, p_BT, old_p_BT, new_logprobs_BT, ratio_BT, advantages_BT,
+        (clip_low, clip_high), dual_clip,
+    )  # fmt: skip
 
 
 def _dppo(
-    kind: str, rows: _Rows, clip: tuple[float, float], largest_ratio: float | None
-) -> _TokenLoss:
+    divergence_BT: Tensor,
+    p_BT: Tensor,
+    old_p_BT: Tensor,
+    new_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip: tuple[float, float],
+    largest_ratio: float | None,
+) -> TokenLoss:
     """-A sg(min(ratio, largest_ratio)) log p where the divergence allows it, else 0.
 
     DPPO (arXiv 2602.04879) with the binary divergences of a token, of p and old p: it is masked
     where A would move p further away and the divergence is above `clip` (low for A <= 0, high for
-    A > 0). dppo_tv: |p - old p|. dppo_kl: old p log(old p / p) + (1 - old p) log((1 - old p) /
-    (1 - p)), each 1 - p with 1e-8 added. No `largest_ratio` truncates nothing.
+    A > 0). No `largest_ratio` truncates nothing.
     """
     # The mask and the weight are constants of the gradient.
     with torch.no_grad():
-        p_BT, old_p_BT = rows.new_BT.exp(), rows.old_BT.exp()
-        if kind == "dppo_tv":
-            divergence_BT = (p_BT - old_p_BT).abs()
-        else:
-            rest_BT = ((1 - old_p_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
-            divergence_BT = old_p_BT * (rows.old_BT - rows.new_BT) + (1 - old_p_BT) * rest_BT
-        rises_BT = rows.advantages_BT > 0
+        rises_BT = advantages_BT > 0
         away_BT = torch.where(rises_BT, p_BT > old_p_BT, p_BT < old_p_BT)
         masked_BT = away_BT & (divergence_BT > torch.where(rises_BT, clip[1], clip[0]))
-        weight_BT = rows.ratio_BT.clamp(max=largest_ratio or torch.inf)
-        truncated_BT = (weight_BT < rows.ratio_BT) & ~masked_BT
-    loss_BT = -rows.advantages_BT * weight_BT * rows.new_BT
-    return _TokenLoss(torch.where(masked_BT, 0.0, loss_BT), masked_BT, truncated_BT)
+        weight_BT = ratio_BT.clamp(max=largest_ratio or torch.inf)
+        truncated_BT = (weight_BT < ratio_BT) & ~masked_BT
+    loss_BT = -advantages_BT * weight_BT * new_BT
+    return TokenLoss(torch.where(masked_BT, 0.0, loss_BT), masked_BT, truncated_BT)
 
 
-def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+def gspo(
+    new_logprobs_BT: Tensor,
+    log_ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """The clipped surrogate on the sequence's ratio (GSPO-token, arXiv 2507.18071, eq. 5 to 14).
 
     s = exp(mean over the sequence of new - old). Each token gets s_t = sg(s) p / sg(p), where sg
@@ -307,75 +315,87 @@ def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
     clamped to at most 10.
     """
     # Forward: log s. Backward: the gradient of the token's log-prob.
-    mean_B1 = masked_mean(rows.log_ratio_BT, rows.mask_BT, 1)[:, None]
-    log_s_BT = rows.new_BT - rows.new_BT.detach() + mean_B1.detach()
+    mean_B1 = masked_mean(log_ratio_BT, mask_BT, 1)[:, None]
+    log_s_BT = new_logprobs_BT - new_logprobs_BT.detach() + mean_B1.detach()
     ratio_BT = log_s_BT.clamp(max=_LOG_SEQUENCE_RATIO_BOUND).exp()
-    return _clipped(replace(rows, ratio_BT=ratio_BT), clip, None)
+    return vanilla(ratio_BT, advantages_BT, clip_low, clip_high, dual_clip=None)
 
 
-def _sapo(rows: _Rows, taus: tuple[float, float]) -> _TokenLoss:
-    """-A (4 / tau) sigmoid(tau (ratio - 1)), with tau = taus[0] for A > 0, else taus[1].
+def sapo(ratio_BT: Tensor, advantages_BT: Tensor, tau_pos: float, tau_neg: float) -> TokenLoss:
+    """-A (4 / tau) sigmoid(tau (ratio - 1)), with tau = tau_pos for A > 0, else tau_neg.
 
     SAPO, arXiv 2511.20347: a soft gate in place of the clip. Its slope is 1 at a ratio of 1 and
     falls on both sides, faster for a larger tau.
     """
-    tau_BT = torch.where(rows.advantages_BT > 0, *taus)
-    gate_BT = 4 / tau_BT * (tau_BT * (rows.ratio_BT - 1)).sigmoid()
-    none_BT = torch.zeros_like(rows.mask_BT)
-    return _TokenLoss(-rows.advantages_BT * gate_BT, none_BT, none_BT)
+    tau_BT = torch.where(advantages_BT > 0, tau_pos, tau_neg)
+    gate_BT = 4 / tau_BT * (tau_BT * (ratio_BT - 1)).sigmoid()
+    return TokenLoss(-advantages_BT * gate_BT)
 
 
-def _cispo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+def cispo(
+    new_logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """-sg(clip(ratio, 1 - low, 1 + high)) A log p: weights are clipped, gradients are not.
 
     CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
     # Reported as clipped where the weight differs from the ratio.
-    weight_BT = rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1]).detach()
-    clip_BT = weight_BT != rows.ratio_BT
-    return _TokenLoss(
-        -weight_BT * rows.advantages_BT * rows.new_BT, clip_BT, torch.zeros_like(clip_BT)
-    )
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high).detach()
+    return TokenLoss(-weight_BT * advantages_BT * new_logprobs_BT, weight_BT != ratio_BT)
 
 
-def _gpg(rows: _Rows) -> _TokenLoss:
+def gpg(new_logprobs_BT: Tensor, advantages_BT: Tensor) -> TokenLoss:
     """-A log p, without ratio and clip (GPG, arXiv 2504.02546, eq. 6)."""
-    none_BT = torch.zeros_like(rows.mask_BT)
-    return _TokenLoss(-rows.advantages_BT * rows.new_BT, none_BT, none_BT)
+    return TokenLoss(-advantages_BT * new_logprobs_BT)
 
 
-def _clip_cov(rows: _Rows, clip: tuple[float, float], chosen_BT: Tensor) -> _TokenLoss:
+def clip_cov(
+    ratio_BT: Tensor, advantages_BT: Tensor, chosen_BT: Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
     """The clipped surrogate without dual clip; chosen tokens get 0 (arXiv 2505.22617, eq. 12)."""
-    clipped = _clipped(rows, clip, None)
-    loss_BT = torch.where(chosen_BT, 0.0, clipped.loss_BT)
-    return _TokenLoss(loss_BT, chosen_BT, torch.zeros_like(chosen_BT))
+    clipped = vanilla(ratio_BT, advantages_BT, clip_low, clip_high, dual_clip=None)
+    return TokenLoss(torch.where(chosen_BT, 0.0, clipped.loss_BT), chosen_BT)
 
 
-def _kl_cov(rows: _Rows, kl_coef: float, chosen_BT: Tensor) -> _TokenLoss:
+def kl_cov(
+    log_ratio_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    chosen_BT: Tensor,
+    kl_coef: float,
+) -> TokenLoss:
     """-A ratio, plus kl_coef |new - old| for chosen tokens (arXiv 2505.22617, eq. 14)."""
-    held_BT = torch.where(chosen_BT, kl_coef * rows.log_ratio_BT.abs(), 0.0)
-    return _TokenLoss(
-        -rows.advantages_BT * rows.ratio_BT + held_BT, chosen_BT, torch.zeros_like(chosen_BT)
-    )
+    held_BT = torch.where(chosen_BT, kl_coef * log_ratio_BT.abs(), 0.0)
+    return TokenLoss(-advantages_BT * ratio_BT + held_BT, chosen_BT)
 
 
-def _geo_mean(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+def geo_mean(
+    log_ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """-A times the geometric mean of a sequence's clipped ratios (GMPO, arXiv 2507.20673, eq. 4).
 
     Each log-ratio is clipped to [-low, high], but only on the side where A rewards a change. A is
     the mean advantage of the sequence.
     """
     # The pessimistic log-ratio: the smaller one for A > 0, the larger one for A < 0.
-    sign_BT = rows.advantages_BT.sign()
-    held_BT = rows.log_ratio_BT.clamp(-clip[0], clip[1])
-    least_BT = sign_BT * torch.minimum(sign_BT * rows.log_ratio_BT, sign_BT * held_BT)
-    ratio_B = masked_mean(least_BT, rows.mask_BT, 1).exp()
-    advantage_B = masked_mean(rows.advantages_BT, rows.mask_BT, 1)
-    outside_BT = held_BT != rows.log_ratio_BT
-    return _TokenLoss(
-        (-advantage_B * ratio_B)[:, None].expand_as(rows.mask_BT),
-        outside_BT & (rows.advantages_BT > 0),
-        outside_BT & (rows.advantages_BT < 0),
+    sign_BT = advantages_BT.sign()
+    held_BT = log_ratio_BT.clamp(-clip_low, clip_high)
+    least_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * held_BT)
+    ratio_B = masked_mean(least_BT, mask_BT, 1).exp()
+    advantage_B = masked_mean(advantages_BT, mask_BT, 1)
+    outside_BT = held_BT != log_ratio_BT
+    return TokenLoss(
+        (-advantage_B * ratio_B)[:, None].expand_as(mask_BT),
+        outside_BT & (advantages_BT > 0),
+        outside_BT & (advantages_BT < 0),
     )
 
 
@@ -399,18 +419,13 @@ def choose_tokens(
     mask_BT: Tensor,
     *,
     share: float,
-    clip_low: float,
-    clip_high: float,
-    cov_low: float,
-    cov_high: float,
+    **settings: float,
 ) -> Tensor:
-    """Return the mask of the tokens of a mini-batch that clip_cov or kl_cov selects.
+    """Return the mask of the tokens of a mini-batch that a loss treats in another way.
 
     cov = (log p - mean log p) (A - mean A), with means over all tokens under the mask (Cui 2025,
-    arXiv 2505.22617, eq. 10). clip_cov draws tokens at random among those with cov between
-    cov_low and cov_high whose ratio is not clipped; kl_cov takes the tokens with the largest cov.
-    Both select `share` of all tokens, at least one. The number of candidates seeds the draw, so
-    the same mini-batch gives the same tokens.
+    arXiv 2505.22617, eq. 10). The function that the loss declares chooses `share` of all tokens, at
+    least one, and gets its inputs by name.
     """
     require_same_shape(
         new_logprobs_BT=new_logprobs_BT,
@@ -418,26 +433,46 @@ def choose_tokens(
         advantages_BT=advantages_BT,
         mask_BT=mask_BT,
     )
-    rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
-    # `share` of all tokens, by their covariance.
-    count = max(1, int(share * int(mask_BT.sum())))
-    cov_BT = (rows.new_BT - masked_mean(rows.new_BT, mask_BT)) * (
-        rows.advantages_BT - masked_mean(rows.advantages_BT, mask_BT)
+    inputs = _mask_inputs(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    new_BT, advantages_BT = inputs["new_logprobs_BT"], inputs["advantages_BT"]
+    cov_BT = (new_BT - masked_mean(new_BT, mask_BT)) * (
+        advantages_BT - masked_mean(advantages_BT, mask_BT)
     )
-    # kl_cov sorts by covariance; clip_cov draws from a range of it.
-    if kind == "kl_cov":
-        free_BT = mask_BT
-        order = torch.where(mask_BT, cov_BT, -torch.inf).flatten().argsort(descending=True)
-        at = order[: min(count, int(mask_BT.sum()))]
-    else:
-        clipped_BT = _clipped(rows, (clip_low, clip_high), None).clip_BT
-        free_BT = mask_BT & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)
-        places = free_BT.flatten().nonzero().squeeze(1)
-        draw = torch.Generator().manual_seed(len(places))
-        at = places[torch.randperm(len(places), generator=draw)[:count]]
+    count = max(1, int(share * int(mask_BT.sum())))
+    values = {**inputs, **settings, "cov_BT": cov_BT, "count": count}
+    at = call("losses", POLICY_LOSSES[kind].chooses, values)
     chosen_BT = torch.zeros_like(mask_BT)
     chosen_BT.view(-1)[at] = True
     return chosen_BT
+
+
+def take_largest_covariance(cov_BT: Tensor, mask_BT: Tensor, count: int) -> Tensor:
+    """Return the flat places of the tokens with the largest covariance."""
+    order = torch.where(mask_BT, cov_BT, -torch.inf).flatten().argsort(descending=True)
+    return order[: min(count, int(mask_BT.sum()))]
+
+
+def draw_by_covariance(
+    cov_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    count: int,
+    clip_low: float,
+    clip_high: float,
+    cov_low: float,
+    cov_high: float,
+) -> Tensor:
+    """Return flat places drawn among tokens with cov_low < cov < cov_high that are not clipped.
+
+    The number of candidates seeds the draw, so the same mini-batch gives the same tokens.
+    """
+    minus_BT = -advantages_BT
+    clipped_BT = minus_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high) > minus_BT * ratio_BT
+    free_BT = mask_BT & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)
+    places = free_BT.flatten().nonzero().squeeze(1)
+    draw = torch.Generator().manual_seed(len(places))
+    return places[torch.randperm(len(places), generator=draw)[:count]]
 
 
 def value_loss(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.advantages import compute_advantages, place_scores
+from ppo_cli.algo.advantages import compute_advantages, place_scores, subtract_group_means
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.kl import (
@@ -275,23 +275,19 @@ def shape_step(
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
+    relative_BT = rewards_BT
+    if algorithm.subtract_group_mean and annotated.values_BT is not None:
+        relative_BT = subtract_group_means(rewards_BT, mask_BT, annotated.group_B)
     advantages_BT, returns_BT = compute_advantages(
         algorithm.adv_estimator,
-        token_rewards_BT=rewards_BT,
-        values_BT=annotated.values_BT,
+        token_rewards_BT=relative_BT,
         mask_BT=mask_BT,
+        values_BT=annotated.values_BT,
         group_B=annotated.group_B,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        lam_alpha=algorithm.lam_alpha,
-        critic_lam=critic_lam,
-        gamma_turn=config.environment.gamma_turn,
-        subtract_group_mean=algorithm.subtract_group_mean,
-        whiten=algorithm.whiten_advantages,
-        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),
         parts_BK=parts_BK,
-        weights=algorithm.gdpo_reward_weights or None,
+        critic_lam=critic_lam,
+        **_estimator_settings(config),
     )
     # The batch, with importance weights of the sampler's log-probs and rejected tokens masked.
     batch = TrainBatch(
@@ -316,6 +312,20 @@ def shape_step(
         columns = (batch.values_BT, batch.returns_BT, batch.loss_mask_BT)
         critic = measure_critic(*(x_BT.gather(1, order_BT).numpy() for x_BT in columns))
     return ShapedStep(batch, metrics | _step_metrics(batch), critic, next_kl_coef)
+
+
+def _estimator_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of estimators, by the names of their parameters."""
+    algorithm = config.algorithm
+    return {
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "lam_alpha": algorithm.lam_alpha,
+        "gamma_turn": config.environment.gamma_turn,
+        "whiten": algorithm.whiten_advantages,
+        "norm_by_std": algorithm.norm_adv_by_std_in_grpo,
+        "weights": algorithm.gdpo_reward_weights or None,
+    }
 
 
 def _score_tensors(

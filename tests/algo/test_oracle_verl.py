@@ -302,10 +302,12 @@ def test_other_policy_losses_and_their_gradients(
         if not POLICY_LOSSES[kind].around_one:  # divergences: small enough that some tokens pass
             low, high = low / 20, high / 20
         taus = case.uniform(0.5, 2.0), case.uniform(0.5, 2.0)
-        chosen_BT = losses.choose_tokens(
-            kind, new_BT, old_BT, advantages_BT, mask_BT, share=0.1, clip_low=low,
-            clip_high=high, cov_low=0.2, cov_high=4.0,
-        )  # fmt: skip
+        chosen_BT = None
+        if POLICY_LOSSES[kind].chooses:
+            chosen_BT = losses.choose_tokens(
+                kind, new_BT, old_BT, advantages_BT, mask_BT, share=0.1, clip_low=low,
+                clip_high=high, cov_low=0.2, cov_high=4.0,
+            )  # fmt: skip
         config = verl_config.ActorConfig(
             strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low,
             clip_ratio_high=high, tau_pos=taus[0], tau_neg=taus[1],
@@ -319,7 +321,8 @@ def test_other_policy_losses_and_their_gradients(
         def compute_ours(new_BT: Tensor) -> list[Tensor]:
             return [losses.policy_loss(
                 new_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
-                chosen_BT=chosen_BT, kl_coef=0.3, taus=taus, mode="token-mean",
+                chosen_BT=chosen_BT, kl_coef=0.3, tau_pos=taus[0], tau_neg=taus[1],
+                dual_clip=3.0, mode="token-mean",
                 global_tokens=int(mask_BT.sum()), global_sequences=len(mask_BT),
                 is_weight_BT=weights_BT,
             ).loss]  # fmt: skip

@@ -375,7 +375,8 @@ class ActorLearner(ModelLearner):
             dual_clip=s.clip_ratio_c,
             chosen_BT=None if self._chosen_BT is None else micro_batch.select(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,
-            taus=(s.tau_pos, s.tau_neg),
+            tau_pos=s.tau_pos,
+            tau_neg=s.tau_neg,
             is_weight_BT=micro_batch.select(batch.is_weight_BT),
             **aggregation,
         )
