@@ -37,7 +37,7 @@ number was compared with transformers in eager attention, one row at a time, wit
 - a LoRA adapter: step 2 samples from the same numbers as the export of step 1
 - if rows are packed by default, `model.packing=false` gives the same numbers
 
-A family passes if all its checks (see that column) hold with gaps of at most {limit:.0e}.
+A family passes if all its checks hold with gaps of at most {limit:.0e}.
 **{passing} of {all}** pass, {refused} more are refused by `ppo plan` and `ppo train` before the
 first step.
 
@@ -47,17 +47,18 @@ otherwise.
 
 One limit is known. If Llama 4 scales attention, transformers counts positions by columns of its
 cache. The hf sampler is exact for rows of up to half of `floor_scale` (4096 tokens) and refuses
-longer ones, which need vLLM ([vllm.md](vllm.md)).
+longer ones, which need [vLLM](scaling.md#vllm).
 
 - **attention**: the default kernel (`model.attn_implementation` unset)
 - **rows**: packed without padding, or padded; `shared` means that a prompt is computed once for all
   its responses
 - **gap**: the largest difference from transformers
-- **checks**: all of the above, or only those of the first two steps (`--quick`)
+- **notes**: what differs from the rest: no sampler, critic or LoRA; a gap above the limit; only the
+  first two steps checked (`--quick`)
 
 This page is written by `python scripts/sweep_models.py`.
 """
-TITLES = ("family", "sampler", "critic", "attention", "rows", "LoRA", "gap", "checks", "notes")
+TITLES = ("family", "attention", "rows", "gap", "notes")
 
 
 def sweep(names: Sequence[str], jobs: int, quick: bool) -> list[Outcome]:
@@ -97,18 +98,20 @@ def report(outcome: Outcome) -> str:
 
 def table_row(outcome: Outcome) -> tuple[str, ...]:
     """The cells of a family."""
-    samples = outcome.train_code == 0 or outcome.without_critic
-    notes = "; ".join([outcome.error.removeprefix("error: "), *outcome.problems]).strip("; ")
+    works = {
+        "sampler": outcome.train_code == 0 or outcome.without_critic,
+        "critic": outcome.critic,
+        "LoRA": outcome.quick or outcome.adapts,
+    }
+    notes = [f"no {part}" for part, there in works.items() if not there]
+    notes += ["two steps"] * outcome.quick
+    notes += [outcome.error.removeprefix("error: "), *outcome.problems]
     return (
         f"`{outcome.family}`",
-        "yes" if samples else "no",
-        "yes" if outcome.critic else "no",
         outcome.kernel or "-",
         outcome.rows or "-",
-        "-" if outcome.quick else "yes" if outcome.adapts else "no",
         f"{outcome.largest_gap:.1e}" if outcome.gaps else "-",
-        "two steps" if outcome.quick else "all",
-        notes.replace("|", "\\|").replace("\n", " "),
+        "; ".join(filter(None, notes)).replace("|", "\\|").replace("\n", " "),
     )
 
 

@@ -45,35 +45,31 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 INTRODUCTION = f"""# Memory
 
-`ppo plan` prints the memory of each role on a device, whether the run fits, and the smallest
-change that makes it fit:
+`ppo plan` prints the memory of each role on a device, whether the run fits, and the smallest change
+that makes it fit. It reads only `config.json`, so you can ask before you download the weights or
+rent the GPU; `--device_memory` plans for another GPU than yours:
 
 ```bash
 ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
+ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8 --device_memory 40GB
 ```
 
-Add `--device_memory 12GB` to plan for another GPU than yours. For small ones, see
-[GPUs with less than 24 GB](small_gpus.md).
-
-The plan reads the shape of the model from `config.json` and counts what the table below has. The
-model need not be on the machine, such as a login node: `config.json` of a hub model is fetched
-within three seconds and kept in `~/.cache/ppo-cli/configs`; `HF_ENDPOINT`, `HF_TOKEN` and
-`HF_HUB_OFFLINE` count. If the hub does not give it, a table of {len(read_table())} known models
-answers ([shapes.toml](../ppo_cli/config/models/shapes.toml)). The plan's last line of memory says
-which it was; `ppo doctor` with the flags of a run shows the same sum. Fine-tunes are not guessed by
-their names.
+`config.json` of a hub model is fetched within three seconds and kept in
+`~/.cache/ppo-cli/configs`; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` apply. Without the hub, a
+table of {len(read_table())} known models answers
+([shapes.toml](../ppo_cli/config/models/shapes.toml)). The plan says which it was.
 
 | on each device | precision |
 |---|---|
-| trained weights, gradients and two moments | always float32: 16 bytes per trained parameter |
+| trained weights, gradients and two moments | \
+always float32: 16 bytes per trained parameter |
 | frozen weights: the reference, the base of an adapter | \
 the computing precision (`--dtype`): 2 bytes per parameter in bfloat16 |
 | activations and logits of the largest micro-batch | the computing precision |
 | the sampler's weights and cache | the computing precision |
 
 - {RESERVE:.0%} of a device stays free for libraries and drivers, at least 0.5 GiB per CUDA context
-  and per NCCL group.
-- vLLM's share must have room for its weights and the cache of one row.
+  and per NCCL group. vLLM's share must have room for its weights and the cache of one row.
 - While new weights are sent to the samplers, their weights are in memory but not their cache; the
   learner needs room for the largest tensors and the buffers of the transfer.
 - On machines with GPUs, host memory is counted too: offloaded weights and moments, a checkpoint
@@ -83,35 +79,104 @@ the computing precision (`--dtype`): 2 bytes per parameter in bfloat16 |
   4) are not counted; the plan prints a note.
 
 Frozen weights in bfloat16 do not change results, because products round all weights to bfloat16.
-One process keeps norms in float32, and also the experts of a reference if the actor trains its
-experts. On the CPU, one process holds only the linear layers of the reference in bfloat16. An
-export merges an adapter into the base in float32.
+One process keeps norms in float32. On the CPU, one process holds only the linear layers of the
+reference in bfloat16. An export merges an adapter into the base in float32.
 
-## What was measured
-
-**On the CPU**, the counted memory was within 15 % of the measured peak in eleven runs of models
-with 12 to 50 million parameters: two with experts, packed and padded, with and without gradient
-checkpointing, LoRA, critic and reference, one in bfloat16. `tests/engine/test_memory_peaks.py`
-repeats this. Logits are counted with a surcharge there, because glibc does not always reuse freed
-blocks.
-
-**On GPUs** nothing was measured. The counts and all tables below are computed. They agree within
-10 % with a simulation of the learner in 28 configurations from 0.5B to 72B
+**What was measured.** On the CPU, the counted memory was within 15 % of the measured peak in eleven
+runs of models with 12 to 50 million parameters (`tests/engine/test_memory_peaks.py`). On GPUs
+nothing was measured: the counts and all tables below are computed. They agree within 10 % with a
+[simulation](#simulate-a-step) of the learner in 28 configurations from 0.5B to 72B
 (`tests/config/test_simulated_memory.py`).
+
+## GPUs with less than 24 GB
+
+What fits on one GPU, with 512 + 512 tokens and vLLM as the sampler:
+
+| GPU | PPO with all weights, offloaded to host memory between uses | LoRA with GRPO |
+|---|---|---|
+| 8 GB | - | 0.5B |
+| 12 GB | 0.5B (and 23 GiB of host memory) | 1.5B |
+| 16 GB | 0.5B | 1.5B, 3B |
+
+Without vLLM, also limit the responses that are sampled at the same time:
+
+```bash
+ppo plan --model Qwen/Qwen2.5-0.5B --n_gpus 1 --device_memory 12GB rollout.max_num_seqs=128 \\
+  actor.fsdp_config.param_offload=true actor.fsdp_config.optimizer_offload=true \\
+  critic.fsdp_config.param_offload=true critic.fsdp_config.optimizer_offload=true \\
+  ref.param_offload=true
+ppo plan --model Qwen/Qwen2.5-1.5B --n_gpus 1 --device_memory 12GB rollout.max_num_seqs=128 \\
+  --lora_rank 16 --adv_estimator grpo --rollout_n 8
+```
+
+| to save | setting |
+|---|---|
+| the critic, half of what is trained | `--adv_estimator grpo --rollout_n 8` |
+| gradients and moments of most weights, and the reference | \
+`--lora_rank 16` (about one percent of the parameters is trained) |
+| three quarters of the base model | `--quantization nf4` with LoRA (needs bitsandbytes) |
+| a third of a full model's training memory | \
+`actor.optim.optimizer=AdamW8bit` (needs bitsandbytes) |
+| the reference | `algorithm.use_kl_in_reward=false` and no KL loss. \
+`--kl_coef 0` alone does not free it: the KL is still measured |
+| weights and moments on the GPU | `actor.fsdp_config.param_offload=true`, \
+`actor.fsdp_config.optimizer_offload=true`, the same for `critic`, `ref.param_offload=true` |
+| activations | `model.enable_gradient_checkpointing=true`, \
+`actor.ppo_max_token_len_per_gpu=2048` |
+| memory of the sampler | `--gpu_memory_utilization 0.3` (vLLM), `rollout.max_num_seqs=64`, \
+shorter `--max_response_length` |
+
+`--preset lora-low-memory` sets the first two. GPUs before Ampere (T4, V100, RTX 20) emulate
+bfloat16, so models compute in float32 there.
+
+## Simulate a step
+
+```bash
+ppo plan --preset qwen2.5-7b-8gpu --simulate --device_memory 80GB
+```
+
+With `--simulate` the learner itself runs: it loads the models, annotates and updates as rank 0 of
+the planned GPUs, on tensors with a shape, a type and a device but no numbers. Every storage and
+every collective is counted. No GPU is needed or used. 0.5B on one GPU takes 20 seconds of one core.
+For each phase it prints the peak next to the plan's count, and its parts:
+
+| part | meaning |
+|---|---|
+| parameters, moments | the rank's share at rest |
+| all-gather buffers, gathered weights | weights of other ranks, while a layer works |
+| reduce-scatter buffers, whole gradients | gradients before and after the ranks add them up |
+| activations; computed again | \
+of forward passes; of a layer in the backward pass (gradient checkpointing) |
+| logits | of a chunk of response tokens |
+| backward pass | gradients of activations and, on one GPU, of weights |
+| optimizer | the gradient's norm and the step |
+
+Each rank has two micro-batches as full as the settings allow, of rows of the maximum length.
+`--json` has all results under `simulation`, in bytes. To plan for GPUs of another machine, set
+`--n_gpus` (several nodes: `--nnodes 8 --node_rank 0 --master_addr localhost`) and their memory with
+`--device_memory`, in GB (10^9 bytes) or GiB.
+
+**Not simulated**: sampling, publishing and reward models (the plan's count is used); CUDA's context
+(about 0.5 GB per process), buffers of NCCL and cuBLAS, and fragmentation (10 % of the GPU must stay
+free); GPUs before compute capability 8.0. `AdamW8bit` and 4-bit weights are refused.
+
+**How it was checked**: bytes of weights, gradients and moments on 1 and 8 ranks equal numbers
+worked out by hand, and the peak of an update on 8 ranks equals torch's `FSDPMemTracker` to the byte
+(`tests/extras/lab/test_simulation.py`).
 
 ## What fits where
 
 PPO with a critic of the actor's size, a reference and a vLLM sampler on the same GPUs (8 a node,
 40 % of each for the sampler, 80 % where its weights take more), FSDP over all of them, 512 + 512
 tokens, micro-batches of {BUDGET} tokens, gradient checkpointing. Sizes are in GB (10^9 bytes), as
-GPUs are sold.
+GPUs are sold. Each cell has the fewest GPUs, of 1, 2, 4 … 64, for each way to train:
 
 - **F** everything in full on the GPU
 - **O** weights and moments of all models offloaded: host memory must hold 60 bytes a parameter of
   the model (24 of them while a checkpoint is written), divided by the nodes, which is not checked
   here
 - **L** LoRA of rank 16 with GRPO: no critic, and the reference is the model without its adapter
-- **-** none of these; a smaller model, shorter rows or more GPUs
+- **-** none of these; a smaller model or shorter rows
 
 This page is written by `python scripts/write_memory.py` from published shapes.
 """
@@ -177,16 +242,24 @@ def needs(name: str, devices: int) -> str:
     return f"{most / 1e9:.0f}"
 
 
+def fewest(name: str, size: int) -> str:
+    """The fewest GPUs of a size for each way in which a model trains on them."""
+    counts: dict[str, int] = {}
+    for devices in DEVICES:
+        counts.setdefault(way(name, devices, size), devices)
+    counts.pop("-", None)
+    return ", ".join(f"{letter} {devices}" for letter, devices in counts.items()) or "-"
+
+
 def tables() -> Iterator[str]:
-    """The lines of all tables."""
-    head = f"| model | {' | '.join(map(str, DEVICES))} |"
-    rule = "|---" * (len(DEVICES) + 1) + "|"
-    for size in SIZES:
-        yield from (f"### GPUs of {size} GB", "", head, rule)
-        for name in MODELS:
-            yield f"| {name} | {' | '.join(way(name, n, size) for n in DEVICES)} |"
-        yield ""
-    yield from ("### GB that training in full takes of each GPU", "", head, rule)
+    """The lines of both tables."""
+    yield f"| GPUs of | {' | '.join(f'{size} GB' for size in SIZES)} |"
+    yield "|---" * (len(SIZES) + 1) + "|"
+    for name in MODELS:
+        yield f"| {name} | {' | '.join(fewest(name, size) for size in SIZES)} |"
+    yield from ("", "GB that training in full takes of each GPU, by the number of GPUs:", "")
+    yield f"| model | {' | '.join(map(str, DEVICES))} |"
+    yield "|---" * (len(DEVICES) + 1) + "|"
     for name in MODELS:
         yield f"| {name} | {' | '.join(needs(name, n) for n in DEVICES)} |"
     yield ""

@@ -187,7 +187,7 @@ def test_every_flag_and_setting_exists() -> None:
         text = page.read_text(encoding="utf-8")
         if page.name == "moving.md":  # flags and keys of other trainers, from the code
             continue
-        if page.name == "containers.md":  # what stands before the command is Docker's and others'
+        if page.name == "platforms.md":  # what stands before the command is Docker's and others'
             text = "\n".join(re.findall(r"\b(?:train|view) .*", text))
         named = re.findall(r"(?<![\w-])--[a-z][\w-]+", text)
         unknown += [(page.name, flag) for flag in named if normalize_flag(flag) not in flags]

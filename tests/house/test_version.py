@@ -93,5 +93,5 @@ def test_files_about_the_release_name_it(root: Path) -> None:
     assert f"\nversion: {NEXT}\n" in (root / "CITATION.cff").read_text()
     assert f"\n## [{NEXT}]" in (root / "CHANGELOG.md").read_text()
     assert f"image: ppo-cli:{NEXT}\n" in (root / "deploy" / "kuberay.yaml").read_text()
-    images = re.findall(r"ppo-cli:(\d[\w.]*)", (root / "docs" / "containers.md").read_text())
+    images = re.findall(r"ppo-cli:(\d[\w.]*)", (root / "docs" / "platforms.md").read_text())
     assert set(images) == {NEXT}
