@@ -5,8 +5,9 @@ And a real byte-level tokenizer, made in a moment: one token a byte, and the con
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -35,6 +36,21 @@ TEMPLATE = (
 # Runs of many processes each: side by side they miss deadlines that Ray sets.
 MESSAGE_PARTS = 12
 ONE_AFTER_ANOTHER = ("test_two_node_runs.py", "test_lost_workers.py", "test_cluster_runs.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage only after collection, which makes little and has much to look through.
+
+    What is there then stays: the tests' own collections need not look at it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 from urllib.request import Request, urlopen
 
-import boto3
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from s3fs import S3FileSystem
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
@@ -24,6 +21,9 @@ class S3Server:
     """`held` is set when an upload that matches `hold` has arrived; it then waits for `release`."""
 
     def __init__(self) -> None:
+        # Here, because these take long: every test process reads this file.
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True)
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -55,6 +55,9 @@ class S3Server:
         self._client.put_object(Bucket=bucket, Key=name, Body=text.encode())
 
     def __enter__(self) -> Self:
+        import boto3
+        from s3fs import S3FileSystem
+
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self._client = boto3.client(
             "s3", endpoint_url=self.address, region_name="us-east-1",

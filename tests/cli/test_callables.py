@@ -12,9 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pandas
 import pytest
 import torch
 from torch import Tensor
@@ -232,6 +230,9 @@ def test_wrong_losses_and_estimators_are_named(desk: Path) -> None:
 
 
 def test_rows_of_frames_and_data_sets_are_those_of_a_list(desk: Path) -> None:
+    import datasets
+    import pandas
+
     rows = [row | {"n": i, "note": None} for i, row in enumerate(ROWS)]
     numbered = [row | {"n": np.int64(i), "note": None} for i, row in enumerate(ROWS)]
     frame = pandas.DataFrame(rows).assign(note=math.nan)

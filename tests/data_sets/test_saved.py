@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from datasets import Dataset, DatasetDict
 
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.files import check_readable, count_rows
@@ -15,13 +15,17 @@ from ppo_cli.data_sets.sources import is_hub_name, split_sources
 from ppo_cli.errors import DataError
 
 
-def rows(count: int, first: int = 0) -> Dataset:
+def rows(count: int, first: int = 0) -> Any:
+    from datasets import Dataset
+
     numbers = range(first, first + count)
     return Dataset.from_list([{"prompt": f"{n}?", "ground_truth": str(n)} for n in numbers])
 
 
 @pytest.fixture
 def splits(tmp_path: Path) -> str:
+    from datasets import DatasetDict
+
     DatasetDict(train=rows(4), test=rows(2, 10)).save_to_disk(tmp_path / "both")
     return str(tmp_path / "both")
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from s3fs import S3FileSystem
 
 from ppo_cli import load_run
 from ppo_cli.cli.app import main
@@ -281,6 +280,8 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     notes: list[str] = []
 
     def refusal(url: str, kind: type[Exception]) -> str:
+        from s3fs import S3FileSystem
+
         S3FileSystem.clear_instance_cache()
         with pytest.raises(kind) as caught, mirrored(url, RunFolder(tmp_path), notes.append, "x y"):
             pass
