@@ -114,11 +114,6 @@ def test_what_may_be_named(
     assert is_actor("m", step)
 
 
-def test_a_checkpoint_elsewhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_json(capsys, run, "--out", "m", "--checkpoint", run / "checkpoints" / "step_000010")
-    assert is_actor("m", 10)
-
-
 def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(run_json(capsys, run, "--out", "m", "--json", "--dtype", "bfloat16"))
     parameters = sum(p.numel() for p in actor(30).parameters())
@@ -155,12 +150,6 @@ def test_force_replaces_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert is_actor("m", 30)
     assert not Path("m/old").exists()
     assert [path.name for path in Path().iterdir()] == ["m"]
-
-
-def test_dashes_and_underscores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_json(capsys, run, "--out", "a", "--trust-remote-code")
-    run_json(capsys, run, "--out", "b", "--trust_remote_code")
-    assert is_actor("a", 30) and is_actor("b", 30)
 
 
 def test_a_hub_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path) -> None:

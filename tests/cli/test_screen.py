@@ -378,23 +378,6 @@ def test_a_screen_that_nobody_reads_ends_the_run() -> None:
         screen.note("more words")  # lead nowhere, as what is left at the end does
 
 
-def test_the_summary_says_what_came_out() -> None:
-    out = io.StringIO()
-    PlainScreen(out).summary(summary())
-    shown = out.getvalue()
-    for fragment in (
-        "40 in 2 min 5 s", "0.100", "0.900", "val/accuracy", "checkpoints/latest/actor",
-        "What next:", "ppo show outputs --worst 5",
-    ):  # fmt: skip
-        assert fragment in shown
-
-
-def test_a_summary_of_little() -> None:
-    out = io.StringIO()
-    PlainScreen(out).summary(Summary(0, (), (), None, Path("r"), 0.2))
-    assert "0 in 0 s" in out.getvalue() and "reward" not in out.getvalue()
-
-
 def test_step_line() -> None:
     line = format_step(7, 120, METRICS | {"val/reward_mean": 0.25, "val/accuracy": 0.25})
     assert line == "step   7/120  reward 0.500  kl 1.2e-04  entropy 1.250  val 0.250  2.0 s"

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.forked import run_forked
@@ -148,27 +146,6 @@ def test_saved_actor_loads_and_generates(uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_start_has_facts_for_users_and_details_with_debug(tmp_path: Path) -> None:
-    short = (*SMALL, "--max_steps", "1", "data.val_max_samples=4")
-    shown = train(tmp_path / "run", *short).stdout.splitlines()
-    start = shown[: shown.index("Importing torch and transformers")]
-    assert [line[:15].strip() for line in start[:8]] == [
-        "model", "data", "reward", "a step", "the run", "memory", "run folder", "to look at it",
-    ]  # fmt: skip
-    assert start[4].endswith("36 training rows, 1 step, 4 actor optimizer steps")
-    assert start[6].endswith(str(tmp_path / "run")) and " view " in start[7]
-    # The first lines with both numbers say how they differ.
-    validated = shown.index(next(line for line in shown if line.startswith("step 0/1  val ")))
-    assert shown[validated + 1].startswith("val is of greedy responses")
-    # How this machine computes: in the run folder, and on the screen if asked for.
-    head = (tmp_path / "run" / "config.yaml").read_text().partition("model:")[0]
-    detail = "CPU: matrix products: float32"
-    assert f"# {detail}" in head and not any(detail in line for line in shown)
-    debugged = train(tmp_path / "other", *short, "--debug").stdout
-    assert f"\n{detail}" in debugged
-
-
-@pytest.mark.slow
 def test_the_embedded_run_learns(tmp_path: Path) -> None:
     """The default command, cut to 24 of its 40 steps, must already be plainly better.
 
@@ -237,21 +214,6 @@ def test_a_teacher_is_learned_from_without_the_score(tmp_path: Path) -> None:
     lines = metrics(taught)
     assert lines[-1]["kl_divergence"] < lines[1]["kl_divergence"] / 2
     assert lines[-1]["val/accuracy"] >= lines[0]["val/accuracy"] + 0.1
-
-
-@pytest.mark.slow
-def test_rows_of_a_file_go_through_the_whole_loop(tmp_path: Path) -> None:
-    out, file = tmp_path / "run", str(tmp_path / "rows.parquet")
-    words = [{"role": "user", "content": "Ann has 3 apples and buys 4. How many has she?"}]
-    row = {"data_source": "openai/gsm8k", "prompt": words, "reward_model": {"ground_truth": "7"}}
-    pq.write_table(pa.Table.from_pylist([row] * 16), file)
-    train(
-        out, "--preset", "embedded", "--train_files", file, "--val_files", file,
-        "--max_steps", "3", "--batch_size", "8", "--mini_batch_size", "4",
-        "--max_prompt_length", "1024", "--max_response_length", "32", "data.val_max_samples=8",
-    )  # fmt: skip
-    assert [line["step"] for line in metrics(out)] == [0, 1, 2, 3]
-    assert {row["data_source"] for row in rows(out, 3)} == {"openai/gsm8k"}
 
 
 @pytest.mark.slow

@@ -185,19 +185,6 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
     assert {"judge/errors/timeout", "judge/errors/http_503"} <= causes
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_will_never_work_is_told_before_any_rollout(
-    server: JudgeServer, tmp_path: Path, status: int
-) -> None:
-    server.fail(status)
-    out = tmp_path / "run"
-    args = command(server, out, "--max_steps", "4", "trainer.val_before_train=false")
-    output = run_ppo(environment(tmp_path), args, exit_code=2)
-    assert f"http_{status}" in output.stderr and "Traceback" not in output.stderr
-    assert KEY not in output.stderr + output.stdout
-    assert not (out / "rollouts").exists() and server.count <= 3
-
-
 def await_outage(server: JudgeServer, out: Path, process: Forked) -> None:
     """Stop the judge after step 2, and return once the run has noticed."""
     wait_for(out / "rollouts" / "step_000002.jsonl", process)

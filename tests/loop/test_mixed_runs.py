@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.loop.runs import (
     train_killed_halfway,
     undocumented,
 )
-from tests.reward_server import RewardServer
 
 pytestmark = pytest.mark.slow
 # A function that rewards steps: each right digit at its place, and the length at the end.
@@ -35,12 +33,6 @@ composite_reward:
     model: {weight: 0.5, clip: 3}
     digits: {kind: rule, function: %s, weight: 0.3, scaling: group}
     right: {kind: rule, rule: arithmetic, weight: 0.2, scaling: none, only_if: "digits > 0"}
-"""
-
-WEIGHTS = """
-composite_reward:
-  enable: true
-  weights: {rm_score: 0.7, rule_score: 0.3}
 """
 
 
@@ -95,42 +87,6 @@ def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
         )
         assert line["score"] == pytest.approx(total)
         assert line["shaping"]["reward"] != line["score"]
-
-
-def test_scores_around_20_and_a_rule_of_0_or_1_share_the_total_by_their_weights(
-    tmp_path: Path,
-) -> None:
-    """The older style's file and nothing else: 0.7 of a served reward model, 0.3 of a rule."""
-    file = tmp_path / "reward_model_config.yaml"
-    file.write_text(WEIGHTS)
-    with RewardServer(score=lambda text: 20.0 + 4.0 * (hash_of(text) - 0.5)) as server:
-        done = train(
-            tmp_path / "run", "--preset", "embedded", "--reward_config", str(file),
-            "--rule", "arithmetic", "--reward_model", server.url("/get_reward"),
-            "--reward_model_self_test", "off",
-            "--max_steps", "4", "--max_response_length", "8", "data.val_max_samples=64",
-        )  # fmt: skip
-    lines = metrics(tmp_path / "run")[1:]
-    assert all(15 < line["reward/model"] < 25 for line in lines)
-    for line in lines:
-        assert line["reward/model/share"] == pytest.approx(0.7, rel=0.1)
-        assert line["reward/rule/share"] == pytest.approx(0.3, rel=0.1)
-    assert "is dominated" not in done.stdout
-
-
-def test_without_scaling_the_start_says_that_a_part_is_dominated(tmp_path: Path) -> None:
-    with RewardServer(score=lambda text: 20.0 + 40.0 * (hash_of(text) - 0.5)) as server:
-        done = train(
-            tmp_path / "run", *SMALL, "--reward", "model:0.7", "--reward", "rule:0.3",
-            "reward.composite.parts.model.scaling=none", "reward.composite.parts.rule.scaling=none",
-            "--reward_model", server.url("/get_reward"), "--reward_model_self_test", "off",
-            "--max_steps", "1",
-        )  # fmt: skip
-    assert "The reward's part 'rule' is dominated" in done.stdout
-
-
-def hash_of(text: str) -> float:
-    return zlib.crc32(text.encode()) / 2**32
 
 
 def test_a_function_that_always_raises_ends_the_run_with_one_message(tmp_path: Path) -> None:
