@@ -2,14 +2,14 @@ r"""Remove secrets from texts before they leave: messages, dumps, tracebacks, lo
 
 Secrets are known values (of variables, settings and flags that contain keys) and strings that look
 like keys (`secret_patterns`). Both are searched in the text with escapes decoded, so that `\u002d`,
-`%2D` or `&#45;` hides nothing. Redact values, then serialise: see `run_folder.lines.plain`.
+`%2D` or `&#45;` hides nothing. Redact values, then serialise: see `run_folder.lines.to_json`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -34,8 +34,7 @@ _ESCAPE = re.compile(
     "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
 )
 _LEVELS = 4  # the text, JSON, JSON in JSON, JSON in JSON in JSON
-# Escapes that may hide a character of a key, and substrings of ASCII texts that have one.
-_MAY_HIDE = ("\\u", "\\x", "\\/", "%", "&")
+# Escapes that may hide a character of a key.
 _HIDES = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|/)|%[0-9a-fA-F]{2}|&(?:\#|amp;|quot;|apos;|lt;|gt;)"
     "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
@@ -93,28 +92,30 @@ def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     return tuple(sorted((v for v in values if len(v) >= MIN_SECRET), key=len, reverse=True))
 
 
-def build_redactor(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return a function like `redact` for many texts, which reads the variables only once."""
-    values = _list_spellings(tuple(sorted({*secret_values(environ), *_hidden_secrets}, key=len)))
+class Redactor:
+    """Finds and removes secrets; reads the variables once, for many texts."""
 
-    def redact_text(text: str) -> str:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        known = {*secret_values(environ), *_hidden_secrets}
+        self._spellings = _list_spellings(tuple(sorted(known, key=len)))
+
+    def finds(self, text: str) -> bool:
+        """Whether a text has a secret."""
+        return next(_find_at_all_levels(text, self._spellings), None) is not None
+
+    def __call__(self, text: str) -> str:
         """Return the text with each secret replaced by `HIDDEN`; overlapping secrets become one."""
-        if len(text) < MIN_SECRET:
-            return text
-        # Replace from left to right.
         pieces, done = list[str](), 0
-        for start, end in sorted(_find_at_all_levels(text, values)):
+        for start, end in sorted(_find_at_all_levels(text, self._spellings)):
             if start >= done:  # secrets that overlap are hidden as one
                 pieces += [text[done:start], HIDDEN]
             done = max(done, end)
         return "".join(pieces) + text[done:]
 
-    return redact_text
-
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return `text` with known secrets and strings shaped like keys replaced by ***."""
-    return build_redactor(environ)(text)
+    return Redactor(environ)(text)
 
 
 @lru_cache(maxsize=16)
@@ -146,15 +147,14 @@ def _list_spellings(values: tuple[str, ...]) -> tuple[str, ...]:
 def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     """Yield start and end of each secret in the text, and in the text with escapes decoded."""
     levels = list[list[tuple[int, int]]]()
-    while True:
+    while len(text) >= MIN_SECRET:
         for span in _find_secrets(text, values):
             start, end = span
             for jumps in reversed(levels):
                 start, end = _origin(jumps, start), _origin(jumps, end)
             yield start, end
-        # Decode only if an escape could hide a character; most texts have none.
-        may_hide = not text.isascii() or any(mark in text for mark in _MAY_HIDE)
-        if not (may_hide and _HIDES.search(text)) or len(levels) + 1 == _LEVELS:
+        # Decoded only if an escape could hide a character; most texts have none.
+        if len(levels) + 1 == _LEVELS or not _HIDES.search(text):
             return
         text, jumps = _decode(text)
         levels.append(jumps)
@@ -170,7 +170,7 @@ def _find_secrets(text: str, values: tuple[str, ...]) -> Iterator[tuple[int, int
     # A cheap search for substrings first, because most texts contain none of them.
     small = text.lower()
     for marks, pattern, holds in KEY_PATTERNS:
-        if any(mark in small for mark in marks):
+        if any(map(small.__contains__, marks)):
             yield from (match.span(1) for match in pattern.finditer(text) if holds(match[1]))
 
 

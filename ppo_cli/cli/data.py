@@ -25,7 +25,7 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural, ppo
-from ppo_cli.run_folder.lines import plain
+from ppo_cli.run_folder.lines import to_json
 
 if TYPE_CHECKING:
     from ppo_cli.data_sets.prompts import Renderer
@@ -90,7 +90,7 @@ class Report:
             }
             for p in self.bad_rows
         ]
-        return json.dumps(plain(shown), ensure_ascii=False, indent=2)
+        return to_json(shown, indent=2)
 
 
 def examine_files(

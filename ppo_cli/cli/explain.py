@@ -30,7 +30,7 @@ from ppo_cli.config.schema.keys import (
 )
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
 from ppo_cli.report.catalogue import METRICS
-from ppo_cli.report.health import Limits
+from ppo_cli.report.limits import Limits
 
 # Short metric names on the line of a step. For a flag of the same name users type the dashes.
 STEP_LINE_METRICS = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}

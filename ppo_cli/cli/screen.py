@@ -37,7 +37,7 @@ from ppo_cli.report.metrics import (
     mixture_part_means,
 )
 from ppo_cli.report.tracker import RECENT_STEPS, Advance, Screen, Summary
-from ppo_cli.run_folder.lines import plain
+from ppo_cli.run_folder.lines import to_json
 from ppo_cli.signals import redirect_to_devnull
 
 # Metric -> its name on the line of a step.
@@ -105,10 +105,10 @@ def print_text(text: str) -> None:
 
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print a value as JSON without secrets; in ASCII if stdout cannot encode its characters."""
-    shown = plain(value)
-    text = json.dumps(shown, ensure_ascii=False, indent=indent)
-    readable = can_show(text, sys.stdout.encoding)
-    print(text if readable else json.dumps(shown, indent=indent), flush=True)
+    text = to_json(value, indent=indent)
+    if not can_show(text, sys.stdout.encoding):
+        text = json.dumps(json.loads(text), indent=indent)
+    print(text, flush=True)
 
 
 def format_number(value: float | None) -> str:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ppo_cli.report.drift import DRIFTED
-from ppo_cli.report.health import Limits
+from ppo_cli.report.limits import Limits
 
 Series = Sequence[float | None]
 Band = tuple[float | None, float | None]  # lowest and highest healthy value

@@ -1,61 +1,19 @@
 """How well a critic predicts returns, by position in the response and by predicted value.
 
-The loop measures each step (`measure_critic`) over all tokens that train, the tracker writes a line
-to critic.jsonl, and `pool_steps` adds up lines for the page and `ppo show`.
+The loop measures each step (algo/critic_fit.py), the tracker writes a line to critic.jsonl, and
+`pool_steps` adds up lines for the page and `ppo show`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_cli.run_folder.lines import CRITIC_FILE, read_lines
 
-if TYPE_CHECKING:
-    import numpy as np
-
-TENTHS = 10
 MIN_RESPONSES = 8  # with fewer, an explained variance is noise: the tokens of one share its score
 MIN_VARIANCE = 1e-12  # of returns; below, they differ by rounding
-
-
-def measure_critic(
-    values_BT: np.ndarray, returns_BT: np.ndarray, mask_BT: np.ndarray
-) -> dict[str, Any]:
-    """Return the sums of a step; empty if no token counts.
-
-    `positions` has [responses, tokens, squares of returns, squares of errors] of the tokens 1, 2,
-    3-4, 5-8, 9-16 …: sums of squared deviations from the mean of the bucket, where an error is
-    return - value. `tenths` has [tokens, mean value, mean return] of ten equal parts of the tokens,
-    ordered by value.
-    """
-    import numpy as np
-
-    if not mask_BT.any():
-        return {}
-    values_BT, returns_BT = values_BT.astype(np.float64), returns_BT.astype(np.float64)
-    positions, start = [], 0
-    while start < mask_BT.shape[1]:
-        end = max(1, 2 * start)
-        counts = mask_BT[:, start:end]
-        returns = returns_BT[:, start:end][counts]
-        errors = returns - values_BT[:, start:end][counts]
-        squares = [_round(x.var() * x.size) if x.size else 0.0 for x in (returns, errors)]
-        positions.append([int(counts.any(1).sum()), int(counts.sum()), *squares])
-        start = end
-    values, returns = values_BT[mask_BT], returns_BT[mask_BT]
-    parts = np.array_split(values.argsort(kind="stable"), TENTHS)
-    tenths = [
-        [part.size, _round(values[part].mean()), _round(returns[part].mean())]
-        for part in parts
-        if part.size
-    ]
-    return {"positions": positions, "tenths": tenths}
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def pool_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -73,7 +31,7 @@ def pool_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if responses >= MIN_RESPONSES and of_returns > MIN_VARIANCE * tokens:
             positions.append((name_bucket(bucket), tokens, 1 - of_errors / of_returns))
     tenths = []
-    for tenth in range(TENTHS):
+    for tenth in range(max(len(line["tenths"]) for line in lines)):
         rows = [line["tenths"][tenth] for line in lines if tenth < len(line["tenths"])]
         if tokens := sum(row[0] for row in rows):
             means = [sum(row[0] * row[i] for row in rows) / tokens for i in (1, 2)]

@@ -13,10 +13,11 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_cli.errors import ppo
-from ppo_cli.report.drift import Drift, History, Opinion, measure_judge_drift
+from ppo_cli.report.drift import Drift, History, measure_judge_drift
+from ppo_cli.report.limits import Limits
 
 EXPLAINED = 0.5  # share of the reward's rise from which surface features explain it
 FIT = 0.15  # share of the scores' variance within a step that they explain at least
@@ -27,30 +28,6 @@ UNCONFIRMED_ERRORS = 3.5  # the same in standard errors, as each step is another
 UNCONFIRMED_FIT = 0.1  # as FIT, where a second judge confirms too little
 MORE_FAILURES = 0.1  # rise of the share of responses without a score
 MIN_STEPS = 2  # before an alarm
-
-
-class Limits(Protocol):
-    """What the alarm needs of `health.Limits`."""
-
-    @property
-    def can_be_gamed(self) -> bool:
-        """Whether more than built-in rules score the responses."""
-
-    @property
-    def watched(self) -> tuple[str, str] | None:
-        """Names of a judge and a rule of the same mixture."""
-
-    @property
-    def people(self) -> tuple[Opinion, ...]:
-        """Labels given in the page."""
-
-    @property
-    def saved(self) -> tuple[int, ...]:
-        """Steps with a checkpoint."""
-
-    @property
-    def run_dir(self) -> str:
-        """The run folder, quoted for a shell."""
 
 
 def find_hacking(steps: History, limits: Limits) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import correlation, fmean, median
 
@@ -22,6 +22,7 @@ from ppo_cli.errors import plural, ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion
 from ppo_cli.report.exploits import describe_failures
 from ppo_cli.report.hacking import find_hacking, reward_rises
+from ppo_cli.report.limits import Limits
 
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
@@ -37,39 +38,6 @@ SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", 
 # Troubles that put a rise of the reward in doubt.
 EXPLOITS = ("collapsed", "hacking", "judge_fooled")
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The ranges of a healthy run, and the settings on which the advice depends."""
-
-    # Usual ranges in PPO on language models: (lowest, highest) healthy value.
-    kl: tuple[float, float] = (0.001, 0.1)
-    clip_fraction: tuple[float, float] = (0.1, 0.3)
-    ppo_ratio: tuple[float, float] = (0.8, 1.2)
-    entropy_share: float = 0.1
-    truncated_share: float = 0.5
-    spike: float = 10.0
-    grad_clip: float = 1.0
-    updates_per_step: int = 4
-    max_response_length: int = 512
-    has_episodes: bool = False  # responses are episodes of several turns
-    warmup_steps: int = 0
-    kl_setting: str = "--kl_coef"
-    logprob_diff: float = 1e-3
-    async_steps: int = 0
-    # For messages.
-    reward_advice: str = "check --reward_function or --rule"
-    run_dir: str = "outputs"  # quoted for a shell
-    saved: tuple[int, ...] = ()  # steps with a checkpoint
-    lr: float = 1e-6
-    # Scored by a judge, a model or the user's function, and not only by built-in rules.
-    can_be_gamed: bool = True
-    has_judge: bool = True
-    total_steps: int | None = None  # of the whole run; None: not known
-    folder: Path | None = None  # with the rollouts, for causes and examples
-    watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
-    people: tuple[Opinion, ...] = ()  # labels given in the page
 
 
 def make_limits(config: Config) -> Limits:

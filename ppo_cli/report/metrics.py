@@ -24,15 +24,16 @@ from ppo_cli.records import Scored
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.episode_card import describe_episodes
 from ppo_cli.report.exploits import exploit_metrics
-from ppo_cli.report.health import EXPLOITS, Limits, find_troubles, make_limits
+from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
+from ppo_cli.report.limits import Limits
 from ppo_cli.report.tracker import Summary
 from ppo_cli.report.validation import compare_validations, list_validations, name_measure
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 Lines = Sequence[Mapping[str, Any]]
@@ -199,14 +200,6 @@ def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str
     names = [k[len(start) : -len(end)] for k in metrics if k.startswith(start) and k.endswith(end)]
     means = {name: metrics.get(f"{start}{name}") for name in names}
     return {name: float(value) for name, value in means.items() if value is not None}
-
-
-def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
-    """Return 1 - Var(returns - values) / Var(returns); NaN if the returns do not vary."""
-    import numpy as np
-
-    spread = float(np.var(returns)) if len(returns) else 0.0
-    return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
 
 
 def is_pretrained(config: Config, lines: Lines) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppo_cli.atomic import UNFINISHED, atomic_replace
 from ppo_cli.errors import DataError
-from ppo_cli.redact import build_redactor
+from ppo_cli.redact import Redactor
 
 # Names in a run folder.
 METRICS_FILE = "metrics.jsonl"
@@ -98,23 +98,69 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_replace(path) as fresh, fresh.open("wb") as file:
-        # One redactor for all lines of the file.
-        clean = build_redactor()
-        file.writelines(_encode(line, clean) for line in lines)
+        redactor = Redactor()
+        file.writelines(_encode(line, redactor) for line in lines)
 
 
 class Encoded(str):
-    """Numbers as base64, which `plain` does not redact: some letters of it may look like a key."""
+    """Numbers as base64, which is not redacted: some letters of it may look like a key."""
 
     __slots__ = ()
 
 
-def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
-    """Convert a value to plain JSON types: no numpy, no NaN, no secrets in values or names.
+def plain(value: Any) -> Any:
+    """Convert a value to plain JSON types: no numpy, no NaN, no secrets in values or names."""
+    return json.loads(to_json(value))
 
-    Secrets are redacted before encoding: redacting JSON text could break it.
+
+def to_json(value: Any, redactor: Redactor | None = None, **layout: Any) -> str:
+    """Return a value as JSON text: no numpy, no NaN, no secrets in values or names.
+
+    Secrets are looked for once, in the whole text. A value that has one is redacted part by part
+    before it is encoded: redacting JSON text could break it. `layout` is for json.JSONEncoder.
     """
-    clean = clean or build_redactor()
+    redactor = redactor or Redactor()
+    encode = json.JSONEncoder(
+        ensure_ascii=False, allow_nan=False, default=_convert_other, **layout
+    ).encode
+    try:
+        text = encode(value)
+    except (ValueError, TypeError):  # NaN, or names that are not text
+        text = encode(_convert(value, str))
+    if redactor.finds(_decode_escapes(text)):
+        text = encode(_convert(value, redactor))
+    return text
+
+
+def _decode_escapes(text: str) -> str:
+    """Return JSON text with its short escapes decoded; the redactor decodes the others."""
+    if "\\" in text:
+        # JSON text has no zero character, so it can stand for the backslash meanwhile.
+        for escape, character in _ESCAPES:
+            text = text.replace(escape, character)
+    return text
+
+
+_ESCAPES = (
+    ("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\\b", "\b"), ("\\f", "\f"),
+    ('\\"', '"'), ("\0", "\\"),
+)  # fmt: skip
+
+
+def _convert_other(value: Any) -> Any:
+    """Return a value that JSON does not have as one that it has."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return list(value)
+    # Imported late: most lines have no numpy values.
+    import numpy as np
+
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _convert(value: Any, clean: Callable[[str], str]) -> Any:
+    """Convert a value to JSON types part by part; `clean` is called with each text and name."""
     if isinstance(value, str):
         return value if isinstance(value, Encoded) else clean(value)
     if value is None or isinstance(value, bool | int):
@@ -122,29 +168,18 @@ def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return _with_clean_names(value, clean)
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v, clean) for v in value]
-    # Imported late: most lines have no numpy values.
-    import numpy as np
-
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist(), clean)
-    return clean(str(value))
-
-
-def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> dict[str, Any]:
-    """Return a mapping with redacted names; equal names get a star."""
-    fields: dict[str, Any] = {}
-    for key, inner in value.items():
-        name = clean(str(key))
-        while name in fields:  # two names that differ only in their secrets
-            name += "*"
-        fields[name] = plain(inner, clean)
-    return fields
+        fields: dict[str, Any] = {}
+        for key, inner in value.items():
+            name = clean(str(key))
+            while name in fields:  # two names that differ only in their secrets
+                name += "*"
+            fields[name] = _convert(inner, clean)
+        return fields
+    if isinstance(value, list | tuple):
+        return [_convert(v, clean) for v in value]
+    return _convert(_convert_other(value), clean)
 
 
-def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) -> bytes:
-    text = json.dumps(plain(line, clean), ensure_ascii=False, allow_nan=False)
+def _encode(line: Mapping[str, Any], redactor: Redactor | None = None) -> bytes:
     # A sampler may cut a character in two: backslashreplace writes lone surrogates as \udXXX.
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    return to_json(line, redactor).encode("utf-8", "backslashreplace") + b"\n"

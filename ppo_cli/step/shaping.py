@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ppo_cli.algo.advantages import compute_advantages, place_scores, subtract_group_means
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
+from ppo_cli.algo.critic_fit import explained_variance, measure_critic
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.kl import (
     accepted_tokens,
@@ -34,8 +35,6 @@ from ppo_cli.errors import RewardError
 from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Affine, Moments, clip, standardise
 from ppo_cli.records import PlacedReward, Rollout, Score, Scored
-from ppo_cli.report.critic import measure_critic
-from ppo_cli.report.metrics import explained_variance
 from ppo_cli.thoughts import Detokenize
 
 Placed = tuple[int, float]  # index of a response token, and its reward

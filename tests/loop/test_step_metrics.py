@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from ppo_cli.algo.critic_fit import explained_variance
 from ppo_cli.records import Part, Score, Scored
-from ppo_cli.report.metrics import StepSums, explained_variance, recent_statistics, score_metrics
+from ppo_cli.report.metrics import StepSums, recent_statistics, score_metrics
 from tests.loop.scripted import scored
 
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.algo.batch import TrainBatch, build_batch
+from ppo_cli.algo.critic_fit import explained_variance, measure_critic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.loop import run
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
-from ppo_cli.report.critic import describe_critic, measure_critic, pool_steps
-from ppo_cli.report.metrics import explained_variance
+from ppo_cli.report.critic import describe_critic, pool_steps
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder.lines import append_line, read_lines, rollout_file
 from ppo_cli.step.shaping import ShapedStep, place_steps, shape_step

@@ -8,7 +8,6 @@ import json
 import shlex
 import string
 import time
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -16,8 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.redact import HIDDEN, hide_secret, hide_settings, mask_secrets, redact, secret_values
-from ppo_cli.run_folder.lines import plain
+from ppo_cli.redact import (
+    HIDDEN,
+    Redactor,
+    hide_secret,
+    hide_settings,
+    mask_secrets,
+    redact,
+    secret_values,
+)
+from ppo_cli.run_folder.lines import to_json
 
 ENV = {
     "OPENAI_API_KEY": "abc123def",
@@ -237,10 +244,9 @@ def shape(value: Any) -> Any:
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_redacted_values_keep_their_structure_as_json(value: Any) -> None:
-    clean = plain({"value": value}, partial(redact, environ=ENV))
-    shown = json.dumps(clean, allow_nan=False)
+    shown = to_json({"value": value}, Redactor(ENV))
     decoded = json.loads(shown)["value"]
-    assert shape(decoded) == shape(json.loads(json.dumps(plain(value, str))))
+    assert shape(decoded) == shape(json.loads(json.dumps(value), parse_constant=lambda _: None))
     for secret in (*KEYS, *KNOWN[:3]):
         assert secret not in shown
 

@@ -16,10 +16,10 @@ from ppo_cli.report.health import (
     REPEAT_AFTER,
     STUCK_STEPS,
     HealthWatch,
-    Limits,
     find_troubles,
     make_limits,
 )
+from ppo_cli.report.limits import Limits
 
 GOOD = {
     "score/std": 0.4, "score/min": 0.0, "score/max": 1.0, "score/failed": 0.0,

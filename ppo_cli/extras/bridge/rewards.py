@@ -36,10 +36,10 @@ from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import (
     METRICS_FILE,
     append_line,
-    plain,
     read_lines,
     replace_lines,
     rollout_file,
+    to_json,
 )
 
 NAME = "ppo_cli_reward"
@@ -159,7 +159,7 @@ class RewardServer:
             self._open.discard(future)
         answer = self._imputation.fill(prompt.uid, score)
         line = {"split": split, **score_line(rollout, score), **answer}
-        self._scores.write(json.dumps(plain(line), ensure_ascii=False) + "\n")
+        self._scores.write(to_json(line) + "\n")
         return answer
 
     def _count_response(self, split: str) -> None:

@@ -16,8 +16,9 @@ from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
-from ppo_cli.report.health import CALM_STEPS, Limits, find_troubles
+from ppo_cli.report.health import CALM_STEPS, find_troubles
 from ppo_cli.report.judge_card import format_dollars
+from ppo_cli.report.limits import Limits
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     ROUNDING,

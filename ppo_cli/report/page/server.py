@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +28,6 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from ppo_cli.errors import UserError, ppo
-from ppo_cli.redact import build_redactor
 from ppo_cli.report.labels import read_labels_by_place
 from ppo_cli.report.page.rollouts import (
     MAX_REPORT_TEXT_CHARS,
@@ -40,7 +38,7 @@ from ppo_cli.report.page.rollouts import (
     set_label,
 )
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.run_folder.lines import LABELS_FILE, plain
+from ppo_cli.run_folder.lines import LABELS_FILE, to_json
 from ppo_cli.version import read_version
 
 MAX_REPORT_BYTES = 12_000_000  # of responses in a report, over all its runs
@@ -96,9 +94,7 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 def encode_json(value: Any) -> str:
     """Return JSON that is safe in a script element: `<`, `>`, `&`, line separators are escaped."""
-    # Names and sources repeat, and redacting a text is slow.
-    redactor = lru_cache(maxsize=10_000)(build_redactor())
-    text = json.dumps(plain(value, redactor), ensure_ascii=False, separators=(",", ":"))
+    text = to_json(value, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     # Half of a surrogate pair, which a sampler may cut, is not valid UTF-8: escape it as \udXXX.

@@ -12,7 +12,7 @@ import pytest
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.report.catalogue import MAIN_CARDS, METRICS, list_cards
-from ppo_cli.report.health import Limits
+from ppo_cli.report.limits import Limits
 from ppo_cli.report.page.rollouts import Rollouts, choose_sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report

@@ -64,7 +64,7 @@ from ppo_cli.machine.processor import matmul_library
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.heads import CRITERIA_FILE
-from ppo_cli.run_folder.lines import plain
+from ppo_cli.run_folder.lines import to_json
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"
@@ -98,7 +98,7 @@ class ModelFolder:
 
     def finish(self, record: Mapping[str, Any], folder: Path | None = None) -> None:
         """Replace the record of the saved model."""
-        text = json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n"
+        text = to_json(record, indent=2) + "\n"
         with atomic_replace((folder or self._place) / RECORD_FILE) as fresh:
             fresh.write_text(text, encoding="utf-8")
 
