@@ -67,10 +67,10 @@ def gae(
     mask_BT: Tensor,
     gamma: float,
     lam: float,
-    lam_alpha: float | None = None,
+    whiten: bool = True,
     critic_lam: float | None = None,
     gamma_turn: float = 1.0,
-    whiten: bool = True,
+    lam_alpha: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
 

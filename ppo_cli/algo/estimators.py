@@ -49,47 +49,35 @@ def _declare_estimator(name: str) -> Estimator:
     )  # fmt: skip
 
 
+_ADVANTAGES = "ppo_cli.algo.advantages:"
 # Values of `algorithm.adv_estimator`; the names are verl's.
 ESTIMATORS = Declarations(_declare_estimator, {
     "gae": Estimator(
-        "ppo_cli.algo.advantages:gae", "A critic predicts the reward at each token.", critic=True
-    ),
+        _ADVANTAGES + "gae", "A critic predicts the reward at each token.", critic=True),
     "grpo": Estimator(
-        "ppo_cli.algo.advantages:grpo", "Score minus the prompt's mean, divided by its spread.",
-        grouped=True,
-    ),
+        _ADVANTAGES + "grpo", "Score minus the prompt's mean, divided by its spread.",
+        grouped=True),
     "reinforce_plus_plus": Estimator(
-        "ppo_cli.algo.advantages:reinforce_plus_plus",
-        "Discounted reward, normalized over the batch.",
-    ),
+        _ADVANTAGES + "reinforce_plus_plus", "Discounted reward, normalized over the batch."),
     "reinforce_plus_plus_baseline": Estimator(
-        "ppo_cli.algo.advantages:reinforce_plus_plus_baseline",
-        "Score minus the prompt's mean, normalized over the batch.", grouped=True,
-    ),
+        _ADVANTAGES + "reinforce_plus_plus_baseline",
+        "Score minus the prompt's mean, normalized over the batch.", grouped=True),
     "rloo": Estimator(
-        "ppo_cli.algo.advantages:rloo", "Score minus the mean of the prompt's other responses.",
-        grouped=True,
-    ),
+        _ADVANTAGES + "rloo", "Score minus the mean of the prompt's other responses.",
+        grouped=True),
     "rloo_vectorized": Estimator(
-        "ppo_cli.algo.advantages:rloo_vectorized", "rloo, where a lone response gets 0.",
-        grouped=True,
-    ),
+        _ADVANTAGES + "rloo_vectorized", "rloo, where a lone response gets 0.", grouped=True),
     "remax": Estimator(
-        "ppo_cli.algo.advantages:remax", "Score minus that of a greedy response to the prompt.",
-        baseline=True,
-    ),
+        _ADVANTAGES + "remax", "Score minus that of a greedy response to the prompt.",
+        baseline=True),
     "opo": Estimator(
-        "ppo_cli.algo.advantages:opo", "Score minus the prompt's mean, weighted by length.",
-        grouped=True,
-    ),
+        _ADVANTAGES + "opo", "Score minus the prompt's mean, weighted by length.", grouped=True),
     "gpg": Estimator(
-        "ppo_cli.algo.advantages:gpg", "Score minus the prompt's mean, scaled up for scores of 0.",
-        grouped=True,
-    ),
+        _ADVANTAGES + "gpg", "Score minus the prompt's mean, scaled up for scores of 0.",
+        grouped=True),
     "gdpo": Estimator(
-        "ppo_cli.algo.advantages:gdpo", "grpo for each part of the reward, then a sum.",
-        grouped=True, parts=True,
-    ),
+        _ADVANTAGES + "gdpo", "grpo for each part of the reward, then a sum.",
+        grouped=True, parts=True),
 })  # fmt: skip
 
 
@@ -129,45 +117,30 @@ def _declare_loss(name: str) -> PolicyLossKind:
     )
 
 
+_LOSSES = "ppo_cli.algo.losses:"
 # Values of `actor.policy_loss.loss_mode`; `geo_mean` is GMPO.
 POLICY_LOSSES = Declarations(_declare_loss, {
     "vanilla": PolicyLossKind(
-        "ppo_cli.algo.losses:vanilla", "PPO's clipped surrogate; with gae, PPO with a critic.",
-        dual=True,
-    ),
+        _LOSSES + "vanilla", "PPO's clipped surrogate; with gae, PPO with a critic.", dual=True),
     "dppo_tv": PolicyLossKind(
-        "ppo_cli.algo.losses:dppo_tv", "Bounds a total variation.", around_one=False,
-        truncates=True,
-    ),
+        _LOSSES + "dppo_tv", "Bounds a total variation.", around_one=False, truncates=True),
     "dppo_kl": PolicyLossKind(
-        "ppo_cli.algo.losses:dppo_kl", "Bounds a KL, not the ratio.", around_one=False,
-        truncates=True,
-    ),
+        _LOSSES + "dppo_kl", "Bounds a KL, not the ratio.", around_one=False, truncates=True),
     "gspo": PolicyLossKind(
-        "ppo_cli.algo.losses:gspo",
-        "Clips ratios of responses; use loss_agg_mode=seq-mean-token-mean.",
-    ),
+        _LOSSES + "gspo", "Clips ratios of responses; use loss_agg_mode=seq-mean-token-mean."),
     "sapo": PolicyLossKind(
-        "ppo_cli.algo.losses:sapo", "A soft gate instead of clipping.", clips=False,
-        per_sequence=True,
-    ),
+        _LOSSES + "sapo", "A soft gate instead of clipping.", clips=False, per_sequence=True),
     "cispo": PolicyLossKind(
-        "ppo_cli.algo.losses:cispo", "Clips the ratio as a weight; all tokens learn.",
-        around_one=False,
-    ),
+        _LOSSES + "cispo", "Clips the ratio as a weight; all tokens learn.", around_one=False),
     "gpg": PolicyLossKind(
-        "ppo_cli.algo.losses:gpg", "The policy gradient, without ratio and clipping.", clips=False
-    ),
+        _LOSSES + "gpg", "The policy gradient, without ratio and clipping.", clips=False),
     "clip_cov": PolicyLossKind(
-        "ppo_cli.algo.losses:clip_cov", "Leaves out tokens that cost most entropy.",
-        chooses="ppo_cli.algo.losses:draw_by_covariance",
-    ),
+        _LOSSES + "clip_cov", "Leaves out tokens that cost most entropy.",
+        chooses=_LOSSES + "draw_by_covariance"),
     "kl_cov": PolicyLossKind(
-        "ppo_cli.algo.losses:kl_cov", "KL on tokens that cost most entropy.", clips=False,
-        chooses="ppo_cli.algo.losses:take_largest_covariance",
-    ),
+        _LOSSES + "kl_cov", "KL on tokens that cost most entropy.", clips=False,
+        chooses=_LOSSES + "take_largest_covariance"),
     "geo_mean": PolicyLossKind(
-        "ppo_cli.algo.losses:geo_mean", "GMPO: geometric mean.", around_one=False,
-        per_sequence=True, geometric_weight=True,
-    ),
+        _LOSSES + "geo_mean", "GMPO: geometric mean.", around_one=False, per_sequence=True,
+        geometric_weight=True),
 })  # fmt: skip
