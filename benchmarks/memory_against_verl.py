@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
     from ppo_cli.config.resolve import resolve
-    from ppo_cli.extras.bridge.overrides import build_overrides
+    from ppo_cli.extras.migrate.bridge.overrides import build_overrides
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

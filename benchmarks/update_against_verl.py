@@ -5,9 +5,9 @@
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, 32 rows of many lengths, settings as
 `ppo train` has them without a flag. verl runs on the device of
-`tests/extras/bridge/cpu_platform.py`, its rows padded (its kernels for packed rows are for GPUs),
-nothing recomputed, in micro-batches of `--rows`. Both processes live through all pairs; the first
-update of each is left out. Printed are seconds, the median of the ratios, and peak memory.
+`tests/extras/migrate/bridge/cpu_platform.py`, its rows padded (its kernels for packed rows are for
+GPUs), nothing recomputed, in micro-batches of `--rows`. Both processes live through all pairs; the
+first update of each is left out. Printed are seconds, the median of the ratios, and peak memory.
 Nothing is downloaded.
 """
 
@@ -99,7 +99,7 @@ def main() -> None:
     from ppo_cli.config.memory.plan import fill_memory_settings
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
-    from ppo_cli.extras.bridge.overrides import build_overrides
+    from ppo_cli.extras.migrate.bridge.overrides import build_overrides
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

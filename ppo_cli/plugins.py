@@ -15,7 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +30,7 @@ _times: dict[Path, int] = {}  # when files were changed, as they were read last
 KINDS = {
     "losses": "policy loss", "estimators": "advantage estimator", "rules": "rule",
     "providers": "judge provider", "environments": "environment", "commands": "command",
+    "readers": "reader of foreign settings", "engines": "engine",
 }  # fmt: skip
 # Sections of the settings that name plug-ins of a kind.
 SECTIONS = {
@@ -50,6 +51,51 @@ class Command:
     help: str
     section: str = "Plug-ins"
     order: int = 100
+
+
+@dataclass
+class Line:
+    """A command line under our own names; notes say what was left out, problems what is wrong."""
+
+    args: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def advise(self, flag: str, names: Mapping[str, str]) -> str:
+        """Return the end of the sentence `there is no flag --x`; "" where nothing is known of it.
+
+        `names` has the flags of the command by their names without dashes.
+        """
+        return ""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What rewrites command lines and files of another program; functions are MODULE:NAME.
+
+    `line` returns arguments as a `Line`. `layers` gets all layers (`Layers` of config.layers) and
+    the environment, and puts entries with our own names in place of others. `explain` returns our
+    name for a foreign one, or "", and lines about it, for `ppo explain`. `sections` describes
+    further names at the top of files.
+    """
+
+    line: str = ""
+    layers: str = ""
+    explain: str = ""
+    sections: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that trains in place of this one; functions are MODULE:NAME.
+
+    `train` and `plan` get the `Arguments` of a line that names the engine. `advise` gets those of a
+    refused line without it, and the problems, and returns what to add to these.
+    """
+
+    train: str
+    plan: str
+    advise: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +153,17 @@ def read_metadata() -> dict[str, dict[str, tuple[EntryPoint, ...]]]:
                     named = points.setdefault(group, {})
                     named[key] = (*named.get(key, ()), EntryPoint(key, value, info))
     return points
+
+
+def load_all(kind: str) -> tuple[list[Any], list[str]]:
+    """Return what packages add of a kind, in the order of the names, and why others do not load."""
+    loaded, problems = [], []
+    for name in sorted(entry_points(kind)):
+        try:
+            loaded.append(load(kind, name))
+        except ConfigError as error:
+            problems.append(str(error))
+    return loaded, problems
 
 
 def import_name(value: str) -> Any:

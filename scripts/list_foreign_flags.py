@@ -1,9 +1,9 @@
-"""List the flags of releases of TRL and OpenRLHF, and those that foreign_flags.toml does not know.
+"""List the flags of releases of TRL and OpenRLHF, and those that flags.toml does not know.
 
     pip download --no-deps trl==1.16.0 openrlhf==0.11.2
     python scripts/list_foreign_flags.py trl-*.whl openrlhf-*.whl [--write]
 
-`--write` keeps the names for the tests, in tests/cli/foreign_releases.json.
+`--write` keeps the names for the tests, in tests/extras/migrate/foreign_releases.json.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_cli.cli.foreign_flags import find_name, is_known
+from ppo_cli.extras.migrate.flags import find_name, is_known
 
-RELEASES = Path(__file__).parents[1] / "tests" / "cli" / "foreign_releases.json"
+RELEASES = Path(__file__).parents[1] / "tests" / "extras" / "migrate" / "foreign_releases.json"
 # Files of a wheel whose classes or parsers declare flags of PPO and its relatives.
 SOURCES = (
     "cli/train_ppo_ray.py",

@@ -175,7 +175,6 @@ SECTIONS = {
         "data": ("data:data_app", "Check prompt files, or prepare well-known sets."),
         "doctor": ("doctor:doctor_app", "Check this machine and suggest fixes."),
         "serve": ("serve:serve_app", "Serve a model to loops of your own (Tinker protocol)."),
-        "bridge": ("bridge:app", "Run the same settings and rewards on verl."),
     },
     "Look": {
         "runs": ("show:runs_app", "List the runs in a folder: state, steps, reward, cost."),

@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
-from ppo_cli.cli.foreign_flags import describe_foreign_flag, load_foreign_flags
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
 from ppo_cli.config.checks.unused import describe_unused
@@ -29,6 +28,7 @@ from ppo_cli.config.schema.keys import (
     table,
 )
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
+from ppo_cli.plugins import import_name, load_all
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.limits import Limits
 
@@ -79,8 +79,9 @@ def explain(
     """Explain a setting, a metric or a value: what it does, its range, and what to change."""
     if not (name or every):
         raise ConfigError(f"Name what to explain; `{ppo('explain')} --all` lists every setting.")
-    synonyms = load_foreign_flags()["aliases"] | SYNONYMS
-    meant = STEP_LINE_METRICS.get(name) or synonyms.get(name.lstrip("-").lower(), name)
+    ours, foreign = explain_foreign(name)
+    synonym = SYNONYMS.get(name.lstrip("-").lower(), ours or name)
+    meant = STEP_LINE_METRICS.get(name, synonym)
     facts = find_setting_facts(meant) or find_metric_facts(meant) or find_word_facts(meant.lower())
     group = find_group(name)
     if every or (group and not facts):
@@ -89,8 +90,7 @@ def explain(
         return
     if group:  # a metric, a word or a setting that has the name of a group
         facts["settings"] = f"{ppo('explain')} {name}."
-    foreign = [] if facts and meant != name else describe_foreign_flag(name)
-    if foreign:
+    if foreign and not (facts and meant != name):
         facts = (facts or {"word": name}) | {"foreign": foreign}
     if not facts:
         names = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
@@ -98,6 +98,15 @@ def explain(
         near = suggest_key(name) or did_you_mean(name, [*table(), *names, *words])
         raise ConfigError(f"There is no setting, metric or value '{name}'.{near}")
     print_result(facts, lambda: format_facts(facts), as_json=as_json)
+
+
+def explain_foreign(name: str) -> tuple[str, list[str]]:
+    """Return our name for that of another program, and lines that say what it means here."""
+    for reader in load_all("readers")[0]:
+        if reader.explain and any(answer := import_name(reader.explain)(name)):
+            ours, lines = answer
+            return ours, lines
+    return "", []
 
 
 @cache
@@ -300,14 +309,6 @@ def schema() -> None:
 # The comment by which editors find the schema of a YAML file.
 SCHEMA_MARK = "# yaml-language-server: $schema="
 SCHEMA_LINE = f"{SCHEMA_MARK}schema.json"
-# Names at the top of a file that are not ours, but are read: verl's, and a reward file's.
-FOREIGN_NAMES = {
-    "verl": "Version of verl whose defaults apply.",
-    "actor_rollout_ref": "verl's name for actor, rollout, ref and model.",
-    "composite_reward": "The parts of a mixture.",
-    "custom_reward_function": "verl's name for the reward function.",
-    "reward_model": "verl's name for the reward model.",
-}
 
 
 def build_schema() -> dict[str, Any]:
@@ -315,7 +316,9 @@ def build_schema() -> dict[str, Any]:
     from ppo_cli.config.schema.run import Config
 
     built: dict[str, Any] = Config.model_json_schema()
-    built["properties"] |= {name: {"description": text} for name, text in FOREIGN_NAMES.items()}
+    # Names at the top of a file that are not ours, but are read.
+    for reader in load_all("readers")[0]:
+        built["properties"] |= {n: {"description": text} for n, text in reader.sections.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | built
 
 

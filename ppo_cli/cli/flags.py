@@ -6,23 +6,24 @@ messages for flags, files and variables.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 
-from ppo_cli.cli.foreign_flags import describe_unknown_flags, is_override, translate
 from ppo_cli.cli.help import ALL_FLAGS, HelpCommand
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import Key, describe_range, offered_choices, table
 from ppo_cli.errors import ConfigError, ppo
+from ppo_cli.plugins import Engine, Line, find_plugin, import_name, load, load_all
 
 # Group of settings -> its heading in the help; other groups have their own name.
 PANELS = {
@@ -33,6 +34,8 @@ PANELS = {
 # Keys of click's `ctx.meta` under which the parser leaves messages about unknown flags, and notes.
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
 FLAG_NOTES = "ppo_cli.flag_notes"
+# difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
+SUGGESTION_CUTOFF = 0.75
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Arguments:
     debug: bool = False
 
     @property
-    def on_verl(self) -> bool:
-        """Whether the command line selects verl as the engine."""
-        engine = self.flags.get("trainer.engine", ("",))[0]
-        return engine == "verl" or "trainer.engine=verl" in self.overrides
+    def engine(self) -> Engine | None:
+        """The engine of a package that the command line selects; None for our own."""
+        typed = [self.flags.get("trainer.engine", ("",))[0]]
+        typed += [word.removeprefix("trainer.engine=") for word in self.overrides]
+        return next((load("engines", n) for n in typed if find_plugin("engines", n)), None)
 
     def resolve_node(self) -> Resolved:
         """Resolve the arguments with the environment and SLURM's variables of this node."""
@@ -210,16 +214,14 @@ class SettingsCommand(HelpCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
-        translation = translate(args)
-        ctx.meta[FLAG_NOTES] = tuple(translation.notes)
-        known_words, unknown = self._split_unknown_flags(translation.args)
-        if unknown or translation.problems:
+        lines = rewrite_line(args)
+        ctx.meta[FLAG_NOTES] = tuple(note for line in lines for note in line.notes)
+        known_words, unknown = self._split_unknown_flags(lines[-1].args)
+        problems = [problem for line in lines for problem in line.problems]
+        if unknown or problems:
             # The last message names the help, once for all of them.
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
-            messages = [
-                *translation.problems,
-                *describe_unknown_flags(unknown, names, translation.program),
-            ]
+            messages = [*problems, *describe_unknown_flags(unknown, names, lines)]
             messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
             ctx.meta[UNKNOWN_FLAGS] = tuple(messages)
         for param in self.params:
@@ -275,6 +277,41 @@ class SettingsCommand(HelpCommand):
             while not equals and rest and not rest[0].startswith("--") and not is_override(rest[0]):
                 rest.pop(0)
         return known_words, unknown
+
+
+def rewrite_line(args: Sequence[str]) -> list[Line]:
+    """Return the lines that the readers of packages make of arguments, each of the one before."""
+    lines = [Line(list(args))]
+    for reader in load_all("readers")[0]:
+        if reader.line:
+            lines.append(import_name(reader.line)(lines[-1].args))
+    return lines
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument is KEY=VALUE or ~KEY; `~/path` is a path."""
+    return "=" in argument or (argument.startswith("~") and "/" not in argument)
+
+
+def describe_unknown_flags(
+    unknown: Iterable[str], flags: Iterable[str], lines: Sequence[Line]
+) -> list[str]:
+    """Return errors for unknown flags, those with the same advice in one."""
+    names = {flag.lstrip("-"): flag for flag in flags}
+    by_advice: dict[str, list[str]] = {}
+    for flag in dict.fromkeys(unknown):
+        advice = next(filter(None, (line.advise(flag, names) for line in lines)), "")
+        by_advice.setdefault(advice or _suggest_flag(flag, names), []).append(flag)
+    return [f"there is no flag {', '.join(same)}{advice}" for advice, same in by_advice.items()]
+
+
+def _suggest_flag(flag: str, names: Mapping[str, str]) -> str:
+    """Return the most similar flag as a question; or the setting without a flag of this name."""
+    name = flag.lstrip("-").replace("-", "_")
+    key = next((key for key in table() if key.rpartition(".")[2] == name), "")
+    near = difflib.get_close_matches(name, names, n=1, cutoff=SUGGESTION_CUTOFF)
+    meant = key or "".join(names[n] for n in near)
+    return f". Did you mean '{meant}'?" if meant else "."
 
 
 def _skip_check_when_absent(param: Any) -> None:

@@ -42,6 +42,7 @@ from ppo_cli.errors import (
     is_address,
     ppo,
 )
+from ppo_cli.plugins import import_name, load_all
 from ppo_cli.redact import redact
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings
@@ -60,10 +61,8 @@ SHOWN_COUNTS = ("a step:", "critic pretraining:", "the run:", "time: about")
 
 def plan(arguments: Arguments) -> None:
     """Show what a run would do, and what would stop it: memory, time, cost."""
-    if arguments.on_verl:
-        from ppo_cli.cli.bridge import print_verl_plan
-
-        print_verl_plan(arguments)
+    if arguments.engine:
+        import_name(arguments.engine.plan)(arguments)
         return
     from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader, plan_resume
 
@@ -128,15 +127,17 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     """
     word = arguments.extras["fork"]
     if word is None:
-        # A refusal of settings that verl has comes with advice to run on verl.
+        # A refusal of settings that another engine has comes with its advice.
         try:
             return arguments.resolve_node()
         except ConfigError as error:
-            from ppo_cli.cli.bridge import suggest_verl
-
-            raise ConfigError(
-                [*error.problems, *suggest_verl(arguments, error.problems)]
-            ) from error
+            advice = (
+                line
+                for engine in load_all("engines")[0]
+                if engine.advise
+                for line in import_name(engine.advise)(arguments, error.problems)
+            )
+            raise ConfigError([*error.problems, *advice]) from error
     if not word.strip():
         raise ConfigError("--fork has no run: name one, or RUN@STEP, or leave --fork out.")
     source = find_source_anywhere(word)
@@ -298,10 +299,8 @@ def train(arguments: Arguments) -> None:
     if arguments.extras["dry_run"]:
         plan(arguments)
         return
-    if arguments.on_verl:
-        from ppo_cli.cli.bridge import train_on_verl
-
-        train_on_verl(arguments)
+    if arguments.engine:
+        import_name(arguments.engine.train)(arguments)
         return
     from ppo_cli.run.refusals import find_refusals
 

@@ -1,8 +1,7 @@
 """Reads the layers of settings in order, and merges them: the last value of a setting counts.
 
 Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides.
-All hand over raw values with their origins; config/verl translates foreign names, and
-config/resolve turns the merged values into a Config.
+All hand over raw values with their origins; config/resolve turns the merged values into a Config.
 """
 
 from __future__ import annotations
@@ -44,13 +43,14 @@ DEFAULT = "default"
 class Resolved:
     """A checked configuration, where each value came from, and remarks to print.
 
+    `foreign` settings were written for another program: some without effect are no mistake.
     `function` is the Python function that was called with them, "" for a command line.
     """
 
     config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
-    verl: bool = False
+    foreign: bool = False
     function: str = ""
 
 
@@ -338,6 +338,7 @@ class Layers:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # settings whose value could not be worked out
+    foreign: bool = False  # written for another program
 
     def read(self, path: Path, label: str, reader: Reader = read_yaml) -> list[Entry]:
         """Return a file as a layer; one that cannot be read is recorded as a problem."""

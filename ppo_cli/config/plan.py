@@ -59,7 +59,7 @@ def add_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved
     monitor_origins = (
         resolved.origins[f"{_MONITOR}.{name}"] for name in ("model", "base_url", "key_env")
     )
-    if resolved.verl or not judges or any(origin != DEFAULT for origin in monitor_origins):
+    if resolved.foreign or not judges or any(origin != DEFAULT for origin in monitor_origins):
         return resolved
     if any(api.monitor.model or not _is_public(api.type, api, environ) for api in judges):
         return resolved

@@ -1,6 +1,6 @@
 """Resolves layers to one frozen Config with the origin of every value.
 
-Foreign names are translated first (config/verl), so that only our own settings are merged, read and
+Readers of packages rewrite foreign names first, so that only our own settings are merged, read and
 checked here. All problems are reported at once.
 """
 
@@ -44,8 +44,8 @@ from ppo_cli.config.schema.keys import (
 )
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import NO
-from ppo_cli.config.verl.translator import translate
 from ppo_cli.errors import ConfigError, is_address, plural
+from ppo_cli.plugins import import_name, load_all
 from ppo_cli.redact import hide_settings, redact, redact_url
 
 # Sizes that are lowered to the number of training rows when nobody chose them.
@@ -79,14 +79,14 @@ def resolve(
     config = _fit_batches(draft, config)
     hide_settings(nest_values(draft.texts))
     # A clash of settings that could not be read would only repeat that problem.
-    for clash in find_clashes(config, environ, verl=draft.verl):
+    for clash in find_clashes(config, environ):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_origins_of(draft, clash.keys)}: {clash.text}")
     draft.problems += find_run_code(draft.entries, draft.values, run) if run else ()
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     notes = tuple(dict.fromkeys(draft.notes))
-    return Resolved(config, _list_origins(draft.entries), notes, verl=draft.verl)
+    return Resolved(config, _list_origins(draft.entries), notes, foreign=draft.foreign)
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:
@@ -96,11 +96,11 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
     """
     rows, batch = train_rows(config), config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
-    # Sizes of a preset or of verl's defaults count as not chosen.
+    # Sizes of a preset or of another program's defaults count as not chosen.
     chosen = {
         name
         for name in BATCHES
-        if name in draft.entries and not draft.entries[name].origin.startswith(("preset ", "verl "))
+        if name in draft.entries and not draft.entries[name].origin.startswith(("preset ", DEFAULT))
     }
     # Few rows: lower both sizes. A small batch: lower the mini-batch.
     if rows and rows < batch and not chosen:
@@ -128,7 +128,7 @@ class _Draft:
     problems: list[str]
     notes: list[str]
     broken: set[str]  # settings whose value was refused
-    verl: bool
+    foreign: bool
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,19 +138,22 @@ class _Draft:
 
 
 def _merge_layers(layers: Layers, environ: Mapping[str, str]) -> _Draft:
-    """Translate foreign names, then let each layer win over those before it."""
-    verl = translate(layers, environ)
-    accepted = [list(_accept_entries(layer, layers, verl)) for layer in layers.layers]
-    entries = merge_layers(accepted)
-    return _Draft(entries, layers.problems, layers.notes, layers.broken, verl)
+    """Let readers rewrite foreign names, then each layer win over those before it."""
+    readers, broken = load_all("readers")
+    layers.notes += broken
+    for reader in readers:
+        if reader.layers:
+            import_name(reader.layers)(layers, environ)
+    entries = merge_layers([list(_accept_entries(layer, layers)) for layer in layers.layers])
+    return _Draft(entries, layers.problems, layers.notes, layers.broken, layers.foreign)
 
 
-def _accept_entries(layer: list[Entry], layers: Layers, verl: bool) -> Iterator[Entry]:
+def _accept_entries(layer: list[Entry], layers: Layers) -> Iterator[Entry]:
     """Yield the entries that name a setting; leave out consents that come from a run folder."""
     for entry in layer:
         key = find_key(entry.name)
         if key is None:
-            layers.problems.append(f"{entry.origin}: {_describe_unknown(entry.name, verl=verl)}")
+            layers.problems.append(f"{entry.origin}: {_describe_unknown(entry.name)}")
         elif not (key.consent and entry.origin.startswith(RUN_ORIGIN)):
             yield entry
         elif str(entry.raw).lower() not in NO:
@@ -161,11 +164,11 @@ def _accept_entries(layer: list[Entry], layers: Layers, verl: bool) -> Iterator[
             )
 
 
-def _describe_unknown(name: str, *, verl: bool) -> str:
+def _describe_unknown(name: str) -> str:
     if name in sections():
         example = next(k for k in table() if k.startswith(f"{name}."))
         return f"{name} is a group of settings; set one of them, such as {example}."
-    return f"there is no setting '{name}'.{suggest_key(name, strict=verl)}"
+    return f"there is no setting '{name}'.{suggest_key(name)}"
 
 
 def _build_config(draft: _Draft) -> Config:

@@ -1,4 +1,4 @@
-"""`ppo explain` lists groups of settings, and answers for flags of other programs."""
+"""`ppo explain` lists groups of settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.explain import MIXTURE_PARTS
-from ppo_cli.cli.foreign_flags import foreign_flags
 from ppo_cli.config.schema.keys import table
 
 
@@ -36,12 +35,3 @@ def test_a_group_lists_its_settings_alone(group: str, capsys: pytest.CaptureFixt
 
 def test_a_metric_with_the_name_of_a_group_leads_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "explain reward." in explain(capsys, "reward")
-
-
-def test_every_flag_of_another_program_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in sorted(foreign_flags()):
-        explain(capsys, f"--{flag}")
-    answer = explain(capsys, "--lr_scheduler")
-    assert "cosine: actor.optim.lr_scheduler_type=cosine" in answer
-    assert "--clip_ratio" in explain(capsys, "--actor.eps_clip")
-    assert "left out" in explain(capsys, "--zero_stage")

@@ -63,4 +63,4 @@ def unchecked(overrides: str) -> Config:
 
 def load_table(name: str) -> Any:
     """Return a YAML file of cases next to the tests."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))

@@ -53,7 +53,7 @@ def test_no_heavy_import(
 
 def test_a_plan_loads_the_rewards_that_it_names(root: Path, tmp_path: Path) -> None:
     modules = modules_of(root, tmp_path, "plan", "--preset", "embedded", exit_code=0)
-    for absent in ("rewards.judge", "rewards.code.check", "rewards.pool", "cli.bridge"):
+    for absent in ("rewards.judge", "rewards.code.check", "rewards.pool", "extras.migrate.bridge"):
         assert not [name for name in modules if name.startswith(f"ppo_cli.{absent}")]
     judged = ["plan", "--preset", "judge", "--model", "embedded", "--train_files", "embedded"]
     modules = modules_of(root, tmp_path, *judged, exit_code=0)

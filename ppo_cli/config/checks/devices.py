@@ -149,7 +149,7 @@ def check_devices(scene: Scene) -> Iterator[Clash]:
     """
     config, gpus = scene.config, scene.gpus
     if config.trainer.engine == "verl":
-        return  # ppo_cli/extras/bridge checks these settings
+        return  # ppo_cli/extras/migrate/bridge checks these settings
     # An existing Ray cluster may have nodes that are not known here.
     joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)

@@ -12,7 +12,6 @@ from ppo_cli.config.derived import (
     uses_critic,
     why_recompute_logprobs,
 )
-from ppo_cli.config.layers import DEFAULT, Resolved
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.keys import Clash, Scene
 from ppo_cli.config.schema.run import Config
@@ -46,23 +45,6 @@ def gspo_remarks(config: Config) -> Iterator[str]:
         yield (
             f"GSPO counts each sequence once; with actor.loss_agg_mode {mode} a long one counts "
             "more. Its paper has actor.loss_agg_mode=seq-mean-token-mean."
-        )
-
-
-def verl_remarks(resolved: Resolved) -> Iterator[str]:
-    """Remark on what verl does differently, or not at all, with the same settings."""
-    config, origins = resolved.config, resolved.origins
-    if config.trainer.save_freq == -1:
-        yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
-    if config.trainer.test_freq == -1 and config.data.val_files:
-        yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
-    # clip_ratio_low and clip_ratio_high of verl's defaults win over a set clip_ratio.
-    is_chosen = not origins["actor.clip_ratio"].startswith((DEFAULT, "preset "))
-    clips = [origins[f"actor.clip_ratio_{side}"] for side in ("low", "high")]
-    if is_chosen and all(origin.startswith("verl ") for origin in clips):
-        yield (
-            f"actor.clip_ratio {config.actor.clip_ratio:g} changes nothing, as in verl: "
-            "actor.clip_ratio_low and actor.clip_ratio_high are 0.2 there; set these."
         )
 
 

@@ -29,12 +29,12 @@ def _find_checks() -> Iterator[Callable[[Scene], Iterator[Clash]]]:
                 yield value
 
 
-def find_clashes(config: Config, environ: Mapping[str, str], *, verl: bool) -> list[Clash]:
-    """Return every clash between settings; a line of verl may have some without effect."""
+def find_clashes(config: Config, environ: Mapping[str, str]) -> list[Clash]:
+    """Return every clash between settings."""
     scene = Scene(config, gpu_count(environ), environ)
     # Rows of the sections, then what several of them decide.
     clashes = [clash for check in _find_checks() for clash in check(scene)]
-    return [*find_conflicts(config, verl=verl), *clashes]
+    return [*find_conflicts(config), *clashes]
 
 
 def missing_parts(
@@ -71,7 +71,6 @@ def remarks(
         *range_remarks(config, resolved.origins),
         *run.kl_remarks(config),
         *run.gspo_remarks(config),
-        *(run.verl_remarks(resolved) if resolved.verl else ()),
         *rewards.judge_remarks(config),
         *judge_server_remarks(config),
         *rewards.mixture_remarks(config.reward),

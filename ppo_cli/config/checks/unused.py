@@ -354,8 +354,8 @@ def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str],
     applies = cache(lambda name: UNUSED[name].applies(counted))
     for name, key in table().items():
         origin = resolved.origins[name]
-        # Nobody chose a default, nor verl's; a value that equals the default changes nothing.
-        if origin.startswith((DEFAULT, "verl ")) or value_of(config, name) == key.default:
+        # Nobody chose a default; a value that equals the default changes nothing.
+        if origin.startswith(DEFAULT) or value_of(config, name) == key.default:
             continue
         # The setting's own condition first, then those of its sections.
         condition = next(filter(applies, key.unused), None)
@@ -381,7 +381,7 @@ def _is_refused(resolved: Resolved, key: str, condition: str) -> bool:
     A preset and a settings file serve many runs, so theirs are only remarked on.
     """
     origin, reason = resolved.origins[key], UNUSED[condition]
-    if resolved.verl or reason.tuning or origin.startswith(("preset ", "bundled prompts")):
+    if resolved.foreign or reason.tuning or origin.startswith(("preset ", "bundled prompts")):
         return False
     if reason.absent:
         return True

@@ -31,8 +31,7 @@ class Conflict:
 
     `keys` are their names below the section. `applies` takes the section. `text` takes the section
     and its own name with a dot (`actor.`), and says what is wrong and what to do. `example` and
-    `advice` are overrides below the section: an example, and what ends the conflict. A line of verl
-    may have settings that are `unread_by_verl`.
+    `advice` are overrides below the section: an example, and what ends the conflict.
     """
 
     keys: str
@@ -40,7 +39,6 @@ class Conflict:
     text: Callable[[Any, str], str]
     example: str
     advice: str
-    unread_by_verl: bool = False
 
 
 class Section(BaseModel):
@@ -525,7 +523,7 @@ class KlControl(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = setting(
-        "fixed", "Keep kl_coef fixed, or adapt it towards target_kl."
+        "fixed", "Keep kl_coef fixed, or adapt it towards target_kl.", unused="no_kl_in_reward"
     )
     # The controller multiplies the coefficient towards the target (arXiv 1909.08593).
     kl_coef: float = setting(
@@ -756,17 +754,5 @@ class Algorithm(Section):
             ),
             example="kl_ctrl.type=adaptive kl_ctrl.kl_coef=0",
             advice="kl_ctrl.kl_coef=0.001",
-            unread_by_verl=True,
-        ),
-        Conflict(
-            "kl_ctrl.type use_kl_in_reward",
-            lambda s: s.kl_ctrl.type == "adaptive" and not s.use_kl_in_reward,
-            lambda s, at: (
-                "the adaptive controller sets the weight of the KL in the reward, which is off; "
-                f"set {at}use_kl_in_reward=true."
-            ),
-            example="kl_ctrl.type=adaptive use_kl_in_reward=false",
-            advice="use_kl_in_reward=true",
-            unread_by_verl=True,
         ),
     )

@@ -84,29 +84,21 @@ class Scene:
     environ: Mapping[str, str]
 
 
-def find_conflicts(section: Section, at: str = "", *, verl: bool = False) -> Iterator[Clash]:
-    """Yield the declared conflicts of a section and of those below it, by keys below it.
+def find_conflicts(section: Section, at: str = "", below: str = "") -> Iterator[Clash]:
+    """Yield the declared conflicts of a section, then of those below it, by keys below it.
 
-    `at` is its name with a dot, for the sentences.
-    """
-    return _walk_conflicts(section, at, "", verl)
-
-
-def _walk_conflicts(section: Section, at: str, below: str, verl: bool) -> Iterator[Clash]:
-    """Yield the declared conflicts of a section, then of its subsections.
-
-    `at` is the name of the outermost section, `below` the path from there to this section; both are
-    "" or end with a dot. With `verl`, conflicts of settings that verl does not read are left out.
+    `at` is the name of the outermost section, for the sentences, `below` the path from there to
+    this section; both are "" or end with a dot.
     """
     for row in declared_conflicts(type(section)):
-        if not (verl and row.unread_by_verl) and row.applies(section):
+        if row.applies(section):
             keys = tuple(f"{below}{key}" for key in row.keys.split())
             yield Clash(keys, row.text(section, f"{at}{below}"))
     for name in type(section).model_fields:
         inner = getattr(section, name)
         # A judge and a reward model are checked where they score, with what a part sets.
         if isinstance(inner, Section) and not isinstance(inner, ApiReward | ModelReward):
-            yield from _walk_conflicts(inner, at, f"{below}{name}.", verl)
+            yield from find_conflicts(inner, at, f"{below}{name}.")
 
 
 def declared_conflicts(kind: type[Section]) -> Iterator[Conflict]:
@@ -151,21 +143,10 @@ def find_key(name: str) -> Key | None:
     return None
 
 
-def suggest_key(name: str, *, strict: bool = False) -> str:
-    """Return ` Did you mean …?` for a key that is not known, or an empty string.
-
-    `strict` is for keys of another program: one of ours is suggested only from the same group, with
-    the same number of words, or the same last word.
-    """
+def suggest_key(name: str) -> str:
+    """Return ` Did you mean …?` for a key that is not known, or an empty string."""
     settings = table()
-    group, _, leaf = name.rpartition(".")
-    # Another program's key: only a near spelling in the same group.
-    if strict:
-        beside = {k.rpartition(".")[2]: k for k in settings if k.rpartition(".")[0] == group}
-        siblings = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
-        near = [beside[k] for k in get_close_matches(leaf, siblings, n=1, cutoff=0.85)]
-        near += [k for k in settings if k.startswith(f"{group}.") and k.endswith(f".{leaf}")]
-        return f" Did you mean '{near[0]}'?" if near else ""
+    leaf = name.rpartition(".")[2]
     for key in settings.values():
         # A flag's name, then the same last word in another group.
         if key.flag and leaf == key.flag.removeprefix("--"):
@@ -263,7 +244,7 @@ def range_remarks(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     kind = config.actor.policy_loss.loss_mode
     for name, key in table().items():
         value, origin = value_of(config, name), origins[name]
-        if key.usual is None or value is None or origin.startswith(("default", "preset ", "verl ")):
+        if key.usual is None or value is None or origin.startswith(("default", "preset ")):
             continue
         if name.startswith("actor.clip_ratio") and kind != "vanilla":
             continue  # ratios of sequences, and weights, are clipped elsewhere

@@ -17,9 +17,9 @@ from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.training.optimizer import Optimizer
-from ppo_cli.extras.bridge.overrides import build_overrides
+from ppo_cli.extras.migrate.bridge.overrides import build_overrides
 from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
-from tests.extras.bridge.settled import settled
+from tests.extras.migrate.bridge.settled import settled
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 ROWS = 16

@@ -27,7 +27,7 @@ import numpy as np
 
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.errors import DataError, PpoError, RewardError
-from ppo_cli.extras.bridge.overrides import TRAIN, VAL, score_columns
+from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, score_columns
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact

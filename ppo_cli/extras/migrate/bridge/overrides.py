@@ -28,8 +28,8 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.config.verl.translations import TRANSLATIONS
-from ppo_cli.config.verl.translator import WRAPPER, foreign_names
+from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
+from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a step interval longer than any run

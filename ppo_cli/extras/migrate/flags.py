@@ -1,6 +1,6 @@
 """Reads command lines of other programs: TRL, OpenRLHF, Hugging Face's Trainer, their launchers.
 
-foreign_flags.toml says what each of their flags is here. What has an equal is replaced, what
+flags.toml says what each of their flags is here. What has an equal is replaced, what
 changes no result is left out with a note, and for the others a sentence says what to use. What a
 whole line of theirs leaves out has their default.
 """
@@ -19,13 +19,13 @@ from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
+from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
 from ppo_cli.config.placement import gpu_count
 from ppo_cli.config.schema.keys import table
-from ppo_cli.config.verl.translator import VERSION
 from ppo_cli.errors import ppo
+from ppo_cli.extras.migrate.verl.translator import VERSION
+from ppo_cli.plugins import Line
 
-# difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
-SUGGESTION_CUTOFF = 0.75
 # Programs that start another one.
 LAUNCHER = re.compile(
     r"(\S*/)?(accelerate|bash|conda|deepspeed|docker|env|exec|mpirun|nohup|numactl|nsys|poetry|"
@@ -45,10 +45,10 @@ Flag = tuple[str, list[str] | None]  # a flag with its values, or another argume
 
 @cache
 def load_foreign_flags() -> dict[str, dict[str, Any]]:
-    """Read foreign_flags.toml; its comments say what each table is."""
+    """Read flags.toml; its comments say what each table is."""
     import tomllib
 
-    read = tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
+    read = tomllib.loads(Path(__file__).with_name("flags.toml").read_text("utf-8"))
     for rows in ("ignored", "pointers"):  # a sentence, and the flags that it is for
         read[rows] = {name: text for text, names in read[rows].items() for name in names.split()}
     return read
@@ -70,13 +70,13 @@ def foreign_flags() -> frozenset[str]:
     return frozenset(name for rows in NAMING for name in load_foreign_flags()[rows])
 
 
-def describe_foreign_flag(flag: str) -> list[str]:
-    """Return what a flag of another program means here, a line each; [] if it is not theirs."""
+def explain_flag(flag: str) -> tuple[str, list[str]]:
+    """Return what has the meaning of another program's flag here, and what is to be said of it."""
     tables, name = load_foreign_flags(), find_name(flag)
     lines = list(_describe_meanings(name, tables))
     for condition, rows in tables["with"].items():
         lines += [f"with {condition}: {meaning}" for meaning in _describe_meanings(name, rows)]
-    return lines
+    return str(tables["aliases"].get(flag.lstrip("-").lower(), "")), lines
 
 
 def _describe_meanings(name: str, tables: Mapping[str, Any]) -> Iterator[str]:
@@ -96,16 +96,13 @@ def _describe_meanings(name: str, tables: Mapping[str, Any]) -> Iterator[str]:
 
 
 @dataclass
-class Translation:
-    """Arguments of this program, what was left out and why, and what cannot be translated.
+class Translation(Line):
+    """A line of another program under our own names.
 
     `program` is the script, the module or the command of trl that a launcher would start; `values`
-    has those of the line's flags, by their names in the tables of foreign_flags.toml.
+    has those of the line's flags, by their names in the tables of flags.toml.
     """
 
-    args: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
     program: str = ""
     values: dict[str, list[str]] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=load_foreign_flags)
@@ -117,6 +114,24 @@ class Translation:
         except ValueError:
             return math.nan
         return value if value > 0 else math.nan
+
+    def advise(self, flag: str, names: Mapping[str, str]) -> str:
+        """Return what to use in place of an unknown flag, or a similar flag; "" without either."""
+        aliases, pointers = self.tables["aliases"], self.tables["pointers"]
+        name = find_name(flag)
+        if name in pointers:
+            return f": {pointers[name].format(ppo=ppo())}."
+        # In a line of another program an unknown flag is rather the script's own than mistyped.
+        candidates = [*names, *foreign_flags(), *self.tables["renamed"]]
+        cutoff = 0.9 if self.program else SUGGESTION_CUTOFF
+        near = difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=cutoff)
+        meant = [names.get(n) or aliases.get(n) or f"--{n}" for n in near]
+        # A setting without a flag may have this name.
+        meant = [key for key in table() if key.rpartition(".")[2] == name][:1] or meant
+        if self.program:
+            unless = f", unless '{meant[0]}' is meant" if meant else ""
+            return f", which only {self.program} has{unless}; see `{ppo('explain')} NAME`."
+        return f". Did you mean '{meant[0]}'?" if meant else ""
 
 
 def translate(args: Sequence[str]) -> Translation:
@@ -214,7 +229,7 @@ def _open_file(argument: str, values: list[str] | None, done: Translation) -> It
 
 
 def find_name(flag: str) -> str:
-    """Return the name of a flag in foreign_flags.toml.
+    """Return the name of a flag in flags.toml.
 
     A dotted name of OpenRLHF is found there with underscores, or without its groups.
     """
@@ -403,7 +418,7 @@ def _estimator(done: Translation) -> str:
 def _method(estimator: str, flags: Iterable[Flag], done: Translation) -> str:
     """Return whose defaults a whole line of another program has, a table of `defaults`; or ""."""
     values, program = done.values, done.program.lower()
-    # In a line of verl, whose defaults config/verl has, and with a file of ours.
+    # In a line of verl, whose defaults the package verl has, and with a file of ours.
     if any(v is None and "." in flag.partition("=")[0] for flag, v in flags) or "config" in values:
         return ""
     if "pretrain" in values or "openrlhf" in program or "train_ppo" in program:
@@ -493,42 +508,3 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
         elif values is not None and flag != "--module":
             done.notes.append(f"{flag} is left out: it is the launcher's.")
     return [*flags, *line[end:]]
-
-
-def is_override(argument: str) -> bool:
-    """Whether an argument is KEY=VALUE or ~KEY; `~/path` is a path."""
-    return "=" in argument or (argument.startswith("~") and "/" not in argument)
-
-
-def describe_unknown_flags(
-    unknown: Iterable[str], flags: Iterable[str], program: str = ""
-) -> list[str]:
-    """Return errors for unknown flags, those with the same advice in one.
-
-    `program` is the script or module of another program's line, which may have flags of its own.
-    """
-    names = {flag.lstrip("-"): flag for flag in flags}
-    by_advice: dict[str, list[str]] = {}
-    for flag in dict.fromkeys(unknown):
-        by_advice.setdefault(_advise(flag, names, program), []).append(flag)
-    return [f"there is no flag {', '.join(same)}{advice}" for advice, same in by_advice.items()]
-
-
-def _advise(flag: str, names: dict[str, str], program: str) -> str:
-    """Return what to use in place of an unknown flag, or a similar flag; `names` are ours."""
-    tables = load_foreign_flags()
-    aliases, pointers = tables["aliases"], tables["pointers"]
-    name = find_name(flag)
-    if name in pointers:
-        return f": {pointers[name].format(ppo=ppo())}."
-    # In a line of another program an unknown flag is rather the script's own than mistyped.
-    candidates = [*names, *foreign_flags(), *tables["renamed"]]
-    cutoff = 0.9 if program else SUGGESTION_CUTOFF
-    near = difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=cutoff)
-    meant = [names.get(n) or aliases.get(n) or f"--{n}" for n in near]
-    # A setting without a flag may have this name.
-    meant = [key for key in table() if key.rpartition(".")[2] == name][:1] or meant
-    if program:
-        unless = f", unless '{meant[0]}' is meant" if meant else ""
-        return f", which only {program} has{unless}; see `{ppo('explain')} NAME`."
-    return f". Did you mean '{meant[0]}'?" if meant else "."

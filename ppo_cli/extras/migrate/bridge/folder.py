@@ -22,8 +22,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, collect_problems
-from ppo_cli.extras.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
-from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
+from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
+from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.scoring.sources import row_checks
@@ -38,7 +38,7 @@ REWARD = '''\
 
 from pathlib import Path
 
-from ppo_cli.extras.bridge.rewards import reward_function
+from ppo_cli.extras.migrate.bridge.rewards import reward_function
 
 compute_score = reward_function(Path(__file__).resolve().parent, {where!r})
 '''

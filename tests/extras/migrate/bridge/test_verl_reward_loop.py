@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.extras.bridge.settled import verl_config_dir, write_judged_run
+from tests.extras.migrate.bridge.settled import verl_config_dir, write_judged_run
 from tests.judge_server.server import JudgeServer
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "for-the-loopback")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
     config = composed(tmp_path, judge.url("openai"))
     import ray
     from verl.experimental.reward_loop.reward_loop import RewardLoopManager

@@ -690,3 +690,10 @@ def _translate_importance_window(state: TranslationState, entry: Entry, raw: Any
     state.put(entry, entry.name, high if window else raw)
     if window:
         state.put(entry, f"{entry.name}_lower", low)
+
+
+@_register_translation("algorithm.kl_ctrl.type")
+def _translate_kl_controller(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """The adaptive controller multiplies the coefficient: from 0 it stays 0, which is fixed."""
+    idle = DerivedValue(lambda value: raw if value("algorithm.kl_ctrl.kl_coef") else "fixed")
+    state.put(entry, entry.name, idle if state.verl and raw == "adaptive" else raw)

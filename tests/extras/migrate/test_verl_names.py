@@ -11,13 +11,13 @@ from ppo_cli.config.derived import rejections
 from ppo_cli.config.placement import data_ranks
 from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.keys import find_key, table, value_of
-from ppo_cli.config.verl.translations import TRANSLATIONS
-from ppo_cli.config.verl.translator import foreign_names
+from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
+from ppo_cli.extras.migrate.verl.translator import foreign_names
 from tests.config.settling import load_table, problems, settle
 from tests.nvml import H100
 
 NAMES = foreign_names()
-ROWS = load_table("verl_names.yaml")
+ROWS = load_table("../extras/migrate/verl_names.yaml")
 
 
 def refusal(*overrides: str) -> str:
@@ -296,7 +296,7 @@ trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=15
 
 def test_the_quickstart_command_line_works() -> None:
     resolved = settle(*QUICKSTART.split())
-    defaults, rollout, ref = resolved.notes
+    defaults, rollout, ref, *_ = resolved.notes
     assert "left out are as in verl 0.8" in defaults and "--verl 0.2" in defaults
     assert rollout.split(": ")[1] == "rollout.log_prob_micro_batch_size_per_gpu"
     assert "the tokens of 8 of the longest sequences" in rollout and "smallest holds" in rollout

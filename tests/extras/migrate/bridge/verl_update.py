@@ -1,7 +1,7 @@
 """One update of actor and critic by verl's FSDP engine, on the CPU: run in a process of its own.
 
-python tests/extras/bridge/verl_update.py FOLDER: reads `overrides` and `batch.pt` there and writes
-`verl.json` with losses and gradient norms.
+python tests/extras/migrate/bridge/verl_update.py FOLDER: reads `overrides` and `batch.pt` there and
+writes `verl.json` with losses and gradient norms.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.derived import critic_mini_batch, sampler_seed
 from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import find_key, table, value_of
-from ppo_cli.config.verl import translator
 from ppo_cli.errors import ConfigError
+from ppo_cli.extras.migrate.verl import translator
 from tests.config.settling import problems, settle
 
 FILE = Path(translator.__file__).with_name("verl_defaults.json")
@@ -163,18 +163,18 @@ def test_the_generation_is_read_from_the_keys_of_a_line_or_named(tmp_path: Path)
     old, middle = f"{WRAPPER}actor.fsdp_config.grad_offload=False", "critic.model.fsdp_config."
     both = "algorithm.use_kl_in_reward=False"
     assert generation("algorithm.gamma=1") == "default"
-    assert generation(LINE) == generation(LINE, both) == "verl 0.8 default"
-    assert generation(LINE, old) == "verl 0.2 default"
-    assert generation(LINE, f"{middle}param_offload=False") == "verl 0.4 default"
-    assert generation(LINE, f"{middle}param_offload=False", old, both) == "verl 0.4 default"
+    assert generation(LINE) == generation(LINE, both) == "default of verl 0.8"
+    assert generation(LINE, old) == "default of verl 0.2"
+    assert generation(LINE, f"{middle}param_offload=False") == "default of verl 0.4"
+    assert generation(LINE, f"{middle}param_offload=False", old, both) == "default of verl 0.4"
     for named, expected in {"0.3.1": "0.2", "v0.7": "0.4", "0.10": "0.8", "main": "0.8"}.items():
-        assert generation(LINE, old, f"verl={named}") == f"verl {expected} default"
-        assert generation(f"verl={named}") == f"verl {expected} default"
-    assert generation(preset="verl") == "verl 0.8 default"
-    assert generation("verl=0.4", preset="verl") == "verl 0.4 default"
+        assert generation(LINE, old, f"verl={named}") == f"default of verl {expected}"
+        assert generation(f"verl={named}") == f"default of verl {expected}"
+    assert generation(preset="verl") == "default of verl 0.8"
+    assert generation("verl=0.4", preset="verl") == "default of verl 0.4"
     file = tmp_path / "a.yaml"
     file.write_text("actor_rollout_ref: {actor: {ppo_epochs: 2}}", encoding="utf-8")
-    assert generation(files=(file,)) == "verl 0.8 default"
+    assert generation(files=(file,)) == "default of verl 0.8"
     assert "'x' is no version of verl; use 0.2, 0.4 or 0.8" in "".join(problems("verl=x"))
 
 
@@ -220,7 +220,12 @@ def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
     resolved = settle(FILES, LINE, *dead)
     refused, noted = find_unused(resolved, 0)
     assert refused == [] and "kl_coef has no effect" in noted[0]
-    assert "is off" in "".join(problems(FILES, *dead, "algorithm.use_kl_in_reward=false"))
+    ours = settle(FILES, *dead, "algorithm.use_kl_in_reward=false")
+    assert "is off" in "".join(find_unused(ours, 0)[0])
+    # From 0 the adaptive controller stays at 0, as a fixed one does.
+    zero = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0", dead[1])
+    assert settle(FILES, LINE, *zero).config.algorithm.kl_ctrl.type == "fixed"
+    assert "stays 0" in "".join(problems(FILES, *zero))
 
 
 def test_steps_and_frequencies_as_verl_takes_them() -> None:

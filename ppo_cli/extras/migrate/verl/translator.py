@@ -1,9 +1,9 @@
 """Translates foreign names to our settings: verl's, old and new, and the older YAML style.
 
-`translate` runs before the layers are merged, so that `resolve` handles our own names alone. Every
+`translate` is a reader of layers (see plugins.py): afterwards they have our own names alone. Every
 known name is either translated, tied to one of our settings, accepted with a remark, or refused
-with the reason. verl.toml has the names, and the values that verl takes where a command line in its
-spelling leaves a setting out.
+with the reason. verl.toml has the names, and the values that verl takes where a command line in
+its spelling leaves a setting out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.layers import Entry, Layers, Reset, merge_layers, read_entry
-from ppo_cli.config.schema.keys import find_key, sections, suggest_key, table
+from ppo_cli.config.layers import DEFAULT, Entry, Layers, Reset, merge_layers, read_entry
+from ppo_cli.config.schema.keys import find_key, sections, table
 from ppo_cli.config.schema.values import is_unset
-from ppo_cli.config.verl.translations import (
+from ppo_cli.errors import list_some
+from ppo_cli.extras.migrate.verl.translations import (
     PRECISIONS,
     TRANSLATIONS,
     DerivedValue,
@@ -31,7 +33,6 @@ from ppo_cli.config.verl.translations import (
     TranslationState,
     normalize,
 )
-from ppo_cli.errors import list_some
 
 # verl puts model, actor, rollout and ref into this group.
 WRAPPER = "actor_rollout_ref."
@@ -162,7 +163,7 @@ def default_layer(generation: Generation) -> list[Entry]:
         values |= changed
         if first == generation.first:
             break
-    origin = f"verl {generation.first} default"
+    origin = f"{DEFAULT} of verl {generation.first}"
     return [Entry(name, raw, origin) for name, raw in values.items()]
 
 
@@ -181,17 +182,18 @@ def describe_defaults(generation: Generation) -> str:
     )
 
 
-def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
+def translate(layers: Layers, environ: Mapping[str, str]) -> None:
     """Replace the foreign names in the layers by our settings with plain values.
 
-    Returns whether the settings are verl's; then verl's defaults become the lowest layer. Layers
-    with only our own names stay as they are.
+    If the settings are verl's, its defaults become the lowest layer. Layers with only our own names
+    stay as they are.
     """
     if not any(_is_foreign(entry) for layer in layers.layers for entry in layer):
-        return False
+        return
     generation = detect_generation(layers.layers, layers.problems)
     translator = Translator(environ, layers.problems, layers.notes, generation is not None)
     if generation is not None:
+        layers.foreign = True
         layers.layers.insert(0, default_layer(generation))
         layers.notes.append(describe_defaults(generation))
     # Switches of verl matter only for names that are not ours.
@@ -207,7 +209,29 @@ def translate(layers: Layers, environ: Mapping[str, str]) -> bool:
     if derived or translator.expectations:
         translated = _compute_derived(translated, layers, translator.expectations)
     layers.layers = translated
-    return generation is not None
+    if generation is not None:
+        layers.notes += _compare_with_verl(merge_layers(translated))
+
+
+def _compare_with_verl(entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Remark on what verl does differently, or not at all, with the same settings."""
+
+    def text(name: str) -> str:
+        return normalize(entries[name].raw if name in entries else table()[name].default)
+
+    if text("trainer.save_freq") == "-1":
+        yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
+    if text("trainer.test_freq") == "-1" and text("data.val_files") not in ("null", "()"):
+        yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
+    # clip_ratio_low and clip_ratio_high of verl's defaults win over a set clip_ratio.
+    clip = entries.get("actor.clip_ratio")
+    sides = [entries.get(f"actor.clip_ratio_{side}") for side in ("low", "high")]
+    is_chosen = clip is not None and not clip.origin.startswith("preset ")
+    if is_chosen and all(side and side.origin.startswith(DEFAULT) for side in sides):
+        yield (
+            f"actor.clip_ratio {text('actor.clip_ratio')} changes nothing, as in verl: "
+            "actor.clip_ratio_low and actor.clip_ratio_high are 0.2 there; set these."
+        )
 
 
 def _is_foreign(entry: Entry) -> bool:
@@ -361,7 +385,10 @@ class Translator(TranslationState):
             self.refuse(entry, name, "cannot be set here: only verl has it; leave it out")
         elif "@" in name:
             self.refuse(entry, name, "cannot be set here: groups of Hydra's files are not read")
-        elif self.verl and name not in sections() and not suggest_key(name, strict=True):
+        elif self.verl and name not in sections():
+            if near := _find_near_key(name):
+                self.problem(entry, f"there is no setting '{name}'. Did you mean '{near}'?")
+                return
             remark = "it is no setting of this program, nor in verl's own files; leave it out"
             self.refuse(entry, name, f"cannot be set here: {remark}")
         else:
@@ -404,6 +431,19 @@ class Translator(TranslationState):
             self.problem(
                 name, "a function is named without its file; use --reward_function FILE:NAME."
             )
+
+
+def _find_near_key(name: str) -> str:
+    """Return a setting of ours whose name is nearly that of another program's, or "".
+
+    It is in the same group, and has the same number of words or the same last word.
+    """
+    group, _, leaf = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in table() if key.rpartition(".")[0] == group}
+    words = [word for word in siblings if word.count("_") == leaf.count("_")]
+    near = [siblings[word] for word in get_close_matches(leaf, words, n=1, cutoff=0.85)]
+    near += [key for key in table() if key.startswith(f"{group}.") and key.endswith(f".{leaf}")]
+    return "".join(near[:1])
 
 
 def _parse_reference(text: str) -> DerivedValue | None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ppo_cli.extras.bridge.folder import node_scripts
-from ppo_cli.extras.bridge.rewards import KEYS_FILE, ROW, RewardServer
-from tests.extras.bridge.settled import settled, write_judged_run
+from ppo_cli.extras.migrate.bridge.folder import node_scripts
+from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, ROW, RewardServer
+from tests.extras.migrate.bridge.settled import settled, write_judged_run
 from tests.judge_server.server import JudgeServer, digest
 from tests.waiting import wait_until
 

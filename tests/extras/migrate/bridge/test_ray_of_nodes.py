@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from ppo_cli import reaper
-from ppo_cli.extras.bridge.folder import node_scripts
-from ppo_cli.extras.bridge.rewards import KEYS_FILE, read_and_delete_keys
-from tests.extras.bridge.settled import settled
+from ppo_cli.extras.migrate.bridge.folder import node_scripts
+from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, read_and_delete_keys
+from tests.extras.migrate.bridge.settled import settled
 from tests.waiting import free_port, wait_until
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 KEY = "sk-of-nobody-0123456789"
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # In the place of verl's trainer: a job that runs until the file `end` is there.
 TRAINER = """
 import os, pathlib, ray, time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.extras.bridge.rewards import decode_row, read_prompts
+from ppo_cli.extras.migrate.bridge.rewards import decode_row, read_prompts
 from ppo_cli.run_folder.folder import run_settings
 from tests.cli.mistakes import ROW, TINY, set_desk
 

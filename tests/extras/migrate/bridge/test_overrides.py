@@ -14,8 +14,8 @@ from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.extras.bridge import overrides as bridge
-from tests.extras.bridge.settled import GPUS, drawn, settled, verl_config_dir
+from ppo_cli.extras.migrate.bridge import overrides as bridge
+from tests.extras.migrate.bridge.settled import GPUS, drawn, settled, verl_config_dir
 
 FOLDER = Path("/shared/run one")
 Compose = Callable[[list[str]], dict[str, Any]]

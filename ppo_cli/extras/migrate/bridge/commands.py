@@ -36,7 +36,7 @@ from ppo_cli.redact import redact
 from ppo_cli.run_folder.folder import run_settings
 
 if TYPE_CHECKING:
-    from ppo_cli.extras.bridge.overrides import VerlOverrides
+    from ppo_cli.extras.migrate.bridge.overrides import VerlOverrides
 
 app = App(
     help="Train on verl with the same settings and rewards, and read its results back.",
@@ -58,7 +58,7 @@ def verl(arguments: Arguments) -> None:
         lines = bridged.lines(files[0].parent)
         print_json({"files": [str(f) for f in files], "overrides": lines})
         return
-    from ppo_cli.extras.bridge.folder import next_steps
+    from ppo_cli.extras.migrate.bridge.folder import next_steps
 
     print("\n".join([*resolved.notes, *next_steps(files, resolved.config.trainer.nnodes)]))
 
@@ -80,7 +80,7 @@ def read(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Convert verl's logs to metrics.jsonl and rollouts/, for ppo show and ppo view."""
-    from ppo_cli.extras.bridge.rewards import read_back
+    from ppo_cli.extras.migrate.bridge.rewards import read_back
 
     steps, responses = read_back(Path(folder))
     if as_json:
@@ -112,7 +112,7 @@ def train_on_verl(arguments: Arguments) -> None:
     UserError if node 0 writes no script in time.
     """
     resolved, bridged = resolve_for_verl(arguments)
-    from ppo_cli.extras.bridge.folder import missing_verl, next_steps
+    from ppo_cli.extras.migrate.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
     folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
@@ -137,8 +137,8 @@ def train_on_verl(arguments: Arguments) -> None:
 
 def suggest_verl(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
     """Yield advice to run on verl, if a refused line has settings that only verl knows."""
-    from ppo_cli.config.verl.translator import WRAPPER
-    from ppo_cli.extras.bridge.overrides import is_verl_only
+    from ppo_cli.extras.migrate.bridge.overrides import is_verl_only
+    from ppo_cli.extras.migrate.verl.translator import WRAPPER
 
     # Only settings that the problems mention: the others were accepted.
     text = " ".join(problems)
@@ -161,7 +161,7 @@ def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
 
     Raises one ConfigError with all problems.
     """
-    from ppo_cli.extras.bridge.overrides import build_overrides, is_verl_only
+    from ppo_cli.extras.migrate.bridge.overrides import build_overrides, is_verl_only
 
     # Settings that only verl has are passed on as they are.
     verl_overrides = tuple(word for word in arguments.overrides if is_verl_only(word))
@@ -193,7 +193,7 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
 
 def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> Sequence[Path]:
     """Write the scripts of all nodes and return their paths; refuses a folder of another run."""
-    from ppo_cli.extras.bridge.folder import write_folder
+    from ppo_cli.extras.migrate.bridge.folder import write_folder
 
     folder = folder.expanduser()
     # verl resumes from its own checkpoints even if the settings have changed.

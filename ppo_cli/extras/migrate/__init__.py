@@ -1,0 +1,1 @@
+"""Lines, files and engines of other trainers: verl, TRL and OpenRLHF."""

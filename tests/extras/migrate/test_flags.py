@@ -1,0 +1,248 @@
+"""Command lines of TRL and OpenRLHF, and of launchers, mean what they mean there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.cli.flags import describe_unknown_flags, list_flag_keys
+from ppo_cli.config.layers import DATA_FOLDER
+from ppo_cli.config.schema.keys import table
+from ppo_cli.errors import ppo
+from ppo_cli.extras.migrate.flags import (
+    Translation,
+    find_name,
+    foreign_flags,
+    load_foreign_flags,
+    translate,
+)
+from ppo_cli.extras.migrate.verl.translator import VERSION
+
+# Tables with names that others have too.
+OVERLAPPING = (
+    "renamed", "values", "pointers", "with", "computed", "splits", "remarks", "defaults",
+    "defaults_of", "marks", "programs",
+)  # fmt: skip
+RELEASES = json.loads((Path(__file__).parent / "foreign_releases.json").read_text())
+
+
+def test_every_flag_of_other_programs_leads_to_what_there_is() -> None:
+    known_names = {key.flag for key in table().values() if key.flag} | set(table())
+    known_names |= {DATA_FOLDER, VERSION, "--config", "--debug", "--no_rm_gate", "--train_files"}
+    flags = load_foreign_flags()
+    targets = [*flags["aliases"].values(), *" ".join(flags["several"].values()).split()]
+    targets += " ".join(flags["pairs"].values()).split()
+    meanings = [
+        *flags["switches"].values(),
+        *(v for d in flags["values"].values() for v in d.values()),
+    ]
+    targets += [setting.partition("=")[0] for text in meanings for setting in text.split()]
+    assert {target for target in targets if target not in known_names} == set()
+    sentences = " ".join([*flags["pointers"].values(), *flags["ignored"].values()])
+    names = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", sentences)
+    groups = {name for key in table() for name in (key.rpartition(".")[0],)}
+    files = {"metrics.jsonl", "generation_config.json", "chat_template.jinja"}
+    unknown = {n for n in names if n not in known_names | groups and not any(n in f for f in files)}
+    assert unknown == set()
+
+
+def test_a_flag_of_another_program_is_in_one_table_and_is_not_ours() -> None:
+    flags = load_foreign_flags()
+    tables = [set(t) for name, t in flags.items() if name not in OVERLAPPING]
+    names = [name for names in (*tables, set(flags["pointers"])) for name in names]
+    assert {name for name in names if names.count(name) > 1} == set()
+    assert set(names) & set(list_flag_keys()) == set()
+    assert set(flags["renamed"].values()) <= {*names, *flags["values"], *list_flag_keys()}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_flag_of_a_release_is_taken_or_answered(release: str) -> None:
+    flags = load_foreign_flags()
+    answered = set(list_flag_keys()).union(*flags.values())
+    assert [name for name in RELEASES[release] if find_name(f"--{name}") not in answered] == []
+
+
+def test_flags_of_huggingfaces_trainer_are_taken_or_answered() -> None:
+    from transformers import TrainingArguments
+
+    answered = set(list_flag_keys()).union(*load_foreign_flags().values()) | {"debug"}
+    assert [f.name for f in fields(TrainingArguments) if f.name not in answered] == []
+
+
+def test_what_changes_nothing_is_left_out_with_a_note() -> None:
+    done = translate(
+        ["--ds.zero_stage", "3", "--ckpt.save_hf", "--loss_type", "luspo", "--lr", "1"]
+    )
+    assert done.args == ["--lr", "1"]
+    assert done.notes == [
+        "--ds.zero_stage is left out: models are sharded with FSDP2.",
+        "--ckpt.save_hf is left out: every checkpoint is a Hugging Face folder.",
+    ]
+    assert done.problems == [
+        "--loss_type luspo is not offered; there are grpo, dapo, bnpo, dr_grpo, cispo, sapo."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo rollout.n=4", "rollout.n=4"),
+        (
+            "srun -N 2 accelerate launch --num_processes 8 --multi_gpu --config_file a.yaml ppo.py",
+            "--n_gpus 8",
+        ),
+        (
+            "nohup bash -c 'torchrun --nproc_per_node=gpu -m grpo_math --beta 0.04'",
+            "actor.use_kl_loss=true actor.kl_loss_coef=0.04",
+        ),
+        (
+            "python -m torch.distributed.run --nproc_per_node 2 t.py train --lr 1",
+            "--n_gpus 2 --lr 1",
+        ),
+        (
+            "RAY_ADDRESS=a ray job submit --working-dir . -- python openrlhf.cli.train_ppo_ray"
+            " --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128",
+            "--batch_size 64 --rollout_n 8 --mini_batch_size 16",
+        ),
+        (
+            "--algo.advantage.estimator rloo --use_kl_loss --init_kl_coef 1e-3 --kl_estimator k3"
+            " --max_epochs 2 --critic_learning_rate 1 --lambd 1",
+            "algorithm.adv_estimator=rloo actor.use_kl_loss=true actor.kl_loss_coef=1e-3"
+            " actor.kl_loss_type=k3 actor.ppo_epochs=2",
+        ),
+        ("--sft_model_path a --model_name_or_path b", "--model a"),
+        ("--async_train --dynamic_filtering", "algorithm.filter_groups.enable=true"),
+        ("--lora_target_modules q, v --push_to_hub", "model.target_modules=[q,v]"),
+        (
+            "accelerate launch --num_machines 2 --num_processes 8 grpo.py --num_generations 4"
+            " --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+            " --steps_per_generation 8 --beta 0 --loss_type grpo",
+            "--nnodes 2 --n_gpus 4 --rollout_n 4 --batch_size 32 --mini_batch_size 16"
+            " actor.ppo_micro_batch_size_per_gpu=2"
+            " actor.use_kl_loss=false algorithm.use_kl_in_reward=false"
+            " algorithm.adv_estimator=grpo actor.loss_agg_mode=seq-mean-token-mean",
+        ),
+        (
+            "torchrun --nproc_per_node 2 ppo.py --per_device_train_batch_size 4"
+            " --num_mini_batches 2 --total_episodes 100 --learning_rate 1",
+            "--n_gpus 2 --batch_size 16 --mini_batch_size 8 actor.ppo_micro_batch_size_per_gpu=4"
+            " critic.ppo_micro_batch_size_per_gpu=4 --max_steps 7 --lr 1 --critic_lr 1",
+        ),
+        ("--adam_beta2 0.99", "actor.optim.betas=[0.9,0.99] critic.optim.betas=[0.9,0.99]"),
+        (
+            "--dataset_name a/b --dataset_config c --dataset_train_split train"
+            " --dataset_test_split test --eval_strategy steps",
+            "--train_files a/b/c --val_files a/b/c:test",
+        ),
+        ("--prompt_data a.jsonl,b/c --prompt_split x", "--train_files a.jsonl b/c:x"),
+        (
+            "--remote_rm_url http://h:1/r",
+            "reward.model.path=http://h:1/r reward.model.adapter=openrlhf",
+        ),
+        ("--use_wandb KEY --label_key answer --stop_token eos", "trainer.logger=[console,wandb]"),
+        ("--max_len 512 --max_new_tokens 128", "--max_prompt_length 384 --max_response_length 128"),
+        ("learning_rate=1e-6, '' \u2014max_steps 5", "--lr 1e-6 --max_steps 5"),
+        ("$ openrlhf.cli.train_ppo --actor.adam.lr 1", "--lr 1"),
+        (
+            "srun -w n bash -c 'pip install ray && ray job submit -- A=1 python x.py --lr 1'",
+            "--lr 1",
+        ),
+        ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
+    ],
+)
+def test_a_line_of_another_program_means_what_it_means_there(line: str, words: str) -> None:
+    done = translate(shlex.split(line))
+    assert (done.args[-len(words.split()) :], done.problems) == (words.split(), [])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "trl grpo --max_completion_length 64 --batch_size 4 --mini_batch_size 4",
+            "--adv_estimator grpo actor.optim.lr_scheduler_type=linear --rollout_n 8"
+            " actor.use_kl_loss=false"
+            " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
+            " actor.loss_agg_mode=token-mean --epochs 3 actor.optim.weight_decay=0.0"
+            " actor.clip_ratio_c=null --max_response_length 64 --batch_size 4 --mini_batch_size 4",
+        ),
+        (
+            "--pretrain m --advantage_estimator rloo --lr_scheduler constant --l2 0.1"
+            " --prompt_max_len 8 --rollout_batch_size 8 --train_batch_size 4 --adam_betas 1 2"
+            " --input_key q --apply_chat_template --data.max_len 16 --init_kl_coef 0",
+            "actor.optim.lr_warmup_steps_ratio=0.03 reward.shaping.reward_clip=10"
+            " actor.clip_ratio_c=null --model m algorithm.adv_estimator=rloo"
+            " actor.optim.lr_scheduler_type=constant actor.optim.weight_decay=0.1"
+            " --max_prompt_length 8 --batch_size 8 --mini_batch_size 4 actor.optim.betas=[1,2]"
+            " data.prompt_key=q data.apply_chat_template=true --data.max_len 16 --kl_coef 0",
+        ),
+        (
+            "trl grpo --use_peft --lora_r 8 --beta 0 --loss_type grpo --max_completion_length 1"
+            " --num_train_epochs 1 --batch_size 1 --weight_decay 0",
+            "--lora_alpha 32 actor.optim.lr_scheduler_type=linear"
+            " --rollout_n 8 actor.clip_ratio_c=null --lora_rank 8 actor.use_kl_loss=false"
+            " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
+            " actor.loss_agg_mode=seq-mean-token-mean --max_response_length 1 --epochs 1"
+            " --batch_size 1 actor.optim.weight_decay=0",
+        ),
+        ("--num_generations 4", "--adv_estimator grpo --rollout_n 4"),
+        ("python main_grpo.py actor.optim.lr=1", "--adv_estimator grpo actor.optim.lr=1"),
+    ],
+)
+def test_what_a_whole_line_of_another_program_leaves_out_is_as_there(line: str, words: str) -> None:
+    assert translate(line.split()).args == words.split()
+
+
+@pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])
+def test_a_program_that_does_something_else_is_refused(program: str) -> None:
+    done = translate([*program.split(), "--model_name_or_path", "m"])
+    assert (done.args, len(done.problems)) == ([], 1)
+
+
+def test_a_yaml_file_of_trl_is_read_as_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model_name_or_path: m\nnum_generations: 4\nlora_target_modules: [q, v]\nmax_steps: -1\n"
+    )
+    args = translate(["trl", "grpo", "--config", f"{tmp_path}/a.yaml", "--seed", "1"]).args
+    assert " ".join(args).endswith("--model m --rollout_n 4 model.target_modules=[q,v] --seed 1")
+
+
+def test_a_flag_of_the_script_alone_is_called_so() -> None:
+    assert describe_unknown_flags(["--machine_name"], [], [Translation(program="a.py")]) == [
+        f"there is no flag --machine_name, which only a.py has; see `{ppo('explain')} NAME`."
+    ]
+
+
+def test_a_name_that_is_nearly_another_programs_is_only_a_guess() -> None:
+    line = Translation(program="a.py")
+    assert describe_unknown_flags(["--use_adora", "--kl_loss_coef"], [], [line]) == [
+        "there is no flag --use_adora, which only a.py has, unless '--use_dora' is meant; see "
+        f"`{ppo('explain')} NAME`.",
+        "there is no flag --kl_loss_coef, which only a.py has, unless 'actor.kl_loss_coef' is "
+        f"meant; see `{ppo('explain')} NAME`.",
+    ]
+
+
+def test_flags_with_the_same_advice_are_refused_in_one_sentence() -> None:
+    unknown = ["--vllm_server_host", "--vllm_server_port", "--algo.advantage.is_correction_mod"]
+    first, second = describe_unknown_flags(unknown, [], [Translation()])
+    assert first.startswith("there is no flag --vllm_server_host, --vllm_server_port: vLLM is")
+    assert second.endswith("Did you mean '--is_correction_mode'?")
+
+
+def test_every_flag_of_another_program_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in sorted(foreign_flags()):
+        assert main(["explain", f"--{flag}"]) == 0, flag
+    for flag, answer in (
+        ("--lr_scheduler", "cosine: actor.optim.lr_scheduler_type=cosine"),
+        ("--actor.eps_clip", "--clip_ratio"), ("--zero_stage", "left out"),
+    ):  # fmt: skip
+        capsys.readouterr()
+        main(["explain", flag])
+        assert answer in capsys.readouterr().out
