@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-OUT = Path(__file__).parents[1] / "ppo_cli" / "config" / "verl" / "verl_defaults.json"
+OUT = Path(__file__).parents[1] / "ppo_cli/extras/migrate/verl/verl_defaults.json"
 # Settings of other programs, which verl.toml refuses by their group.
 ELSEWHERE = (
     "megatron", "npu_profile", "nsight", "profiler", "torchtitan", "turbo_config", "veomni",

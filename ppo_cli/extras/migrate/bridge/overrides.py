@@ -8,7 +8,6 @@ concern our engine.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
-from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names
+from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a step interval longer than any run
@@ -43,10 +42,9 @@ GROUPS: Final = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 @cache
 def verl_names() -> frozenset[str]:
     """Return the full names of verl 0.9.1's settings that have a value."""
-    path = Path(__file__).parents[2] / "config" / "verl" / "verl_defaults.json"
     names: set[str] = set()
     # Each version lists the settings that it adds and drops; `main` is not released.
-    for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
+    for version, row in read_verl_defaults()["versions"].items():
         if version != "main":
             names = (names | row["set"].keys()) - set(row["gone"])
     return frozenset(names)

@@ -89,11 +89,18 @@ def foreign_names() -> ForeignNames:
     )
 
 
+def read_verl_defaults() -> dict[str, Any]:
+    """Return verl_defaults.json: what the files of each version of verl set and drop."""
+    read: dict[str, Any] = json.loads(
+        Path(__file__).with_name("verl_defaults.json").read_text(encoding="utf-8")
+    )
+    return read
+
+
 @cache
 def verl_file_values() -> dict[str, set[str]]:
     """Return the values in verl's own files, of any version, by name without the wrapper."""
-    path = Path(__file__).with_name("verl_defaults.json")
-    read = json.loads(path.read_text(encoding="utf-8"))
+    read = read_verl_defaults()
     file_values: dict[str, set[str]] = defaultdict(set)
     # Values that verl's engines add, then those of its YAML files.
     for name, values in read["engines"].items():
