@@ -53,12 +53,11 @@ longer ones, which need [vLLM](scaling.md#vllm).
 - **rows**: packed without padding, or padded; `shared` means that a prompt is computed once for all
   its responses
 - **gap**: the largest difference from transformers
-- **notes**: what differs from the rest: no sampler, critic or LoRA; a gap above the limit; only the
-  first two steps checked (`--quick`)
+
+Families that fail a check, or lack a sampler, a critic or LoRA, are named below the table.
 
 This page is written by `python scripts/sweep_models.py`.
 """
-TITLES = ("family", "attention", "rows", "gap", "notes")
 
 
 def sweep(names: Sequence[str], jobs: int, quick: bool) -> list[Outcome]:
@@ -96,31 +95,34 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def table_row(outcome: Outcome) -> tuple[str, ...]:
-    """The cells of a family."""
+def remarks(outcome: Outcome) -> str:
+    """What differs from a family that passes; empty if nothing does."""
     works = {
         "sampler": outcome.train_code == 0 or outcome.without_critic,
         "critic": outcome.critic,
         "LoRA": outcome.quick or outcome.adapts,
     }
     notes = [f"no {part}" for part, there in works.items() if not there]
-    notes += ["two steps"] * outcome.quick
-    notes += [outcome.error.removeprefix("error: "), *outcome.problems]
-    return (
-        f"`{outcome.family}`",
-        outcome.kernel or "-",
-        outcome.rows or "-",
-        f"{outcome.largest_gap:.1e}" if outcome.gaps else "-",
-        "; ".join(filter(None, notes)).replace("|", "\\|").replace("\n", " "),
+    notes += ["only two steps were checked"] * outcome.quick
+    return "; ".join(
+        [*notes, *filter(None, [outcome.error.removeprefix("error: ")]), *outcome.problems]
     )
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The lines of the table."""
-    yield f"| {' | '.join(TITLES)} |"
-    yield "|---" * len(TITLES) + "|"
+    """The lines of the table, a row for each kernel and layout, and the remarks."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
-        yield f"| {' | '.join(table_row(outcome))} |"
+        gap = f" {outcome.largest_gap:.1e}" if outcome.gaps else ""
+        layout = (outcome.kernel or "-", outcome.rows or "-")
+        rows.setdefault(layout, []).append(f"`{outcome.family}`{gap}")
+    yield from ("| attention | rows | families, each with its gap |", "|---|---|---|")
+    for (kernel, layout), families in sorted(rows.items(), key=lambda row: -len(row[1])):
+        yield f"| {kernel} | {layout} | {', '.join(families)} |"
+    yield ""
+    for outcome in outcomes:
+        if text := remarks(outcome):
+            yield f"- `{outcome.family}`: {' '.join(text.split())}"
 
 
 def page(outcomes: Sequence[Outcome]) -> str:

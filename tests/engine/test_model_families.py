@@ -47,9 +47,10 @@ def test_sampler_annotation_update_and_critic_are_those_of_transformers(family: 
     assert outcome["passes"], outcome
 
 
-def test_page_has_a_row_for_each_family() -> None:
+def test_page_names_each_family() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(FAMILIES)
+    named = re.findall(r"`(\w+)` [\d.]+e-\d+", page)
+    assert sorted(named) == sorted(FAMILIES)
 
 
 @pytest.mark.slow
@@ -58,6 +59,5 @@ def test_page_has_a_row_for_each_family() -> None:
 def test_family_is_as_its_row_in_the_page_says(family: str) -> None:
     """Families that pass, and those that are refused, stay so."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{family}` |")]
     outcome = outcome_of(family, "all")
-    assert outcome["passes"] == row.endswith("|  |"), outcome
+    assert outcome["passes"] == (f"- `{family}`: " not in page), outcome
