@@ -79,8 +79,6 @@ the computing precision (`--dtype`): 2 bytes per parameter in bfloat16 |
   4) are not counted; the plan prints a note.
 
 Frozen weights in bfloat16 do not change results, because products round all weights to bfloat16.
-One process keeps norms in float32. On the CPU, one process holds only the linear layers of the
-reference in bfloat16. An export merges an adapter into the base in float32.
 
 **What was measured.** On the CPU, the counted memory was within 15 % of the measured peak in eleven
 runs of models with 12 to 50 million parameters (`tests/engine/test_memory_peaks.py`). On GPUs
@@ -138,18 +136,9 @@ ppo plan --preset qwen2.5-7b-8gpu --simulate --device_memory 80GB
 With `--simulate` the learner itself runs: it loads the models, annotates and updates as rank 0 of
 the planned GPUs, on tensors with a shape, a type and a device but no numbers. Every storage and
 every collective is counted. No GPU is needed or used. 0.5B on one GPU takes 20 seconds of one core.
-For each phase it prints the peak next to the plan's count, and its parts:
-
-| part | meaning |
-|---|---|
-| parameters, moments | the rank's share at rest |
-| all-gather buffers, gathered weights | weights of other ranks, while a layer works |
-| reduce-scatter buffers, whole gradients | gradients before and after the ranks add them up |
-| activations; computed again | \
-of forward passes; of a layer in the backward pass (gradient checkpointing) |
-| logits | of a chunk of response tokens |
-| backward pass | gradients of activations and, on one GPU, of weights |
-| optimizer | the gradient's norm and the step |
+For each phase it prints the peak next to the plan's count, and its parts: parameters and moments,
+weights gathered from other ranks, gradients before and after the ranks add them up, activations (of
+forward passes, and computed again), logits, the backward pass, and the optimizer.
 
 Each rank has two micro-batches as full as the settings allow, of rows of the maximum length.
 `--json` has all results under `simulation`, in bytes. To plan for GPUs of another machine, set
