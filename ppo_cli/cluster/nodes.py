@@ -52,7 +52,7 @@ from ppo_cli.cluster.node_facts import (
     read_facts,
     run_key,
 )
-from ppo_cli.cluster.ray_process import SECRET_VARIABLE, STOP_S, RayOptions, RayProcess
+from ppo_cli.cluster.ray_process import SECRET_VARIABLE, RayOptions, RayProcess
 from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.slurm import outside_step, slurm_hosts
@@ -64,6 +64,7 @@ from ppo_cli.errors import (
     WorkerLost,
     exit_code_of,
 )
+from ppo_cli.processes.reaper import STOP_S
 from ppo_cli.signals import StopOnSignal
 
 # Starting Ray takes under 10 s on a quiet machine.

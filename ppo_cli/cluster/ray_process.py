@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_cli import reaper
 from ppo_cli.atomic import is_running
 from ppo_cli.cluster.worker_process import read_tail
 from ppo_cli.engine.leftovers import claim_folder, remove_stale_folders
 from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.processes.program import Program
+from ppo_cli.processes.reaper import STOP_S
 
 SECRET_VARIABLE = "PPO_CLUSTER_SECRET"
 # The path of a unix socket has at most 107 bytes. Ray puts up to 79 after its folder.
@@ -39,7 +40,6 @@ TOO_SLOW = b"The current node timed out during startup"
 # The parts of Ray that a node cannot work without -> exit code of the program when one is lost.
 PART_EXIT_CODES = {"gcs_server": 40, "raylet": 41}
 POLL_S = 0.1
-STOP_S = 2 * reaper.GRACE_S + 2
 # Ray binds to 127.0.0.1 instead of the machine's address, so nobody else can connect.
 LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 SETTINGS = {
@@ -149,30 +149,22 @@ class RayProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        """Start the process that runs Ray, under a reaper that ends it with this process."""
+    def _spawn(self) -> Program:
+        """Start the process that runs Ray."""
         # The secret is for this process alone, and Ray must not look for another cluster.
         hidden = ("RAY_ADDRESS", SECRET_VARIABLE)
         inherited = {name: value for name, value in self._environ.items() if name not in hidden}
-        program = [sys.executable, "-P", "-m", __name__, str(self.folder)]
-        reaper_command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid())]
+        options = json.dumps(asdict(self._options))
+        command = [sys.executable, "-P", "-m", __name__, str(self.folder), options]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            return subprocess.Popen(
-                [*reaper_command, str(self.folder), *program, json.dumps(asdict(self._options))],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=inherited | SETTINGS | import_paths(),
-            )  # fmt: skip
+            environ = inherited | SETTINGS | import_paths()
+            return Program(command, environ=environ, log=log, folder=self.folder)
 
     def _end(self) -> None:
-        """End Ray's process, by force after STOP_S, and delete its folder."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End Ray's process and delete its folder."""
+        self._process.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

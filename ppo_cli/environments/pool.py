@@ -1,17 +1,15 @@
 """The environment processes: starts them, deals episodes to them, and replaces those that fail.
 
-Each runs `worker.py` under a reaper, which ends it and its children with the run. A process may
-die, hang, or write what is not an answer: only its own episodes fail then.
+Each is a child that runs `worker.py`. It may die, hang, or write what is not an answer: only its
+own episodes fail then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -21,31 +19,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppo_cli import reaper
 from ppo_cli.config.models.bundled import tools_file
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
-from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_LINE_BYTES, PLUGIN
+from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_ANSWER_BYTES, PLUGIN
 from ppo_cli.errors import ConfigError, UserError, did_you_mean, shorten
 from ppo_cli.plugins import entry_points, find_plugin
+from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.records import Message
 from ppo_cli.redact import redact
 from ppo_cli.rewards.remote.event_loop import LoopThread
 
 WORKER = Path(__file__).with_name("worker.py")
-NO_FOLDER = os.path.join(os.devnull, "none")  # a reaper removes a folder after a killed run
 START_TIMEOUT_S = 120.0  # a user's file may import torch
 CHECK_TIMEOUT_S = 10.0
 # A process limits its calls itself. It is killed when it does not answer for this much longer.
 ANSWER_GRACE_S = 5.0
-EXIT_TIMEOUT_S = 2.0
 MAX_DEATHS = 3  # of a process, one after another, before any answer
-MAX_LOG_BYTES = 1 << 20
-LOG_PERIOD_S = 10.0
-TAIL_BYTES = 2000
-CHUNK_BYTES = 1 << 16
 MAX_REASON_CHARS = 500
-MAX_LAST_LINE = 200  # characters of what a process printed last
 METRICS = ("environment/restarts", "environment/timeouts")
 
 
@@ -148,20 +139,19 @@ class _Process:
         self._config = config
         self._spec = spec
         self._log = log
-        self._log_started = 0.0
-        self._tail = b""
         self._on_unusable = on_unusable
         self._pause = pause  # seconds before it starts
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
-        self._process: asyncio.subprocess.Process | None = None
-        self._readers: tuple[asyncio.Task[None], ...] = ()
+        self._child: Child | None = None
         self._started: asyncio.Task[tuple[Schema, ...]] | None = None
         self.episodes: set[str] = set()
         self.answered = False  # a reset or a step
         self.draining = False  # takes no more episodes
-        self.ended = ""  # why it has ended
+
+    @property
+    def ended(self) -> str:
+        """Why it has ended."""
+        return self._child.ended if self._child is not None else ""
 
     def start(self) -> asyncio.Task[tuple[Schema, ...]]:
         """Start the process once; the task returns its tools.
@@ -176,21 +166,10 @@ class _Process:
 
     async def _start(self) -> tuple[Schema, ...]:
         await asyncio.sleep(self._pause)
-        command = [
-            sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), NO_FOLDER,
-            _find_python(self._config), str(WORKER),
-        ]  # fmt: skip
-        # A fixed order of sets in all processes. The separate session keeps a Ctrl-C at the
-        # terminal, after which the run finishes its step, from ending the environments.
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
-            env={**os.environ, "PYTHONHASHSEED": "0"}, start_new_session=True,
+        self._child = child = await Child.start(
+            [_find_python(self._config), str(WORKER)], kind="environment", log=self._log,
+            max_answer_bytes=MAX_ANSWER_BYTES, on_end=self._on_unusable,
         )  # fmt: skip
-        self._readers = (
-            asyncio.create_task(self._read_answers(self._process)),
-            asyncio.create_task(self._read_prints(self._process)),
-        )
         fields = {"operation": "describe", **self._spec, "timeout": self._config.timeout}
         answer = await self._call(fields, START_TIMEOUT_S)
         try:
@@ -200,9 +179,9 @@ class _Process:
         except (KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None
         if problems:
-            self.kill(problems[0])
+            child.kill(problems[0])
             # A server says itself why it ends.
-            line = self._last_line() if self._config.mcp else ""
+            line = child.last_line() if self._config.mcp else ""
             raise ConfigError([*problems, *([f"It printed: {line}"] if line else [])])
         return tools
 
@@ -259,113 +238,41 @@ class _Process:
         return result if isinstance(result, dict) else {}
 
     async def _call(self, fields: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        if self.ended:
-            raise EnvironmentFailure(self.ended)
-        assert self._process is not None and self._process.stdin is not None
-        number = next(self._numbers)
+        """Send a request and return its answer; raises EnvironmentFailure."""
+        assert self._child is not None
         try:
-            data = json.dumps({"id": number, **fields}, default=_make_plain).encode()
+            data = json.dumps(fields, default=_make_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
             reason = f"the row or the message cannot be written as JSON: {error}"
             raise _CallFailure(_one_line(reason)) from None
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
         try:
-            async with asyncio.timeout(timeout):
-                with suppress(OSError):  # it has just died, which its reader reports
-                    self._process.stdin.write(data + b"\n")
-                    await self._process.stdin.drain()
-                return await answer
+            answer = json.loads(await self._child.request(data, timeout))
         except TimeoutError:
-            # Its event loop is blocked, or its code holds the interpreter's lock.
-            reason = f"timeout: the environment process did not answer for {timeout:g} s"
-            self.kill(reason)
-            raise _CallFailure(reason, late=True) from None
-        finally:
-            del self._calls[number]
-
-    async def _read_answers(self, process: asyncio.subprocess.Process) -> None:
-        """Give each answer to its call, until the process ends or writes something else."""
-        assert process.stdout is not None
-        try:
-            while line := await process.stdout.readline():
-                answer = json.loads(line)
-                call = self._calls[answer["id"]]
-                if call.done():
-                    raise ValueError("a second answer")
-                call.set_result(answer)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            # readline() raises ValueError for a line above the limit.
-            self._refuse_answer()
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
-        # The reaper returns the negative number of a signal as an unsigned byte.
-        code = process.returncode or 0
-        exit_kind = f"with exit code {code}"
-        with suppress(ValueError):
-            exit_kind = f"by signal {signal.Signals(256 - code).name}"
-        last = f": {text}" if (text := self._last_line()) else ""
-        self.kill(_one_line(f"the environment process ended {exit_kind}{last}"))
-
-    def _last_line(self) -> str:
-        """Return what the process printed last."""
-        lines = self._tail.decode(errors="replace").strip().splitlines()
-        return redact(lines[-1])[:MAX_LAST_LINE] if lines else ""
-
-    async def _read_prints(self, process: asyncio.subprocess.Process) -> None:
-        """Write what the process prints into its log.
-
-        A full log begins again; prints that fill it within LOG_PERIOD_S are left out.
-        """
-        assert process.stderr is not None
-        while chunk := await process.stderr.read(CHUNK_BYTES):
-            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-            if self._log is None:
-                continue
-            full = self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES
-            if full and time.monotonic() < self._log_started + LOG_PERIOD_S:
-                continue
-            if full or not self._log_started:
-                self._log_started = time.monotonic()
-            with self._log.open("w" if full else "a", encoding="utf-8") as file:
-                file.write(redact(chunk.decode(errors="replace")))
+            raise _CallFailure(self._child.ended, late=True) from None
+        except ChildEnded as end:
+            raise EnvironmentFailure(_one_line(str(end))) from None
+        except (ValueError, RecursionError):
+            raise self._refuse_answer() from None
+        if not isinstance(answer, dict):
+            raise self._refuse_answer()
+        return answer
 
     def _refuse_answer(self) -> EnvironmentFailure:
         """End a process that does not keep to the protocol; returns the failure of its call."""
-        limit = MAX_LINE_BYTES >> 20
-        self.kill(f"the environment process wrote what is not an answer of at most {limit} MiB")
-        return EnvironmentFailure(self.ended)
+        assert self._child is not None
+        return EnvironmentFailure(str(self._child.refuse_answer()))
 
     def kill(self, reason: str) -> None:
         """End the process and its children; its calls fail with the reason."""
-        if self.ended:
-            return
-        self.ended = reason
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EnvironmentFailure(reason))
-        self._on_unusable()
+        if self._child is not None:
+            self._child.kill(reason)
 
     async def close(self) -> None:
         """Let the process close its environments, then end it, and wait for that."""
-        self._on_unusable = lambda: None
-        if self._process is None or self._process.stdin is None:
-            return
-        self._process.stdin.close()
-        # Its event loop may be blocked, and its children may ignore signals.
-        for end in (self._process.terminate, self._process.kill):
-            try:
-                await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT_S)
-                break
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    end()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*self._readers), EXIT_TIMEOUT_S)
+        if self._child is not None:
+            await self._child.close("the run has ended")
+        elif self._started is not None:
+            self._started.cancel()
 
 
 class EnvironmentPool:

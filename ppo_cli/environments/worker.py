@@ -1,9 +1,9 @@
-"""The program of an environment process: requests on stdin, answers on stdout, one JSON a line.
+"""The program of an environment process, which answers requests in JSON.
 
 `pool.py` starts it by path with `environment.python`, which may lack this package and may be as old
-as 3.9: it imports the standard library alone. Requests have an id, an operation and its arguments;
-answers come in any order. One object plays one episode, many episodes share the process: methods
-run in threads, async ones on the event loop.
+as 3.9: it imports the standard library alone. Requests have an operation and its arguments. One
+object plays one episode, many episodes share the process: methods run in threads, async ones on the
+event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-MAX_LINE_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 8 << 20
 CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
 CLOSE_TIMEOUT_S = 1.0
 # What to do where the package of an adapter is missing.
@@ -195,15 +194,19 @@ def find_name(module: Any, name: str, label: str) -> Any:
     raise Problems(f"{label}: {module.__file__} has no {name!r}.{hint}{listed}")
 
 
-def load_sibling(name: str) -> Any:
-    """Import a module next to this file, under a name that no package of the user has."""
-    file = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"ppo_cli_environment_{name}", file)
+def load_file(path: Path) -> Any:
+    """Import a file of this package, under a name that no package of the user has."""
+    spec = importlib.util.spec_from_file_location(f"ppo_cli_environment_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def load_sibling(name: str) -> Any:
+    """Import a module next to this file."""
+    return load_file(Path(__file__).with_name(f"{name}.py"))
 
 
 async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], Any], str, str]:
@@ -354,48 +357,32 @@ def _kind(value: Any) -> str:
 
 
 class Worker:
-    """Answers the requests of the pool until its stdin closes."""
+    """The environment and its episodes; answers the requests of the pool."""
 
-    def __init__(self, requests: int, answers: int) -> None:
-        self._requests = requests
-        self._answers = answers
-        # A thread of its own: the pool may not read for a moment, and calls may use all others.
-        self._writer = ThreadPoolExecutor(1)
+    def __init__(self) -> None:
         self._episodes: dict[str, Any] = {}
         self._make: Callable[[], Any] = lambda: None
         self._file = ""
         self._max_reply_chars = 0
 
-    async def serve(self) -> None:
-        """Start a task for each request, so that a slow one delays no other."""
+    async def serve(self, channel: Any) -> None:
+        """Answer requests until the channel ends, then close the environments."""
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_CALLS))
-        lines: asyncio.Queue[bytes] = asyncio.Queue()
-
-        def read_requests() -> None:
-            with open(self._requests, "rb") as file:
-                for line in file:
-                    loop.call_soon_threadsafe(lines.put_nowait, line)
-            loop.call_soon_threadsafe(lines.put_nowait, b"")
-
-        threading.Thread(target=read_requests, daemon=True).start()
-        tasks = set()
-        while line := await lines.get():
-            task = asyncio.ensure_future(self._answer(json.loads(line)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        await channel.serve(self._answer)
         await asyncio.wait_for(
             asyncio.gather(*map(self._close, list(self._episodes.values()))), CLOSE_TIMEOUT_S
         )
 
-    async def _answer(self, request: dict[str, Any]) -> None:
-        """Run one request and write its answer: `result`, `problems`, or `error` (and `stuck`)."""
+    async def _answer(self, data: bytes) -> bytes:
+        """Run one request; returns its answer: `result`, `problems`, or `error` (and `stuck`)."""
         operations: dict[str, Callable[..., Awaitable[Any]]] = {
             "describe": self._describe, "reset": self._reset, "step": self._step,
             "close": self._close_episode,
         }  # fmt: skip
+        request = json.loads(data)
         operation = operations[request.pop("operation")]
-        number = request.pop("id")
+        answer: dict[str, Any]
         try:
             answer = {"result": await operation(**request)}
         except Problems as error:
@@ -408,19 +395,14 @@ class Worker:
         except BaseException as error:
             answer = {"error": f"raised {describe_error(error, self._file)}"}
         try:
-            data = json.dumps({"id": number, **answer}).encode()
+            written = json.dumps(answer).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            data = b""
             text = f"returned what cannot be written as JSON: {describe_error(error)}"
-        if len(data) >= MAX_LINE_BYTES:
-            data, text = b"", f"returned {len(data) >> 20} MiB, more than {MAX_LINE_BYTES >> 20}"
-        if not data:
-            data = json.dumps({"id": number, "error": text}).encode()
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._write, data + b"\n")
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._answers, data) :]
+        else:
+            if len(written) <= MAX_ANSWER_BYTES:
+                return written
+            text = f"returned {len(written) >> 20} MiB, more than {MAX_ANSWER_BYTES >> 20}"
+        return json.dumps({"error": text}).encode()
 
     async def _describe(
         self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
@@ -490,18 +472,15 @@ class Worker:
 
 
 def main() -> None:
-    """Serve requests; prints of the user's code go to stderr, and its stdin is empty."""
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
+    """Serve requests; the stdin of the user's code is empty."""
+    channel = load_file(Path(__file__).parents[1] / "processes" / "channel.py").Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
     # `asyncio.run` would wait for threads of the user's code that do not end.
     code = 1
     try:
-        asyncio.new_event_loop().run_until_complete(Worker(requests, answers).serve())
+        asyncio.new_event_loop().run_until_complete(Worker().serve(channel))
         code = 0
     except BaseException:
         traceback.print_exc()

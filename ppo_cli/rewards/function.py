@@ -34,8 +34,9 @@ from ppo_cli.rewards.base import (
     read_returned,
     tell_nobody,
 )
-from ppo_cli.rewards.pool import Refused, Task, WorkerPool, error_line
+from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, get_rule, score_immediately
+from ppo_cli.rewards.worker import Refused, Task, error_line
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ ROW = {
 }  # fmt: skip
 # What the policy's message says, the environment does.
 GAME = """
-import fcntl, os, re, subprocess, sys, threading, time
+import os, re, struct, subprocess, sys, threading, time
 
-def write_answer(data, times=1):
-    # Write to each pipe that this process may write to: one of them has the answers.
-    for n in range(3, 30):
-        if os.path.exists(f"/dev/fd/{n}") and "pipe" in os.readlink(f"/dev/fd/{n}"):
-            if fcntl.fcntl(n, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
-                for _ in range(times):
-                    os.write(n, data)
+def write_answer(data, times=1, number=None):
+    # The first socket is the channel of the answers.
+    n = min(n for n in range(3, 30) if "socket" in os.path.realpath(f"/dev/fd/{n}"))
+    if number is not None:
+        data = struct.pack("<4sIQ", b"\\0ppo", len(data), number) + data
+    for _ in range(times):
+        os.write(n, data)
 
 class Game:
     def __init__(self, start=0):

@@ -17,9 +17,10 @@ import pytest
 
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Reply
-from ppo_cli.environments.pool import MAX_LOG_BYTES, EnvironmentPool, check_environment
+from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, UserError
-from ppo_cli.reaper import descendants
+from ppo_cli.processes.child import MAX_LOG_BYTES
+from ppo_cli.processes.reaper import descendants
 from tests.environments.conftest import GAME, ROW
 from tests.waiting import wait_until
 
@@ -149,14 +150,12 @@ DEATHS = {
     # Its children end with it.
     "do subprocess.Popen(['sleep', '4321'], start_new_session=True); os._exit(1)": "exit code 1",
     "do os.fork() or time.sleep(4321); os._exit(1)": "exit code 1",
-    # The descriptor of the answers, found by trying; and answers that look almost right.
-    "do write_answer(b'garbage\\n')": "wrote what is not an answer of at most 8 MiB",
-    "do write_answer(b'[1]\\n')": "wrote what is not an answer of at most 8 MiB",
-    "do write_answer(b'[' * 100000 + b'\\n')": "wrote what is not an answer of at most 8 MiB",
-    # To nobody, as a flood of them would be.
-    """do write_answer(b'{"id": 4321, "result": 1}\\n')""": "wrote what is not an answer",
-    """do [write_answer(b'{"id": %d, "result": {"messages": 7}}\\n' % n) for n in range(9)]""":
-    "wrote what is not an answer of at most 8 MiB",
+    # The descriptor of the answers, found by trying: no message, an answer to nobody, no JSON, and
+    # JSON that is no answer of a step.
+    "do write_answer(b'[1]')": "wrote what is not an answer of at most 8 MiB",
+    "do write_answer(b'{}', number=4321)": "wrote what is not an answer of at most 8 MiB",
+    "do write_answer(b'[' * 100000, number=4)": "wrote what is not an answer of at most 8 MiB",
+    """do write_answer(b'{"result": {"messages": 7}}', number=4)""": "wrote what is not an answer",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 GROUND = {
-    "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "reaper",
+    "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "processes",
     "moments", "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "machine", "report", "run_folder"}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.atomic import is_running
-from ppo_cli.reaper import descendants
+from ppo_cli.processes.reaper import descendants
 from tests.forked import Forked
 from tests.loop.runs import (
     assert_same_run,

@@ -18,7 +18,8 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Score
 from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import check_source, load_function
-from ppo_cli.rewards.pool import Task, WorkerPool
+from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.worker import Task
 from tests.rewards.scoring import make_rollout, sum_episode
 from tests.rewards.tables import read_blocks, table
 
@@ -194,7 +195,8 @@ import os, pathlib, signal, time
 from functools import partial
 from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.function import load_function
-from ppo_cli.rewards.pool import Task, WorkerPool
+from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.worker import Task
 load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
 pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)

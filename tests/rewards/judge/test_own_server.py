@@ -18,7 +18,7 @@ import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.reaper import descendants
+from ppo_cli.processes.reaper import descendants
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server

@@ -78,7 +78,8 @@ root=${{TMPDIR:-/tmp}}
 [ "${{#root}}" -le 20 ] || root=/tmp
 ray=""
 start_ray() {{
-    setsid "$python" -P -m ppo_cli.reaper $$ "$temp" "$python" -P -m ray.scripts.scripts start \\
+    setsid "$python" -P -m ppo_cli.processes.reaper $$ "$temp" \\
+        "$python" -P -m ray.scripts.scripts start \\
         --block --disable-usage-stats --temp-dir="$temp/r" "$@" > "$temp/log" 2>&1 &
     ray=$!
 }}

@@ -1,7 +1,6 @@
 """A private judge: `vllm serve`, started by the run and asked through OpenAI's protocol.
 
-The reaper process is the server's parent, so that it ends with the run, however that ends. A server
-that dies is started again on the same port, and its calls are repeated like any other.
+A server that dies is started again on the same port, and its calls are repeated like any other.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ppo_cli import reaper
 from ppo_cli.config.checks.judge_server import (
     judge_fault,
     longest_request,
@@ -38,6 +34,7 @@ from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.processes.program import Program
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai
 from ppo_cli.rewards.judge.providers.base import Key
@@ -169,7 +166,7 @@ class Server:
         self._folder = Path(tempfile.mkdtemp(prefix="ppo-judge-"))
         self._log = self._folder / "server.log"
         self._stopped = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
         self._watch: threading.Thread | None = None
 
     def start(self, tell: Tell, limit_s: float) -> None:
@@ -191,24 +188,14 @@ class Server:
         if self._watch is not None:
             self._watch.join(POLL_S * 4)
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(2 * reaper.GRACE_S + 2)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _launch(self) -> None:
-        """Start the judge's server under a reaper that ends it with this process."""
-        # The reaper runs without site packages: it must start even if the environment is broken.
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(self._folder),
-                 *self._command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, env=self._environ,
-            )  # fmt: skip
+            self._process = Program(
+                self._command, environ=self._environ, log=log, folder=self._folder
+            )
 
     def _wait(self, tell: Tell, limit_s: float) -> None:
         """Wait until the server answers, and print progress.

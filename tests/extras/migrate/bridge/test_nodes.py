@@ -26,7 +26,7 @@ case "$*" in
     *importlib*) exit 0 ;;
     *secrets*) echo -n token; exit 0 ;;
     *socket*) echo 1; exit 0 ;;
-    *ppo_cli.reaper*)
+    *ppo_cli.processes.reaper*)
         words="$*"
         echo "$NODE ray ${words#*ray.scripts.scripts }" >> "$BOARD/calls"
         trap '[ "$NODE" != 0 ] || rm -f "$BOARD/head"; exit 0' TERM

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ppo_cli import reaper
 from ppo_cli.extras.migrate.bridge.folder import node_scripts
 from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, read_and_delete_keys
+from ppo_cli.processes import reaper
 from tests.extras.migrate.bridge.settled import settled
 from tests.waiting import free_port, wait_until
 

@@ -1,9 +1,9 @@
-"""A small parent process for servers such as Ray: it ends all their processes with the run.
+"""A small parent process for a child of the run: it ends all the child's processes with the run.
 
 Run as a script, with the standard library only: PARENT FOLDER COMMAND… . It ends, and ends all
 descendants of COMMAND, when the command ends, on SIGTERM, or when the process PARENT is gone for
-any reason (then it removes FOLDER as well). As a subreaper it inherits orphaned descendants, so
-that none can escape.
+any reason (then it removes FOLDER as well, if it is not empty). As a subreaper it inherits orphaned
+descendants, so that none can escape.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 TICK_S = 0.1  # between two looks at the child and the parent
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
+STOP_S = 2 * GRACE_S + 2  # until a reaper that was told to end has ended
 # Options of prctl(2), which Python's library does not have.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def supervised(command: Sequence[str], folder: Path | None = None) -> list[str]:
+    """Return the command line that runs a command under a reaper, as a child of this process."""
+    # Without site packages: it must start even if the environment is broken.
+    reaper = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder or "")]
+    return [*reaper, *command]
 
 
 def descendants(pid: int) -> list[int]:
@@ -41,7 +50,7 @@ def descendants(pid: int) -> list[int]:
     return descendants_of_pid
 
 
-def run_until_parent_exits(parent: int, folder: Path, command: list[str]) -> int:
+def run_until_parent_exits(parent: int, folder: str, command: list[str]) -> int:
     """Run a command until it ends, a signal comes or the parent is gone; return its exit code."""
     signals: list[int] = []
     # Signals are only noted; the loop below reacts.
@@ -54,7 +63,7 @@ def run_until_parent_exits(parent: int, folder: Path, command: list[str]) -> int
         time.sleep(TICK_S)
     code = child.poll()
     terminate_all(child)
-    if os.getppid() != parent:
+    if folder and os.getppid() != parent:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if code is None else code & 0xFF
 
@@ -101,4 +110,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_parent_exits(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(run_until_parent_exits(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

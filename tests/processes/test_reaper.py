@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli import reaper
 from ppo_cli.atomic import is_running
+from ppo_cli.processes import reaper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
