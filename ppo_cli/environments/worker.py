@@ -45,6 +45,21 @@ GYM_STEP = (
 )
 
 
+def load_file(path: Path) -> Any:
+    """Import a file of this package, under a name that no package of the user has."""
+    spec = importlib.util.spec_from_file_location(f"ppo_cli_environment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PROCESSES = Path(__file__).parents[1] / "processes"
+user_code = load_file(PROCESSES / "user_code.py")
+describe_error: Callable[..., str] = user_code.describe_error
+
+
 class Problems(Exception):
     """Why an environment cannot be used: one line per mistake, for the user."""
 
@@ -125,37 +140,10 @@ async def enter(context: Any) -> Any:
     return await entered
 
 
-def describe_error(error: BaseException, file: str = "") -> str:
-    """Return `ValueError: text (file.py, line 12)` on one line; the line is in `file`."""
-    try:
-        text = " ".join(str(error).split())[:300]
-    except Exception:
-        text = ""
-    name = type(error).__name__
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError) and error.filename == file:
-        line, text = error.lineno, error.msg
-    location = f" ({os.path.basename(file)}, line {line})" if line else ""
-    return (f"{name}: {text}" if text else name) + location
-
-
 def import_file(file: str, label: str) -> Any:
-    """Import a user's file, its folder first on sys.path; Problems if it does not load."""
-    stem = Path(file).stem
-    # The module's name must not shadow one that is already imported.
-    name = stem if stem.isidentifier() and stem not in sys.modules else f"environment_{stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(file).parent))
-    sys.modules[name] = module
-    sys.dont_write_bytecode = True
+    """Import a user's file; Problems if it does not load."""
     try:
-        spec.loader.exec_module(module)
+        return user_code.import_file(file)
     except BaseException as error:
         advice = ""
         if isinstance(error, ModuleNotFoundError) and error.name:
@@ -171,7 +159,6 @@ def import_file(file: str, label: str) -> Any:
         raise Problems(
             f"{label}: the file does not load: {describe_error(error, file)}.{advice}"
         ) from error
-    return module
 
 
 def import_module(name: str, label: str) -> Any:
@@ -192,16 +179,6 @@ def find_name(module: Any, name: str, label: str) -> Any:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = f" It has: {', '.join(names[:10])}." if names else ""
     raise Problems(f"{label}: {module.__file__} has no {name!r}.{hint}{listed}")
-
-
-def load_file(path: Path) -> Any:
-    """Import a file of this package, under a name that no package of the user has."""
-    spec = importlib.util.spec_from_file_location(f"ppo_cli_environment_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_sibling(name: str) -> Any:
@@ -473,7 +450,7 @@ class Worker:
 
 def main() -> None:
     """Serve requests; the stdin of the user's code is empty."""
-    channel = load_file(Path(__file__).parents[1] / "processes" / "channel.py").Channel()
+    channel = load_file(PROCESSES / "channel.py").Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]

@@ -320,15 +320,6 @@ def as_plain(value: Any, depth: int = 0) -> Any:
         return f"<{type(value).__name__}>"
 
 
-def describe_error(error: BaseException) -> str:
-    """Return `ValueError: text` for an error, the text on one line and cut."""
-    try:
-        text = " ".join(str(error).split())[:300]
-    except Exception:
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _finite(value: Any, verb: str) -> tuple[float | None, str]:
     """Return (number, ""), or (None, problem); `verb` begins the problem ("returned score")."""
     if value is None:

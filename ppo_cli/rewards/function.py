@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from ppo_cli.errors import ConfigError, RewardError, did_you_mean
+from ppo_cli.processes.user_code import describe_error, error_line, import_file
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     STEPS,
@@ -30,13 +31,12 @@ from ppo_cli.rewards.base import (
     Call,
     Reward,
     Tell,
-    describe_error,
     read_returned,
     tell_nobody,
 )
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, get_rule, score_immediately
-from ppo_cli.rewards.worker import Refused, Task, error_line
+from ppo_cli.rewards.worker import Refused, Task
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:
@@ -296,26 +296,11 @@ def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a reward file as a module, its folder first on sys.path.
-
-    Raises Refused, with the error and its line, if the file does not load.
-    """
-    # The module's name must not shadow one that is already imported.
-    stem = Path(file).stem
-    name = stem if stem.isidentifier() and stem not in sys.modules else f"reward_function_{stem}"
-    loader = SourceFileLoader(name, file)
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # As for a script: files in the same folder can be imported, and classes can be pickled.
-    sys.path.insert(0, str(Path(file).parent))
-    sys.modules[name] = module
-    sys.dont_write_bytecode = True
+    """Import a reward file; Refused, with the error and its line, if it does not load."""
     try:
-        loader.exec_module(module)
+        return import_file(file)
     except BaseException as error:
         raise Refused(_describe_load_error(Path(file), error, error_line(error, file))) from error
-    return module
 
 
 def _get_function(module: ModuleType, file: str, name: str) -> Callable[..., Any]:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from ppo_cli.errors import RewardError
 from ppo_cli.processes.child import Child, ChildEnded
+from ppo_cli.processes.event_loop import LoopThread
+from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import Call, describe_error
-from ppo_cli.rewards.remote.event_loop import LoopThread
+from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.worker import Ready, Request, Task, timeout_message
 
 CONCURRENT_COROUTINES = 64  # per worker

@@ -16,6 +16,7 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.plugins import entry_points, find_plugin, load
+from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Prompt, Score
 from ppo_cli.rewards.algebra import Unreadable, decide, equal
 from ppo_cli.rewards.answers import (
@@ -26,7 +27,7 @@ from ppo_cli.rewards.answers import (
     find_tagged,
     read_choice,
 )
-from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
+from ppo_cli.rewards.base import Call, CannotScore, read_returned
 from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.values import (
     Quantity,

@@ -12,7 +12,6 @@ import contextvars
 import faulthandler
 import inspect
 import io
-import os
 import pickle
 import signal
 import sys
@@ -23,8 +22,9 @@ from functools import partial
 from typing import Any
 
 from ppo_cli.processes.channel import Channel
+from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
+from ppo_cli.rewards.base import Call, CannotScore, read_returned
 
 MAX_OUTPUT_CHARS = 2000  # what is kept of a call's prints
 
@@ -161,20 +161,7 @@ def _error_message(error: BaseException, function: Callable[..., Any]) -> str:
     if isinstance(error, CannotScore):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    line = error_line(error, code.co_filename) if code else None
-    location = f" ({os.path.basename(code.co_filename)}, line {line})" if code and line else ""
-    return f"raised {describe_error(error)}{location}"
-
-
-def error_line(error: BaseException, file: str) -> int | None:
-    """Return the innermost line of `file` in the traceback of an error, None without one."""
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    return f"raised {describe_error(error, code.co_filename if code else '')}"
 
 
 def _add_call_info(score: Score, pieces: list[str], started: float) -> Score:

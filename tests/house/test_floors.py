@@ -30,9 +30,7 @@ MAY: dict[str, set[str]] = {
     "config": GROUND | {"algo.estimators", "data_sets.files", "machine"},
     "rewards": GROUND | {"config", "machine"},
     "engine": GROUND | {"config", "machine", "algo"},
-    # The pool's event loop is the one of remote rewards.
-    "environments": GROUND
-    | {"config", "data_sets", "algo", "engine.base", "rewards.remote.event_loop"},
+    "environments": GROUND | {"config", "data_sets", "algo", "engine.base"},
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},

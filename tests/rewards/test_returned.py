@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Part, PlacedReward
-from ppo_cli.rewards.base import as_plain, describe_error, read_returned
+from ppo_cli.rewards.base import as_plain, read_returned
 
 
 @pytest.mark.parametrize(

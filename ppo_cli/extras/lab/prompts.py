@@ -25,6 +25,7 @@ from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import as_plain, find_columns
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import cache_key
@@ -51,7 +52,6 @@ from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
 from ppo_cli.rewards.judge.visible import visible_response, written_text
-from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response_row, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 

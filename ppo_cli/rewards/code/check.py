@@ -19,13 +19,13 @@ from typing import Any
 
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, address_space, describe_address_space
+from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import (
     MAX_TEXT_CHARS,
     Call,
     CannotScore,
     Tell,
-    describe_error,
     tell_nobody,
 )
 from ppo_cli.rewards.code.channel import (

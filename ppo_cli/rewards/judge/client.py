@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, cache_key
@@ -30,7 +31,6 @@ from ppo_cli.rewards.judge.costs import Ledger, SharedLedger
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import MAX_REMINDERS, build_reminder, read_answer
 from ppo_cli.rewards.remote.client import RemoteCall, RemoteClient, reach
-from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
 from ppo_cli.rewards.remote.limits import Limits, QueueSlot
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.judge.batch import BatchJudge
@@ -21,7 +22,6 @@ from ppo_cli.rewards.judge.costs import OTHER, Ledger, SharedLedger, build_ledge
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import PpoError
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER, JudgeAsker
@@ -32,7 +33,6 @@ from ppo_cli.rewards.judge.monitor import (
     StepReport,
 )
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
-from ppo_cli.rewards.remote.event_loop import LoopThread
 
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
 CANARY_REPLIES = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")

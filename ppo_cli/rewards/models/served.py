@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.config.models.known_models import choose_adapter
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import hide_secret, redact, redact_url
 from ppo_cli.rewards.base import Reward, RoundKind, Tell, tell_nobody
@@ -49,7 +50,6 @@ from ppo_cli.rewards.models.protocols import (
     read_json,
 )
 from ppo_cli.rewards.remote.client import RemoteCall, RemoteClient, reach
-from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.failures import (
     Failure,
     RemoteError,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import Interrupted
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import JudgeError, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, Reservation
 from ppo_cli.rewards.judge.prices import Price
-from ppo_cli.rewards.remote.event_loop import LoopThread
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
