@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.atomic import is_running
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Score
 from ppo_cli.rewards.base import Call, Reward
@@ -22,12 +20,12 @@ from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.worker import Task
 from tests.rewards.scoring import make_rollout, sum_episode
 from tests.rewards.tables import read_blocks, table
+from tests.waiting import wait_until
 
 Build = Callable[..., Reward]
 Write = Callable[[str], str]
 Scores = Callable[..., list[Score]]
 PATIENCE = 60
-ROOT = Path(__file__).parents[2]
 
 FILES = read_blocks("reward_functions")
 MOODS = FILES["moods"]
@@ -173,7 +171,8 @@ def test_children_of_a_killed_worker_die_with_it(scores: Scores, tmp_path: Path)
     code = FILES["children of a killed worker die with it"]
     [score] = scores(code, "a", timeout=1.5)
     assert score.failure.startswith("timeout")
-    _wait_until_gone(tmp_path / "pid")
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_worker_has_the_memory_of_its_task_and_no_more(reward_file: Write) -> None:
@@ -186,41 +185,6 @@ def test_a_worker_has_the_memory_of_its_task_and_no_more(reward_file: Write) -> 
     pool.close()
     assert greedy.value is None and "MemoryError" in greedy.failure
     assert modest.value == 1.0
-
-
-def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Path) -> None:
-    code = FILES["workers end when the trainer is killed"]
-    trainer = f"""
-import os, pathlib, signal, time
-from functools import partial
-from ppo_cli.rewards.base import Call
-from ppo_cli.rewards.function import load_function
-from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.worker import Task
-load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
-pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
-pool.submit(Call("", "", None, {{}}), print)
-while not pathlib.Path({str(tmp_path)!r}, "pid").exists():
-    time.sleep(0.05)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    ended = subprocess.run([sys.executable, "-c", trainer], timeout=PATIENCE, cwd=ROOT)
-    assert ended.returncode == -signal.SIGKILL
-    _wait_until_gone(tmp_path / "pid")
-
-
-def _wait_until_gone(pid_file: Path) -> None:
-    def is_running() -> bool:
-        try:
-            stat = Path(f"/proc/{pid_file.read_text()}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat.rpartition(")")[2].split()[0] != "Z"
-
-    until = time.monotonic() + PATIENCE
-    while is_running():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_a_reward_is_closed_twice_and_keeps_no_state(build: Build, reward_file: Write) -> None:
