@@ -77,8 +77,7 @@ class Child:
         """
         our_end, child_end = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=our_end)
-        with child_end:
-            # Last: a start that is cancelled here leaves no process.
+        try:
             process = await asyncio.create_subprocess_exec(
                 *supervised(command), stdin=child_end.fileno(),
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -87,6 +86,11 @@ class Child:
                 # A Ctrl-C at the terminal reaches the run only, which then finishes its step.
                 start_new_session=True,
             )  # fmt: skip
+        except BaseException:  # a start that is cancelled leaves no process
+            writer.close()
+            raise
+        finally:
+            child_end.close()
         return cls(process, reader, writer, kind, log, max_answer_bytes, on_end)
 
     async def request(self, data: bytes, timeout: float) -> bytes:
