@@ -174,7 +174,6 @@ SECTIONS = {
         "explain": ("explain:explain_app", "Explain a setting, a metric or a word."),
         "data": ("data:data_app", "Check prompt files, or prepare well-known sets."),
         "doctor": ("doctor:doctor_app", "Check this machine and suggest fixes."),
-        "serve": ("serve:serve_app", "Serve a model to loops of your own (Tinker protocol)."),
     },
     "Look": {
         "runs": ("show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
@@ -185,7 +184,6 @@ SECTIONS = {
     "Judge": {
         "eval": ("evaluate:eval_app", "Score the responses of models, and compare models."),
         "reward": ("reward:reward_app", "Score files with a reward, and test the reward itself."),
-        "prompts": ("prompts:app", "List judge prompts, or show the request for a data row."),
     },
     "Share": {
         "report": ("page:report_app", "Write the page about runs as one HTML file."),

@@ -1,4 +1,4 @@
-"""The results of `ppo reward` as text for a terminal: scores, calibrations and audits.
+"""The results of `ppo reward` as text for a terminal: scores and audits.
 
 Each function takes the facts that `--json` prints; `cli/reward.py` calls them.
 """
@@ -22,26 +22,21 @@ COST_COLUMNS = {
     "calls": "calls", "cached": "from the cache", "cost_usd": "cost", "tokens": "tokens",
     "tokens_in": "tokens in", "tokens_out": "tokens out",
 }  # fmt: skip
-# Columns of the tables about parts of a mixture and about criteria: key -> heading.
+# Columns of the table about parts of a mixture: key -> heading.
 PART_COLUMNS = {
     "weight": "weight", "share": "of the spread", "scored": "scored", "failed": "failed",
     "gated": "not asked", "mean": "mean", "std": "std", "min": "min", "max": "max",
     "length": "with length",
 }  # fmt: skip
-CRITERIA = {
-    "rows": "rows", "mean": "mean", "with the rest": "with the rest",
-    "with the label": "with the label", "labelled": "labelled", "agree": "agree",
-    "kappa": "kappa", "credited too much": "too kind", "credited too little": "too harsh",
-}  # fmt: skip
 
 
 def format_scores(summary: Facts) -> list[str]:
     """Return the result of `ppo reward score` as lines: statistics, histogram, examples."""
-    rows = _count_rows(summary)
+    rows = count_rows(summary)
     if summary["scored"]:
         rows += [(name, format_number(summary[name])) for name in ("mean", "std", "min", "max")]
     # Numbers first, then remarks, then the histogram and examples.
-    lines = [*titled_table("Scores", [*rows, *_cost_rows(summary)]), *format_parts(summary)]
+    lines = [*titled_table("Scores", [*rows, *cost_rows(summary)]), *format_parts(summary)]
     if summary["remarks"]:
         lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
     lines += format_histogram(summary["histogram"])
@@ -78,9 +73,9 @@ def format_rankings(facts: Facts) -> list[str]:
 def format_parts(facts: Facts) -> list[str]:
     """Return tables of a mixture's parts and correlations; else only the values it reports."""
     parts, mixed = facts["parts"], len(facts["parts"]) > 1
-    lines = ["", *_parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
+    lines = ["", *parts_table("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
     if facts["reported"]:
-        lines += ["", *_parts_table("Reported only", facts["reported"], PART_COLUMNS)]
+        lines += ["", *parts_table("Reported only", facts["reported"], PART_COLUMNS)]
     pairs = [(" with ".join(c["parts"]), format_number(c["value"])) for c in facts["correlations"]]
     if mixed:
         pairs.append(("total with length", format_number(facts["length"])))
@@ -96,7 +91,7 @@ def format_parts(facts: Facts) -> list[str]:
     return lines
 
 
-def _parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
+def parts_table(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
     """Return a table with a row for each part; columns without any value are left out."""
     present = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
     cells = [["", *present.values()]]
@@ -125,14 +120,14 @@ def format_section(title: str, rows: Pairs) -> list[str]:
     return ["", *titled_table(title, rows)]
 
 
-def _count_rows(summary: Facts) -> list[tuple[str, str]]:
+def count_rows(summary: Facts) -> list[tuple[str, str]]:
     """Return table rows with the numbers of rows, of scores, and of failures by cause."""
     rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
     failed = summary["failed"].items()
     return rows + [(f"failed: {cause}", f"{count:,}") for cause, count in failed]
 
 
-def _cost_rows(facts: Facts) -> Pairs:
+def cost_rows(facts: Facts) -> Pairs:
     """Return table rows with time, calls, tokens and cost; what is unknown is left out."""
     rows = [("time", format_duration(facts["seconds"]))]
     for key, word in COST_COLUMNS.items():
@@ -161,85 +156,6 @@ def format_histogram(histogram: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def format_calibration(result: Facts) -> list[str]:
-    """Return the result of `ppo reward calibrate` as lines: tables, then advice."""
-    counts, spent = _count_rows(result), _cost_rows(result["spent"])
-    cascades = [line for facts in result["cascade"].values() for line in _format_cascade(facts)]
-    if "labels" not in result:
-        return [*titled_table("Rows", [*counts, *spent]), *cascades]
-    lines = titled_table("Rows", [*counts, ("labels", result["labels"]), *spent])
-    agreement = list_estimate_rows(result["agreement"])
-    lines += format_section("Compared with the labels (95 % interval)", agreement)
-    for name, facts in result["parts"].items():
-        if "agreement" in facts:
-            lines += format_section(f"Part {name} alone", list_estimate_rows(facts["agreement"]))
-    lines += format_parts(result)
-    if result["criteria"]:
-        lines += ["", *_parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
-    lines += format_section(
-        "Bias (rank correlation with the score)", list_estimate_rows(result["bias"])
-    )
-    # How much the verdicts vary when the judge is asked again.
-    if result["repeated"] is not None:
-        lines += format_section("Repeated verdicts", _repeated_rows(result["repeated"]))
-    for name, facts in result["parts"].items():
-        if facts.get("repeated") is not None:
-            lines += format_section(
-                f"Repeated verdicts of {name}", _repeated_rows(facts["repeated"])
-            )
-    lines += cascades
-    # What a run would pay; cached verdicts cost nothing, so nothing can be extrapolated from them.
-    paid = {word: result["per_1000"].get(key) for key, word in COST_COLUMNS.items()}
-    costs = [
-        (word, f"${value:.3f}" if word == "cost" else format_number(value))
-        for word, value in {"seconds": result["per_1000"].get("seconds"), **paid}.items()
-        if value is not None
-    ]
-    unknown = [("unknown", "every verdict came from the cache")]
-    lines += format_section("For 1,000 responses", costs if result["per_1000"] else unknown)
-    return [*lines, "", "Advice", *(f"  - {line}" for line in result["advice"])]
-
-
-def _format_cascade(facts: Facts) -> list[str]:
-    """Return what a cascade's best rule keeps and saves, and the flags that set it."""
-    if "why" in facts:
-        return format_section("Cascade", [("not measured", facts["why"])])
-    rows = [*list_estimate_rows(facts["figures"])]
-    if (cost := facts["cost"]) is not None:
-        alone, cascade = cost["judge_usd"], cost["cascade_usd"]
-        saved = f"${cascade:.3f} instead of ${alone:.3f}: {1 - cascade / alone:.0%} less"
-        rows.append(("cost of 1,000 responses", saved))
-    others = plural(facts["measured_on"], "row")
-    title = f"Cascade: agreement on {others} that the rule was not chosen on (95 % interval)"
-    return [*format_section(title, rows), "", f"Set {facts['flags']}"]
-
-
-def list_estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
-    """Return table rows of estimates with their intervals; without a value they say why."""
-    rows = []
-    for name, facts in estimates.items():
-        if facts["value"] is None:
-            rows.append((name, f"- ({facts['why']})"))
-            continue
-        interval = ""
-        if facts["low"] is not None:
-            interval = f"  [{format_number(facts['low'])}, {format_number(facts['high'])}]"
-        # Agreement with yes-no labels depends on a threshold: show it.
-        at = f"  at {format_number(facts['at'])}" if facts.get("at") is not None else ""
-        rows.append((name, f"{format_number(facts['value'])}{interval}{at}"))
-    return rows
-
-
-def _repeated_rows(facts: Facts) -> Pairs:
-    """Return table rows on how much repeated verdicts on the same rows differ."""
-    return [
-        ("rows", f"{facts['rows']:,} x {facts['verdicts']}"),
-        ("exactly the same", f"{facts['same']:.0%} of pairs"),
-        ("mean difference", format_number(facts["mean_gap"])),
-        ("largest difference", format_number(facts["largest_gap"])),
-    ]
-
-
 def format_audit(result: Facts) -> list[str]:
     """Return the result of `ppo reward audit` as lines: each check with its worst case."""
     # Checks that do not apply to this reward are skipped.
@@ -255,7 +171,7 @@ def format_audit(result: Facts) -> list[str]:
         elif worst:
             got, sent = _format_value(worst["got"]), _format_value(worst["sent"])
             lines.append(f"      closest: {got} for {sent}")
-    spent = ", ".join(f"{word} {value}" for word, value in _cost_rows(result["spent"]))
+    spent = ", ".join(f"{word} {value}" for word, value in cost_rows(result["spent"]))
     return [*lines, "", f"{plural(result['asked'], 'verdict')}; {spent}."]
 
 

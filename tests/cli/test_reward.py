@@ -1,4 +1,4 @@
-"""`ppo reward score`, `calibrate` and `audit`: files, columns, tables, Ctrl-C.
+"""`ppo reward score` and `audit`: files, columns, tables, Ctrl-C.
 
 What they print is in tests/messages.txt.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.reward import audit_at_start
-from ppo_cli.cli.reward_tables import format_calibration, format_histogram, format_parts
+from ppo_cli.cli.reward_tables import format_histogram, format_parts
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
@@ -79,7 +79,7 @@ def test_ctrl_c_writes_what_is_there_and_exits_3(
 def test_columns_of_any_name_are_read_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what else is typed reaches the calibration and the audit."""
+    """And what else is typed reaches the audit."""
     seen: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., Any]:
@@ -98,14 +98,6 @@ def test_columns_of_any_name_are_read_by_every_command(
     code, _, err = run_reward(capsys, "score", file, *columns)
     assert (code, err) == (0, "")
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 0.0]
-    calibrate = import_module("ppo_cli.extras.lab.calibrate")
-    monkeypatch.setattr(calibrate, "calibrate", keep("calibrate"))
-    labels = ("--labels", "good", "--positive", "no", "--repeat", "7")
-    run_reward(capsys, "calibrate", file, *columns, *labels)
-    _, _, labelled, options = seen["calibrate"]
-    assert [row.rollout.prompt.data_source for row in labelled.rows] == ["gsm8k", "gsm8k"]
-    assert [row.rollout.text for row in labelled.rows] == ["#### 2", "#### 5"]
-    assert (options["repeat"], labelled.description) == (7, "'no' is good (1 of 2)")
     audit = import_module("ppo_cli.scoring.audit")
     monkeypatch.setattr(audit, "audit", keep("audit"))
     for args, prompts in (
@@ -119,15 +111,6 @@ def test_columns_of_any_name_are_read_by_every_command(
         run_reward(capsys, "audit", "--items", name, "--rule", "exact")
         bundled.append([item.prompt.text for item in seen["audit"][2]])
     assert bundled[0] != bundled[1]
-
-
-def test_equal_labels_are_refused_before_anything_is_scored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path / "a.jsonl", ROW | {"good": 1}, ROW | {"good": 1})
-    code, out, err = run_reward(capsys, "calibrate", file, "--labels", "good")
-    assert (code, out) == (2, "")
-    assert "all labels are equal (2 rows)" in err and "Add rows with another label" in err
 
 
 def test_the_longest_bar_has_30_characters_and_the_shortest_one() -> None:
@@ -155,15 +138,6 @@ def test_a_mixture_has_a_table_of_its_parts() -> None:
     assert format_parts(facts)[-1] == "  rule: {scaling: affine, mean: 1}"
     alone = {**facts, "parts": {"judge": rule}, "reported": {}, "correlations": []}
     assert format_parts(alone) == []
-
-
-def test_verdicts_from_the_cache_say_nothing_about_the_cost() -> None:
-    result = {
-        "rows": 1, "scored": 0, "failed": {}, "labels": "x", "spent": {"seconds": 3.0},
-        "agreement": {}, "bias": {}, "repeated": None, "cascade": {}, "per_1000": {}, "advice": [],
-        "parts": {}, "reported": {}, "correlations": [], "length": None, "criteria": {},
-    }  # fmt: skip
-    assert "every verdict came from the cache" in "\n".join(format_calibration(result))
 
 
 def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:

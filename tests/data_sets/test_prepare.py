@@ -21,7 +21,6 @@ from ppo_cli.data_sets.prepare import (
 )
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
-from ppo_cli.extras.lab.fitting.preferences import load_pairs
 from ppo_cli.rewards.rules import compare_algebra, score_math
 from tests.data_sets.lines import write_rows
 
@@ -92,7 +91,7 @@ def test_the_real_set(name: str, splits: dict[str, int], tmp_path: Path) -> None
     if name == "gsm8k":
         assert all(row.ground_truth.lstrip("-").replace(".", "").isdigit() for row in row_set.rows)
     if name == "hh_rlhf":
-        assert len(load_pairs([str(tmp_path / "pairs_test.parquet")]).pairs) == 2312
+        assert len(rows_of(tmp_path / "pairs_test.parquet")) == 2312
 
 
 @pytest.fixture
@@ -247,9 +246,6 @@ def test_dialogues_become_pairs_and_each_prompt_once(source: Path, out: Path) ->
     assert rows_of(out / "test.parquet")[0]["prompt"] == talk
     assert rows_of(out / "train.parquet")[0]["prompt"] == [question]
     assert rows_of(out / "train.parquet")[1]["extra_info"] == {"split": "train", "index": 1}
-    # Both readers take them as they are.
-    pairs = load_pairs([str(out / "pairs_train.parquet")]).pairs
-    assert [p.texts for p in pairs][:2] == [("In water.", ""), ("Enjoy.", "No.")]
     prompts = load_rows(str(out / "train.parquet"))
     assert (len(prompts.rows), prompts.problems, prompts.notes) == (2, (), ())
     assert {row.data_source for row in prompts.rows} == {"Anthropic/hh-rlhf"}

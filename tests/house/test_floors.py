@@ -37,9 +37,9 @@ MAY: dict[str, set[str]] = {
     # The engine over many processes and machines; starts Ray and brings the nodes together.
     "cluster": GROUND | {"config", "machine", "algo", "engine"},
     # What registers by entry points, like packages of others; they do not import each other.
-    "extras.lab": GROUND | FLOOR_2 | {"algo.batch", "engine", "rewards", "scoring"},
+    "extras.lab": GROUND | FLOOR_2 | {"algo.batch", "cli", "engine", "rewards", "scoring"},
     # Models and rewards behind HTTP calls, for loops of other programs.
-    "extras.serve": GROUND | FLOOR_2 | {"algo", "engine", "rewards", "scoring"},
+    "extras.serve": GROUND | FLOOR_2 | {"algo", "cli", "engine", "rewards", "scoring"},
     # Rewrites what was written for other trainers; runs on verl without engine and torch.
     "extras.migrate": GROUND
     | FLOOR_2

@@ -134,30 +134,6 @@ def test_ctrl_c_keeps_the_rows_that_are_whole(judge: list[str], bench: Bench) ->
     assert 0 < sum(row["score"] is not None for row in bench.scored()) < 40
 
 
-def test_calibrate_looks_at_each_part_of_a_mixture(judge: list[str], bench: Bench) -> None:
-    bench.server.score = lambda system, user: 5
-    args = ("calibrate", sums(bench, 12), "--labels", "good", *judge)
-    summary = bench.reward(*args, "--json").summary
-    rule, of_judge = summary["parts"]["rule"], summary["parts"]["judge"]
-    assert summary["kind"] == "mixture"
-    assert summary["agreement"]["AUC"]["value"] == rule["agreement"]["AUC"]["value"] == 1.0
-    assert of_judge["agreement"]["AUC"]["why"] == "every score is the same"
-    assert (of_judge["repeated"]["verdicts"], rule["repeated"]) == (3, None)
-    assert bench.server.count >= 12 + 36
-    assert summary["spent"]["calls"] >= 48
-    assert summary["agreement"]["accuracy at 0.5"]["value"] is None
-    out = bench.reward(*args).out
-    assert "Part rule alone" in out and "Repeated verdicts of judge" in out
-
-
-def test_fresh_verdicts_keep_to_the_budget(judge: list[str], bench: Bench) -> None:
-    limits = ("--rm_max_tokens", "50", "--rm_budget_tokens", "12000")
-    args = ("calibrate", sums(bench, 12), "--labels", "good", *judge, *limits, "--json")
-    summary = bench.reward(*args, code=3).summary
-    assert summary["scored"] == 12 and "budget" in summary["stopped"]
-    assert summary["spent"]["tokens_in"] + summary["spent"]["tokens_out"] <= 12_000
-
-
 @pytest.mark.parametrize("gate", [(), ("reward.composite.parts.judge={only_if: rule >= 1}",)])
 def test_audit_with_an_honest_judge(judge: list[str], bench: Bench, gate: tuple[str, ...]) -> None:
     bench.server.score = honest

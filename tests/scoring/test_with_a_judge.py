@@ -85,17 +85,6 @@ def test_a_wrong_key_is_told_at_once(bench: Bench, flags: list[str]) -> None:
     assert not (bench.folder / "a.scored.jsonl").exists()
 
 
-def test_calibrate_asks_past_the_cache(bench: Bench, flags: list[str]) -> None:
-    file = bench.sums(12)
-    summary = bench.reward("calibrate", file, "--labels", "good", *flags, "--json").summary
-    assert summary["agreement"]["AUC"]["value"] == 1.0
-    assert summary["repeated"] == {
-        "rows": 12, "same": 1.0, "mean_gap": 0.0, "largest_gap": 0.0, "verdicts": 3,
-    }  # fmt: skip
-    assert bench.server.count >= 12 + 36
-    assert summary["per_1000"]["tokens_in"] > 0
-
-
 def test_audit_keeps_to_the_budget(bench: Bench, flags: list[str]) -> None:
     bench.server.score = honest
     args = ("audit", *flags, "--rm_max_tokens", "50", "--json")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.reward import warn_if_like_guessing
+from ppo_cli.extras.lab.commands.fit import warn_if_like_guessing
 from ppo_cli.extras.lab.fitting.training import FitSettings, Recipe
 
 

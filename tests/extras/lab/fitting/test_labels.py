@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import tensor
 
-from ppo_cli.cli.reward import format_fit
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import DataError, ModelError
+from ppo_cli.extras.lab.commands.fit import format_fit
 from ppo_cli.extras.lab.fitting.fit import fit
 from ppo_cli.extras.lab.fitting.preferences import EncodedExample, Labels, load_pairs
 from ppo_cli.extras.lab.fitting.training import GradeObjective, rank_agreement

@@ -1,0 +1,1 @@
+"""The commands of extras/lab; entry points name them through `plugin`."""

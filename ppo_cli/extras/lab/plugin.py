@@ -1,0 +1,15 @@
+"""What the entry points of pyproject.toml name: the commands of extras/lab."""
+
+from ppo_cli.plugins import Command
+
+_COMMANDS = "ppo_cli.extras.lab.commands"
+prompts = Command(
+    f"{_COMMANDS}.prompts:app", "List judge prompts, or show the request for a data row.", "Judge"
+)
+calibrate = Command(
+    f"{_COMMANDS}.calibrate:app", "Compare a reward's scores with labels from people."
+)
+fit = Command(
+    f"{_COMMANDS}.fit:app",
+    "Train a reward model from pairs of responses (Bradley-Terry), or a judge from labels.",
+)
