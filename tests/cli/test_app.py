@@ -63,7 +63,7 @@ def test_help_is_one_screen_with_examples_that_parse(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     commands = list_commands()
-    assert {(), ("reward", "score"), ("prompts", "render"), ("train",)} <= {*commands}
+    assert {(), ("reward", "score"), ("data", "check"), ("train",)} <= {*commands}
     for args in commands:
         assert main([*args, "--help"]) == 0
         out = capsys.readouterr().out
@@ -91,6 +91,8 @@ def parse(args: list[str]) -> None:
     command = context.command
     while hasattr(command, "resolve_command") and args:
         name, command, args = command.resolve_command(context, args)
+        if hasattr(command, "commands"):
+            context = typer.Context(command, parent=context, info_name=name)
     if not hasattr(command, "commands") and "--help" not in args:
         unknown = command.make_context(name, args, parent=context).meta.get(UNKNOWN_FLAGS, ())
         assert unknown == ()
