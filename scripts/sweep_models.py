@@ -25,15 +25,14 @@ INTRODUCTION = """# Models
 
 PPO is correct only if sampler, annotation and update compute the same log-probs. For each family
 below, `ppo train` trained a small random model on the CPU in float32 with default settings (GAE
-with a critic). The models are 64 wide and have every layer type, sliding windows and chunks shorter
-than the rows, soft caps, scalings, and biases and norms that differ from their initial values. Each
-number was compared with transformers in eager attention, one row at a time, without a cache:
+with a critic), 64 wide, with every layer type, and biases and norms that differ from their initial
+values. Each number was compared with transformers in eager attention, one row at a time:
 
 - log-probs of the sampler and of the annotation, values, and the gradients of the first two
   updates of actor and critic (relative to the largest number in their tensor)
-- at the first update: ratio 1, no clipping, no KL; with a learning rate of 0, none in three steps
-- four steps equal two steps, a resume and two more steps, bit for bit
-- transformers loads the exported folder bit for bit
+- at the first update: ratio 1, no clipping, no KL
+- four steps equal two steps, a resume and two more steps, and transformers loads the exported
+  folder, bit for bit
 - a LoRA adapter: step 2 samples from the same numbers as the export of step 1
 - if rows are packed by default, `model.packing=false` gives the same numbers
 

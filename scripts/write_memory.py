@@ -107,25 +107,8 @@ ppo plan --model Qwen/Qwen2.5-1.5B --n_gpus 1 --device_memory 12GB rollout.max_n
   --lora_rank 16 --adv_estimator grpo --rollout_n 8
 ```
 
-| to save | setting |
-|---|---|
-| the critic, half of what is trained | `--adv_estimator grpo --rollout_n 8` |
-| gradients and moments of most weights, and the reference | \
-`--lora_rank 16` (about one percent of the parameters is trained) |
-| three quarters of the base model | `--quantization nf4` with LoRA (needs bitsandbytes) |
-| a third of a full model's training memory | \
-`actor.optim.optimizer=AdamW8bit` (needs bitsandbytes) |
-| the reference | `algorithm.use_kl_in_reward=false` and no KL loss. \
-`--kl_coef 0` alone does not free it: the KL is still measured |
-| weights and moments on the GPU | `actor.fsdp_config.param_offload=true`, \
-`actor.fsdp_config.optimizer_offload=true`, the same for `critic`, `ref.param_offload=true` |
-| activations | `model.enable_gradient_checkpointing=true`, \
-`actor.ppo_max_token_len_per_gpu=2048` |
-| memory of the sampler | `--gpu_memory_utilization 0.3` (vLLM), `rollout.max_num_seqs=64`, \
-shorter `--max_response_length` |
-
-`--preset lora-low-memory` sets the first two. GPUs before Ampere (T4, V100, RTX 20) emulate
-bfloat16, so models compute in float32 there.
+`--preset lora-low-memory` sets LoRA and GRPO. What else saves memory, in the order to try it:
+[out of memory](troubleshooting.md#out-of-memory).
 
 ## Simulate a step
 
