@@ -19,9 +19,8 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.cli.help import App
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.machine.device_record import DeviceKey, read_record, record_path
-from ppo_cli.redact import redact
 from ppo_cli.run_folder.folder import check_run_folder
-from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
+from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics, to_json
 from ppo_cli.run_folder.store import localise
 
 # On another --host the page is open to the network.
@@ -152,7 +151,7 @@ def make_self_test_section() -> str:
             f"`{ppo('doctor --self-test')}`, or leave --self_test out."
         )
     # Reports are sent to others.
-    text = redact(json.dumps(asdict(record), indent=1, ensure_ascii=False))
+    text = to_json(asdict(record), indent=1)
     for private, stand_in in ((socket.gethostname(), "HOST"), (str(Path.home()), "~")):
         text = text.replace(private, stand_in) if len(private) > 1 else text
     return f"<details><summary>Self-test</summary><pre>{html.escape(text)}</pre></details>\n"

@@ -197,7 +197,7 @@ def audit(
         "checks": [asdict(check) for check in checks],
         "asked": len(rollouts) + verdicts,
         "spent": add_spending(scoring_spending(scoring.scores, scoring), repeats.metrics),
-        "stopped": redact(repeats.stopped),
+        "stopped": repeats.stopped,
     }
 
 

@@ -22,7 +22,6 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import plural
 from ppo_cli.extras.lab.cascade import cascade_facts
 from ppo_cli.extras.lab.criteria import Marks, criteria_advice, criteria_facts
-from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.repeats import Repeats, repeat_random_sources
@@ -291,7 +290,7 @@ def calibrate(
             max(1, sum(judge.votes for judge in judges)),
             min((judge.concurrency for judge in judges), default=1),
         ),
-        "stopped": redact(repeats.stopped),
+        "stopped": repeats.stopped,
     }
     # For each part of a mixture: its own agreement with the labels, and how steady it is.
     if result["kind"] == "mixture":
@@ -318,7 +317,7 @@ def calibrate_cascade(
         "failed": count_failures(scoring.scores),
         "cascade": cascade_facts(settings, rollouts, scoring, None),
         "spent": scoring_spending(scoring.scores, scoring),
-        "stopped": redact(scoring.stopped),
+        "stopped": scoring.stopped,
     }
 
 

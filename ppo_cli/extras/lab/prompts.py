@@ -26,7 +26,6 @@ from ppo_cli.data_sets.rows import as_plain, find_columns
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
 from ppo_cli.processes.event_loop import LoopThread
-from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import cache_key
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
@@ -376,4 +375,4 @@ def _spending_facts(api: ApiReward, drafts: Drafts) -> dict[str, Any]:
     spent = drafts.spent
     cost = None if find_price(api) is None else spent.usd
     return {"calls": spent.calls, "tokens": spent.usage.total, "cost_usd": cost,
-            "stopped": redact(drafts.stopped)}  # fmt: skip
+            "stopped": drafts.stopped}  # fmt: skip
