@@ -26,7 +26,8 @@ import cloudpickle
 
 from ppo_cli.data_sets.rows import as_plain
 from ppo_cli.errors import ConfigError
-from ppo_cli.redact import redact, secret_values
+from ppo_cli.secrets.known import secret_values
+from ppo_cli.secrets.redact import redact
 
 DIGEST_CHARS = 12
 SHOWN_ROWS = 5  # bad values that a message lists

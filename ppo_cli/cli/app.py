@@ -38,7 +38,7 @@ from ppo_cli.errors import (
     ppo,
 )
 from ppo_cli.plugins import Command
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")

@@ -27,7 +27,6 @@ from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
-from ppo_cli.redact import redact
 from ppo_cli.report.catalogue import PHASES
 from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.metrics import (
@@ -38,6 +37,7 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.tracker import RECENT_STEPS, Advance, Screen, Summary
 from ppo_cli.run_folder.lines import to_json
+from ppo_cli.secrets.redact import redact
 from ppo_cli.signals import redirect_to_devnull
 
 # Metric -> its name on the line of a step.

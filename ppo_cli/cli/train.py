@@ -43,11 +43,11 @@ from ppo_cli.errors import (
     ppo,
 )
 from ppo_cli.plugins import import_name, load_all
-from ppo_cli.redact import redact
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
 from ppo_cli.run_folder.store import find_source_anywhere
+from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
     from ppo_cli.extras.lab.simulation.simulate import Simulation

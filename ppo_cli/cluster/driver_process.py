@@ -30,7 +30,7 @@ from ppo_cli.config.schema.run import Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import PpoError, is_picklable
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 # Ray must be joined and left in the main thread.
 IN_MAIN_THREAD = ("build", "close")

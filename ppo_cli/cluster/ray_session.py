@@ -17,7 +17,7 @@ import ray
 from ppo_cli.cluster.addresses import accepts_connections, join_address
 from ppo_cli.engine.leftovers import remove_stale_folders
 from ppo_cli.errors import WorkerLost, first_line
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 # How often the head of a joined cluster is connected to, and how often before it counts as lost.
 PROBE_EVERY_S, PROBE_ATTEMPTS = 5.0, 3

@@ -34,7 +34,7 @@ from ppo_cli.engine.leftovers import create_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, is_picklable
 from ppo_cli.machine.gpus import pin_gpu_order
 from ppo_cli.machine.processor import count_cores
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Where MKL's variable is set, torch prefers it to that of OpenMP.

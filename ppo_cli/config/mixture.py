@@ -30,7 +30,7 @@ from ppo_cli.config.schema.keys import (
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
-from ppo_cli.redact import mask_secrets
+from ppo_cli.secrets.redact import mask_secrets
 
 Kind = Literal["judge", "model", "rule", "environment"]
 

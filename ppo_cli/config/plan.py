@@ -40,7 +40,7 @@ from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError, plural
-from ppo_cli.redact import mask_secrets, redact, redact_url
+from ppo_cli.secrets.redact import mask_secrets, redact, redact_url
 
 # Providers that need no more than a key.
 _PUBLIC = ("claude", "openai", "gemini", "dashscope")

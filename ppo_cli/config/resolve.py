@@ -46,7 +46,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import NO
 from ppo_cli.errors import ConfigError, is_address, plural
 from ppo_cli.plugins import import_name, load_all
-from ppo_cli.redact import hide_settings, redact, redact_url
+from ppo_cli.secrets.known import hide_settings
+from ppo_cli.secrets.redact import redact, redact_url
 
 # Sizes that are lowered to the number of training rows when nobody chose them.
 BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")

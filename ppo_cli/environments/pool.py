@@ -28,7 +28,7 @@ from ppo_cli.plugins import entry_points, find_plugin
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Message
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # a user's file may import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ppo_cli.processes.channel import HEADER, MARK
 from ppo_cli.processes.reaper import STOP_S, supervised
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 # From the end of a child's channel to that of the child.
 EXIT_TIMEOUT_S = 2.0

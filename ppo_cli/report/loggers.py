@@ -21,8 +21,8 @@ from typing import Any
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import MissingPart, UserError, first_line
-from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.run_folder.lines import plain
+from ppo_cli.secrets.redact import mask_secrets, redact
 
 # Columns of the table of responses in W&B.
 TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "reason", "failure")

@@ -56,7 +56,6 @@ from ppo_cli.errors import (
 )
 from ppo_cli.loop import run
 from ppo_cli.records import Prompt
-from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
@@ -71,6 +70,7 @@ from ppo_cli.run_folder.folder import FORK_LINE, WRITTEN_BY, RunFolder, read_for
 from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
+from ppo_cli.secrets.redact import redact
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.step.sampling import train_sampling
 from ppo_cli.step.saving import load

@@ -41,8 +41,8 @@ from ppo_cli.machine.gpus import (
 )
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
-from ppo_cli.redact import redact
 from ppo_cli.run.network import find_network
+from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.providers.base import SdkProvider

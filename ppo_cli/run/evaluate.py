@@ -41,7 +41,6 @@ from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.records import Message, Prompt, Rollout, Scored
-from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.episodes import start_episodes
@@ -51,6 +50,7 @@ from ppo_cli.run_folder.lines import append_line, plain, read_lines, replace_lin
 from ppo_cli.run_folder.sources import ModelSource
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
+from ppo_cli.secrets.redact import redact
 from ppo_cli.step.sampling import VALIDATION, stream_seed
 
 # The settings of an eval in its folder, and the parent of folders without --out.

@@ -45,7 +45,6 @@ from ppo_cli.errors import (
     replace_path,
     shell_name,
 )
-from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
     Lines,
@@ -58,6 +57,7 @@ from ppo_cli.run_folder.checkpoints import STEP_NAME
 from ppo_cli.run_folder.folder import list_ancestors, paid_calls
 from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.run_folder.sources import find_model, has_model
+from ppo_cli.secrets.redact import mask_secrets, redact
 
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"

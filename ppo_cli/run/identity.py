@@ -24,10 +24,10 @@ from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import UserError
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
-from ppo_cli.redact import mask_secrets
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.sources import has_model
+from ppo_cli.secrets.redact import mask_secrets
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it

@@ -31,11 +31,11 @@ from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
 from ppo_cli.records import Prompt
-from ppo_cli.redact import redact
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
 from ppo_cli.run_folder.store import try_store
 from ppo_cli.scoring.sources import file_checks, row_checks
+from ppo_cli.secrets.redact import redact
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppo_cli.atomic import UNFINISHED, atomic_replace
 from ppo_cli.errors import DataError
-from ppo_cli.redact import Redactor
+from ppo_cli.secrets.redact import Redactor
 
 # Names in a run folder.
 METRICS_FILE = "metrics.jsonl"

@@ -16,7 +16,6 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import plural
 from ppo_cli.records import Score
-from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge.prompt import Template, build_material, load_template
@@ -55,6 +54,7 @@ from ppo_cli.scoring.sources import (
     single_judge,
     verdicts_per_response,
 )
+from ppo_cli.secrets.redact import redact
 
 SECRET = "7391-ppo-cli-5528"  # a ground truth that no response contains by chance
 

@@ -26,7 +26,6 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.records import Prompt
-from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
@@ -43,6 +42,7 @@ from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.visible import Passage, Response
 from ppo_cli.scoring.rows import read_held_out
+from ppo_cli.secrets.redact import redact
 
 # Rows that are rendered for a forecast; more would take long and change the means little.
 SAMPLE = 200

@@ -27,12 +27,12 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted, RewardError, plural
 from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder.lines import plain
 from ppo_cli.scoring.rows import ResponseRow
 from ppo_cli.scoring.sources import override_all, reward_kind
+from ppo_cli.secrets.redact import redact
 
 NOT_ASKED = "not asked"
 SPENDING_METRICS = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge

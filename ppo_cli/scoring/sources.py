@@ -27,7 +27,7 @@ from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.redact import redact_url
+from ppo_cli.secrets.redact import redact_url
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:

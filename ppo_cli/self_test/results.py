@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ppo_cli.errors import first_line
 from ppo_cli.machine.device_record import Feature, State
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 Figure = float | int | str
 

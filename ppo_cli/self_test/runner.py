@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import Outcome, Results, Setup, describe_error
 

@@ -14,7 +14,7 @@ import pytest
 
 GROUND = {
     "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "processes",
-    "moments", "records", "redact", "secret_patterns", "signals", "spending", "thoughts", "version",
+    "moments", "records", "secrets", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "machine", "report", "run_folder"}
 LOOP = {"loop", "step"}

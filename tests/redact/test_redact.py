@@ -15,16 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.redact import (
-    HIDDEN,
-    Redactor,
-    hide_secret,
-    hide_settings,
-    mask_secrets,
-    redact,
-    secret_values,
-)
 from ppo_cli.run_folder.lines import to_json
+from ppo_cli.secrets.known import hide_secret, hide_settings, secret_values
+from ppo_cli.secrets.redact import HIDDEN, Redactor, mask_secrets, redact
 
 ENV = {
     "OPENAI_API_KEY": "abc123def",

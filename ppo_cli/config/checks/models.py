@@ -46,7 +46,7 @@ from ppo_cli.errors import (
     replace_flag,
     replace_path,
 )
-from ppo_cli.redact import redact_url
+from ppo_cli.secrets.redact import redact_url
 
 TENSOR = "trainer.tensor_parallel_size"
 

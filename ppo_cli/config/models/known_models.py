@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from ppo_cli.config.models.weight_files import has_weights, read_json, tensor_names
 from ppo_cli.errors import ConfigError, ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.plugins import Declarations, load
-from ppo_cli.redact import redact_url
+from ppo_cli.secrets.redact import redact_url
 
 
 @dataclass(frozen=True)

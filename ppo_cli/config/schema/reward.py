@@ -20,7 +20,7 @@ from ppo_cli.config.schema.algorithm import (
 )
 from ppo_cli.errors import did_you_mean
 from ppo_cli.plugins import Names
-from ppo_cli.redact import redact, redact_url
+from ppo_cli.secrets.redact import redact, redact_url
 
 # Choices come from the table of adapters; type checkers see plain text.
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo, shorten
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.judge.calls import (
     JudgeError,
@@ -37,6 +36,7 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import no_content_reason
 from ppo_cli.rewards.judge.visible import Response, visible_response, written_text
+from ppo_cli.secrets.redact import redact
 from ppo_cli.thoughts import NO_ANSWER
 
 MAX_REFUSED_PROMPTS = 3  # prompts that the judge may refuse before the start asks no more

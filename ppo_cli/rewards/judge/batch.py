@@ -21,13 +21,13 @@ from typing import Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.errors import Interrupted
-from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, worst_case
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.batches import BATCH_CALL_S, BatchResults
 from ppo_cli.rewards.judge.providers.replies import row_error
 from ppo_cli.rewards.remote.failures import Failure
+from ppo_cli.secrets.redact import redact
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import RewardError
-from ppo_cli.redact import mask_secrets
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Verdict
 from ppo_cli.rewards.remote.failures import Failure
+from ppo_cli.secrets.redact import mask_secrets
 
 logger = logging.getLogger(__name__)
 

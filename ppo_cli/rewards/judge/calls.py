@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Score
-from ppo_cli.redact import redact
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
+from ppo_cli.secrets.redact import redact
 from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:

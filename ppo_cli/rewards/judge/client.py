@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.processes.event_loop import LoopThread
-from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import (
@@ -33,6 +32,7 @@ from ppo_cli.rewards.judge.verdict import MAX_REMINDERS, build_reminder, read_an
 from ppo_cli.rewards.remote.client import RemoteCall, RemoteClient, reach
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
 from ppo_cli.rewards.remote.limits import Limits, QueueSlot
+from ppo_cli.secrets.redact import mask_secrets, redact, redact_url
 
 PARSE_ATTEMPTS = 3  # at the start of a run, for a first reply that can be read
 _CLOSED = "The run ended before the judge had answered."

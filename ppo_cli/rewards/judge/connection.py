@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo
 from ppo_cli.processes.event_loop import LoopThread
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
@@ -24,6 +23,7 @@ from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
+from ppo_cli.secrets.redact import redact
 
 DRAIN_S = 20.0  # time for calls in flight to finish when a run ends: they are paid for
 

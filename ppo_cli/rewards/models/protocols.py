@@ -17,7 +17,6 @@ from urllib.parse import urlsplit, urlunsplit
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import MAX_MAGNITUDE
 from ppo_cli.rewards.control_tokens import break_control_tokens
 from ppo_cli.rewards.models.base import TooLong, get_messages
@@ -29,6 +28,7 @@ from ppo_cli.rewards.models.formats import (
     served_format,
 )
 from ppo_cli.rewards.remote.failures import Failure, RemoteError, is_html, read_message
+from ppo_cli.secrets.redact import redact
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.redact import hide_secret, redact, redact_url
 from ppo_cli.rewards.base import Reward, RoundKind, Tell, tell_nobody
 from ppo_cli.rewards.models.base import (
     BUILT_IN,
@@ -59,6 +58,8 @@ from ppo_cli.rewards.remote.failures import (
 )
 from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.rewards.remote.proxies import client_settings
+from ppo_cli.secrets.known import hide_secret
+from ppo_cli.secrets.redact import redact, redact_url
 
 if TYPE_CHECKING:
     import httpx

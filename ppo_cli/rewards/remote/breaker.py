@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from ppo_cli.errors import Interrupted
-from ppo_cli.redact import redact
 from ppo_cli.rewards.remote.failures import TOO_MANY, Failure, RemoteError
 from ppo_cli.rewards.remote.limits import Clock
+from ppo_cli.secrets.redact import redact
 
 # The breaker opens after a row of failures as long as the window, within these bounds, ...
 MIN_FAILURES, MAX_FAILURES = 5, 20

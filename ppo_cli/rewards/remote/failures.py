@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
 
-from ppo_cli.redact import redact
+from ppo_cli.secrets.redact import redact
 
 
 class Failure(Enum):

@@ -32,8 +32,8 @@ from ppo_cli.errors import (
     ppo,
     refuse_out_address,
 )
-from ppo_cli.redact import redact
 from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
     from ppo_cli.extras.migrate.bridge.overrides import VerlOverrides

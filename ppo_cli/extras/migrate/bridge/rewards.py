@@ -30,7 +30,6 @@ from ppo_cli.errors import DataError, PpoError, RewardError
 from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, score_columns
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import (
@@ -41,6 +40,7 @@ from ppo_cli.run_folder.lines import (
     rollout_file,
     to_json,
 )
+from ppo_cli.secrets.redact import redact
 
 NAME = "ppo_cli_reward"
 ROW = "ppo_cli"  # key in extra_info for data that verl does not pass to reward functions

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
-from ppo_cli.redact import hide_secret, redact
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, UnlimitedCost, Usage
 from ppo_cli.rewards.judge.providers.batches import BatchInterface
 from ppo_cli.rewards.judge.providers.failures import (
@@ -34,6 +33,8 @@ from ppo_cli.rewards.judge.providers.options import Forms, Option, OptionSet
 from ppo_cli.rewards.judge.providers.replies import read_reply
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure, to_one_line
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
+from ppo_cli.secrets.known import hide_secret
+from ppo_cli.secrets.redact import redact
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,10 @@ from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.processes.program import Program
-from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.providers import openai
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.providers.options import Option
+from ppo_cli.secrets.redact import redact
 
 Tell = Callable[[str], None]
 LOOPBACK = "127.0.0.1"

@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from ppo_cli.config.models.known_models import JUDGES, effective_provider
 from ppo_cli.errors import RewardError
-from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.remote.failures import Failure
+from ppo_cli.secrets.redact import redact
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import ask_once, judge_api
 from tests.judge_server.server import TOKEN, digest

@@ -1,0 +1,1 @@
+"""No key leaves: known values and strings like keys are removed where a line is written."""

@@ -1,0 +1,98 @@
+"""Which values are secrets: of variables, of settings and of flags that contain keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from ppo_cli.secrets.patterns import MIN_SECRET, is_mixed
+
+_SECRET_NAMES = re.compile(
+    r"(?i)(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD"
+    r"|PASSPHRASE)(?:_BEDROCK)?$"
+)
+# Settings such as `eos_token` are ordinary text, which must not vanish from responses.
+_KEYS_TO_HIDE = re.compile(
+    r"(?i)(?:api[_-]?key|(?:^|api|auth|access|bearer|hub|hf)[_-]?token|secret|password)$"
+)
+# Keys from variables with other names, from settings and from flags.
+_hidden_secrets: set[str] = set()
+# In a configured address these parts count as secrets, even if they do not look like one.
+URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+URL_LOGIN = re.compile(r"(?<=://)[^/?#]+(?=@)")
+URL_QUERY = re.compile(
+    r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)([^&#]+)"
+)
+
+
+def hide_secret(secret: str) -> None:
+    """Make every later `redact` of this process remove this value."""
+    if len(secret) >= MIN_SECRET:
+        _hidden_secrets.add(secret)
+
+
+def hide_settings(value: Any) -> None:
+    """Make `redact` remove the secrets of settings: under secret names, and in addresses."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if isinstance(inner, str) and _KEYS_TO_HIDE.search(str(key)):
+                hide_secret(inner)
+            hide_settings(inner)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            hide_settings(item)
+    elif isinstance(value, str) and URL.fullmatch(value):
+        for login in URL_LOGIN.findall(value):
+            hide_secret(login.partition(":")[2])
+        for _, secret in URL_QUERY.findall(value):
+            hide_secret(secret)
+
+
+def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the secret values of variables, longest first.
+
+    `AZURE_OPENAI_KEY` counts if its value looks generated; so does a password in an address.
+    """
+    # Variables by their names, and addresses with a password by their form.
+    env = os.environ if environ is None else environ
+    values = set[str]()
+    for name, value in env.items():
+        if _SECRET_NAMES.search(name) or (name.upper().endswith("_KEY") and is_mixed(value)):
+            values.add(value.strip())
+        elif "://" in value and "@" in value:
+            values |= {login.partition(":")[2] for login in URL_LOGIN.findall(value)}
+    return tuple(sorted((v for v in values if len(v) >= MIN_SECRET), key=len, reverse=True))
+
+
+def list_known(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return all known secrets of this process, in every spelling in which a text may have them."""
+    return _list_spellings(tuple(sorted({*secret_values(environ), *_hidden_secrets}, key=len)))
+
+
+@lru_cache(maxsize=16)
+def _list_spellings(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the values as JSON, JSON in JSON, Python, shell, and base64 at its three alignments.
+
+    `_decode` reads `%C3%A9` as two characters, so the bytes of a value are a spelling too.
+    """
+    if not values:
+        return ()
+    import base64
+    import json
+    import shlex
+
+    spellings = list[str]()
+    for value in values:
+        content = value.encode("utf-8", "surrogatepass")
+        escaped = json.dumps(value, ensure_ascii=False)[1:-1]
+        spellings += (value, content.decode("latin-1"), escaped, json.dumps(escaped)[1:-1])
+        spellings += (repr(value)[1:-1], shlex.quote(value).strip("'"))
+        for before in range(3):
+            encoded = base64.b64encode(b"\0" * before + content).decode()
+            # A base64 character has six bits: keep those without bits of neighbours.
+            core = encoded[-(-8 * before // 6) : 8 * (before + len(content)) // 6]
+            spellings += (core, core.translate(str.maketrans("+/", "-_")))
+    return tuple(dict.fromkeys(spellings))
