@@ -43,6 +43,7 @@ def threads_of(cluster: Cluster, *devices: int) -> int:
     return int(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "one_gpu"), [(None, max(1, count_cores() // GPUS)), (1, 1)])
 def test_gpus_bring_their_share_of_the_cores(
     address: str, tmp_path: Path, threads: int | None, one_gpu: int

@@ -84,6 +84,7 @@ def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     assert metrics(uninterrupted) == before
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_jumps_when_a_run_is_made_longer_is_announced(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

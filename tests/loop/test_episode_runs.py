@@ -57,7 +57,7 @@ def assert_same_run(a: Path, b: Path) -> None:
             assert torch.equal(actual[key], reference[key]), f"{stem} {key}"
 
 
-@pytest.mark.parametrize("ahead", ["0", "1"])
+@pytest.mark.parametrize("ahead", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_killed_and_resumed_equals_uninterrupted(
     episodes: tuple[str, ...], ahead: str, tmp_path: Path
 ) -> None:
@@ -107,6 +107,7 @@ class Questions:
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_environments_die_hang_flood_or_write_garbage(tmp_path: Path) -> None:
     file = tmp_path / "faults.py"
     file.write_text(FAULTS)
@@ -129,6 +130,7 @@ def test_a_run_goes_on_when_environments_die_hang_flood_or_write_garbage(tmp_pat
     assert sum(line["environment/restarts"] for line in lines) > 0
 
 
+@pytest.mark.slow
 def test_a_split_history_trains_a_row_for_each_turn(
     episodes: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -226,6 +226,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 def test_a_changed_setting_starts_another_run_and_says_why(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(out, *TINY)

@@ -34,6 +34,8 @@ SMALL = (
     "critic.optim.lr_warmup_steps=3",
 )  # fmt: skip
 PRETRAINED = (*SMALL, "--critic_pretrain_steps", "6", "reward.shaping.normalize=running")
+# test_loop.py shows in a moment what pretraining does in a run that is resumed.
+pytestmark = pytest.mark.slow
 
 
 def pretraining(out: Path) -> list[dict[str, Any]]:
@@ -157,7 +159,6 @@ def test_it_ends_at_its_target_or_says_that_it_did_not(tmp_path: Path) -> None:
     assert ", below the target 0.9 (more steps: --critic_pretrain_steps)" in done.stdout
 
 
-@pytest.mark.slow
 def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(tmp_path: Path) -> None:
     """With an adapter of the critic, and rollouts that are sampled ahead and in parts."""
     run = (
