@@ -73,12 +73,13 @@ def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
     assert_equal(read_all(desk / "tensor"), truth(desk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tensor", "shard"),
     [
         pytest.param(3, 1, -1, id="three ranks, two of which write"),
-        pytest.param(4, 2, 2, id="two axes cut the same", marks=pytest.mark.slow),
-        pytest.param(4, 2, 1, id="two copies of two", marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, id="two axes cut the same"),
+        pytest.param(4, 2, 1, id="two copies of two"),
     ],
 )
 def test_other_ranks_read_it(desk: Path, ranks: int, tensor: int, shard: int) -> None:

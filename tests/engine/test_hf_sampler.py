@@ -58,7 +58,13 @@ def test_greedy_equals_transformers_generate(
         assert rollouts[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("qwen2", "mamba2") else pytest.mark.slow)
+        for family in KINDS
+    ],
+)
 def test_rollouts_do_not_depend_on_their_batch(
     family: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

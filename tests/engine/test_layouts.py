@@ -31,7 +31,13 @@ def assert_alike(results: dict[str, float]) -> None:
     "adapter",
     [pytest.param({}, id="whole"), pytest.param(LORA, id="adapter", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("qwen2", "gemma3_text") else pytest.mark.slow)
+        for kind in FAMILIES
+    ],
+)
 def test_rows_are_the_same_padded_packed_and_with_shared_prompts(
     kind: str, adapter: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [0, 1], ids=["whole", "merged"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_publish_the_tensors_of_the_files(
@@ -161,6 +162,7 @@ def test_two_ranks_publish_the_tensors_of_the_files(
         assert_equal(tensors, files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_two_ranks_have_the_names_of_the_files_that_were_loaded(
     kind: str, two_ranks: Path
