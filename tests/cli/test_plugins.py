@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -123,3 +124,40 @@ def test_a_package_adds_commands(site: Path, capsys: pytest.CaptureFixture[str])
         assert main(line) == 0 and capsys.readouterr().out == "Hello, Ada\n"
     for name, problem in (("broken", "does not load"), ("train", "in ppo-cli and the package")):
         assert main([name]) == 2 and problem in capsys.readouterr().err
+
+
+READER = """
+from ppo_cli.config.layers import Entry
+from ppo_cli.plugins import Line, Reader
+
+reader = Reader(line="acme_lines:read_line", layers="acme_lines:read_layers")
+
+
+def read_line(args):
+    return Line([a.replace("--acme_rate", "--lr") for a in args], ["acme's line."])
+
+
+def read_layers(layers, environ):
+    for layer in layers.layers:
+        for at, entry in enumerate(layer):
+            name = entry.name.replace("acme.steps", "trainer.total_training_steps")
+            layer[at] = Entry(name, entry.raw, entry.origin)
+"""
+
+
+def test_a_package_reads_what_was_written_for_another_program(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "other", {
+        "ppo_cli.readers": {"acme": "acme_lines:reader", "broken": "no_such_module:x"},
+    })  # fmt: skip
+    (site / "acme_lines.py").write_text(READER)
+    read_metadata.cache_clear()
+    line = ["plan", "--preset", "embedded", "--acme_rate", "0.5", "acme.steps=3", "--json"]
+    assert main(line) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["values"]["actor.optim.lr"] == {"value": 0.5, "origin": "flag --lr"}
+    assert planned["values"]["trainer.total_training_steps"]["value"] == 3
+    # One that does not load is a note, so that other lines work.
+    notes = " ".join(planned["notes"])
+    assert "acme's line." in notes and "'broken' of the package other" in notes

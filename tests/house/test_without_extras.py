@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
+SMALL = "--batch_size 8 --mini_batch_size 8 --test_freq -1"
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +33,7 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--help", 0, "train"),
         ("plan --preset embedded", 0, "checkpoints"),
-        (
-            "train --preset embedded --max_steps 1 --batch_size 8 --mini_batch_size 8 --test_freq -1",
-            0,
-            "step 1/1",
-        ),
+        (f"train --preset embedded --max_steps 1 {SMALL}", 0, "step 1/1"),
         ("plan actor_rollout_ref.actor.optim.lr=1e-6", 2, "Did you mean 'actor.optim.lr'"),
         ("bridge verl", 2, "There is no command 'bridge'"),
     ],
