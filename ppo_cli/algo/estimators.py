@@ -1,4 +1,4 @@
-"""Advantage estimators and policy losses: the declaration of each, by name.
+"""Advantage estimators and policy losses: the declaration of each, by name; other names of algo/.
 
 A declaration says where the formula is, as an entry point does (MODULE:NAME), and which inputs it
 needs, so that `config/` knows these without torch. A new one is a function in advantages.py or
@@ -9,6 +9,7 @@ parameters of their functions. Every formula gets its inputs by the names of its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ppo_cli.plugins import Declarations, inputs_of
 
@@ -144,3 +145,14 @@ POLICY_LOSSES = Declarations(_declare_loss, {
         _LOSSES + "geo_mean", "GMPO: geometric mean.", around_one=False, per_sequence=True,
         geometric_weight=True),
 })  # fmt: skip
+
+# verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
+AggregationMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]  # fmt: skip
+# Schulman's estimators by two names each; with + the gradient is that of k2.
+KlKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from ppo_cli.algo.estimators import KlKind
 from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
 
 # Bounds of log-ratios and of k3: exp must not overflow. The values are verl's.
@@ -25,10 +27,7 @@ _K3_BOUND = 10.0
 _STRAIGHT_THROUGH = "+"  # suffix of kinds whose gradient is that of k2
 # Alternative names of the estimators.
 _SAME_AS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-SAMPLED_KINDS = (
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-)  # fmt: skip
+SAMPLED_KINDS = tuple(kind for kind in get_args(KlKind) if kind != "full")
 
 
 def token_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: str) -> Tensor:

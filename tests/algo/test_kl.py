@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_cli.algo import kl
-from ppo_cli.config.schema.algorithm import KlKind
 
 X = torch.tensor([[0.5, -1.0, 0.0]])  # log pi - log ref
 REF = torch.tensor([[-2.0, -3.0, -1.0]])
@@ -96,10 +95,6 @@ def test_the_adaptive_coefficient_by_hand() -> None:
     for bad in (math.nan, math.inf):  # it could not recover from these
         with pytest.raises(ValueError, match="the KL to the reference is"):
             adapted(bad, 1)
-
-
-def test_the_schema_offers_the_same_kinds() -> None:
-    assert set(get_args(KlKind)) == {*kl.SAMPLED_KINDS, "full"}
 
 
 def test_bad_arguments_are_named() -> None:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from ppo_cli.algo import advantages, kl, losses, tokens
-from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES, AggregationMode
 from ppo_cli.config.derived import REJECTIONS
 
 pytestmark = pytest.mark.oracle
@@ -220,7 +220,7 @@ def test_decoupled_gae_is_verls_gae_twice(core: Any, hold: Hold) -> None:
     hold("advantages gae, two lambdas", compare)
 
 
-@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_aggregation_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         tokens, rows = int(case.mask_BT.sum()) + 7, len(case.mask_BT) + 3
@@ -249,7 +249,7 @@ class ActorConfig(SimpleNamespace):
         return getattr(self, key, default)
 
 
-@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_policy_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 3
@@ -337,7 +337,7 @@ def test_other_policy_losses_and_their_gradients(
     hold(f"policy_loss {kind}", compare)
 
 
-@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_value_loss_and_its_gradient(mode: str, core: Any, hold: Hold) -> None:
     def compare(case: Case) -> float:
         old_BT, returns_BT = case.normal(), case.normal()

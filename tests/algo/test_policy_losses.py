@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from ppo_cli.algo import losses
-from ppo_cli.algo.estimators import POLICY_LOSSES
+from ppo_cli.algo.estimators import POLICY_LOSSES, AggregationMode
 
 CASES, LOW, HIGH, KL, SCALE = 200, 0.15, 0.3, 0.7, 11.0
 TAUS, D_LOW, D_HIGH = (1.0, 1.3), 0.004, 0.01
@@ -122,7 +123,7 @@ def our_loss(kind: str, x: dict[str, Tensor], mode: str, rows: slice = slice(Non
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_value_and_gradient_are_the_papers_also_in_micro_batches(kind: str) -> None:
     for number, case in enumerate(cases()):
-        mode = losses.AGGREGATION_MODES[number % 5]
+        mode = get_args(AggregationMode)[number % 5]
         mine, plain, cut = ({**case, "new": case["new"].clone().requires_grad_()} for _ in range(3))
         half = len(case["mask"]) // 2
         parts = (our_loss(kind, cut, mode, rows) for rows in (slice(half), slice(half, None)))

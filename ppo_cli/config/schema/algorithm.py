@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ppo_cli.addresses import refuse_address
-from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES, AggregationMode, KlKind
 from ppo_cli.plugins import Names
 
 # How far a value is fixed. checkpoint: a checkpoint loads with no other value. run: another value
@@ -131,16 +131,6 @@ EstimatorName = Annotated[
     str, _ESTIMATORS, checked(_ESTIMATORS.read), WithJsonSchema(_ESTIMATORS.schema)
 ]
 LossName = Annotated[str, _LOSSES, checked(_LOSSES.read), WithJsonSchema(_LOSSES.schema)]
-# verl's names; seq-mean-token-sum-norm is Dr. GRPO's (arXiv 2503.20783).
-AggregationMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]  # fmt: skip
-# Schulman's estimators by two names each; with + the gradient is that of k2.
-KlKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
 
 
 class Optim(Section):
