@@ -39,11 +39,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.memory.plan import fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.records import Prompt
 
 PROMPT = 64
@@ -89,13 +90,13 @@ def main() -> None:
 
 def measure(folder: str, rows: int, tokens: int) -> Measured:
     """Seconds of the verbs, the faster of two turns after a warm-up, and the peak in MiB."""
-    config = fill_memory_settings(
+    config = fit_memory(
         Config.model_validate({
             "model": {"path": folder, "dtype": "float32"},
             "data": {"max_prompt_length": PROMPT, "max_response_length": tokens},
         }),
-        lambda text: print(text, file=sys.stderr),
-    )  # fmt: skip
+        Machine.here(),
+    ).config  # fmt: skip
     libraries, saved = resident(), Saved()
     engine = LocalEngine(config, AutoTokenizer.from_pretrained(folder), total_steps=10)
     loaded = resident()

@@ -132,7 +132,9 @@ def update_verl(engine: Any, tokens: int, config: Any) -> None:
 
 def measure_ours(config: Any) -> dict[str, Any]:
     """Role -> rest, peak and collectives of our learner, as `ppo plan --simulate` measures them."""
-    from ppo_cli.config.memory.plan import with_settings
+    from ppo_cli.plan.memory.plan import (
+        with_settings,
+    )
 
     actor_alone = run_simulation(with_settings(config, {"algorithm.adv_estimator": "grpo"}))
     both = run_simulation(config)
@@ -187,8 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
-    from ppo_cli.config.resolve import resolve
     from ppo_cli.extras.migrate.bridge.overrides import build_overrides
+    from ppo_cli.plan.resolve import resolve
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -39,13 +39,16 @@ from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.cluster.driver import DriverEngine
-from ppo_cli.config.memory.plan import fill_memory_settings
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt
 
 PARTS = ("ranks", "travel", "publish", "overhead")
@@ -176,7 +179,7 @@ def cluster(folder: Path, name: str, ranks: int) -> Any:
 
 def settings(model: str, ranks: int | None) -> Config:
     """As `ppo train` has them, with a reference; without ranks, of one process."""
-    return fill_memory_settings(
+    return fit_memory(
         Config.model_validate({
             "model": {"path": model, "dtype": "float32"},
             "rollout": {"name": "hf"},
@@ -189,8 +192,8 @@ def settings(model: str, ranks: int | None) -> Config:
                 "engine": "ray" if ranks else "local",
             },
         }),
-        lambda text: None,
-    )  # fmt: skip
+        Machine.here(),
+    ).config  # fmt: skip
 
 
 def annotated(batch: Batch) -> AnnotatedBatch:

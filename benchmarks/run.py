@@ -47,14 +47,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.memory.plan import fill_dtype, fill_memory_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.samplers.hf import HFSampler
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import matmul_library
+from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.records import Prompt
 
 HERE = Path(__file__).parent
@@ -154,17 +155,16 @@ def in_bfloat16(work: Callable[[], object]) -> Callable[[], object]:
 def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str, Pair]]:
     """What is compared: theirs and ours, by the name that the table shows."""
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
-    chosen = matmul_library(None)
+    chosen = matmul_library()
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
-    config = fill_memory_settings(
+    config = fit_memory(
         Config.model_validate({
             "model": {"path": str(folder), "dtype": "float32" if quick else None},
             "actor": {"use_kl_loss": True},
             "data": {"max_prompt_length": 256, "max_response_length": 1024},
         }),
-        lambda text: print(text, file=sys.stderr),
-    )  # fmt: skip
-    config = fill_dtype(config)
+        Machine.here(),
+    ).config  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = make_batch(size, VOCABULARY)
     batch = replace(batch, sampler_entropy_BT=torch.zeros_like(batch.sampler_logprobs_BT))

@@ -75,9 +75,11 @@ def make_batch() -> Any:
 
 def settle(lines: list[str]) -> Any:
     """The run's settings from these alone."""
-    from ppo_cli.config.resolve import resolve
+    from ppo_cli.plan.memory.plan import fit_memory
+    from ppo_cli.plan.resolve import resolve
 
-    return resolve(flags={}, preset=None, config_files=[], overrides=lines, environ={}).config
+    resolved = resolve(flags={}, preset=None, config_files=[], overrides=lines, environ={})
+    return fit_memory(resolved.asked, resolved.machine).config
 
 
 def main() -> None:
@@ -96,7 +98,6 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from ppo_cli.algo.batch import merge_annotations
-    from ppo_cli.config.memory.plan import fill_memory_settings
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.extras.migrate.bridge.overrides import build_overrides
@@ -110,7 +111,7 @@ def main() -> None:
             f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}",
             "data.train_files=p.jsonl",
         ]  # fmt: skip
-        ours = fill_memory_settings(settle(lines), print)
+        ours = settle(lines)
         torch.manual_seed(0)
         learner = Learner(ours, AutoTokenizer.from_pretrained(folder / "model"), total_steps=100)
         batch = make_batch()

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.callables import name_of, write_function, write_rows
-from ppo_cli.config.checks.devices import missing_gpus
-from ppo_cli.config.checks.rewards import missing_keys
-from ppo_cli.config.checks.run import refused_in_session
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.plan import Plan, add_second_judge, make_plan
-from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema.keys import table, value_of, with_settings
+from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, collect_problems
+from ppo_cli.plan.findings.devices import missing_gpus
+from ppo_cli.plan.findings.rewards import missing_keys
+from ppo_cli.plan.findings.run import refused_in_session
+from ppo_cli.plan.resolve import resolve
+from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import RunPlan, make_plan
+from ppo_cli.plan.second_judge import add_second_judge
 from ppo_cli.run_folder.folder import RunFolder, check_run_folder, run_settings
 from ppo_cli.run_folder.lines import read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.run_folder.store import localise
@@ -97,7 +98,7 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     stepwise: bool = False,
     **settings: Any,
-) -> Plan:
+) -> RunPlan:
     """Plan a run with these settings, as `ppo plan` does; no model is loaded.
 
     See `train` for the arguments; `stepwise` plans a `session`. Raises ConfigError with all that
@@ -132,7 +133,7 @@ def train(
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.assemble import train as train_now
 
-    train_now(resolved, screen or Screen())
+    train_now(make_plan(resolved), screen or Screen())
     return load_run(resolved.config.trainer.output_dir)
 
 
@@ -155,7 +156,7 @@ def session(
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.session import Session
 
-    return Session(resolved, screen or Screen())
+    return Session(make_plan(resolved), screen or Screen())
 
 
 def _resolve_run(function: str, *arguments: Any) -> Resolved:
@@ -173,10 +174,10 @@ def _resolve_run(function: str, *arguments: Any) -> Resolved:
                     fresh.write_bytes(path.read_bytes())
     # The settings name the files in the run folder.
     values = {
-        key: _rename(value_of(resolved.config, key), scratch, f"{folder / INPUTS}")
+        key: _rename(value_of(resolved.asked, key), scratch, f"{folder / INPUTS}")
         for key in (*FUNCTIONS, *ARGUMENTS.values())
     }
-    return replace(resolved, config=with_settings(resolved.config, values))
+    return resolved.amend(values)
 
 
 def _rename(value: Any, old: str, new: str) -> Any:
@@ -268,7 +269,7 @@ def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
 
     config, scored = resolved.config, resolved.function == "train"
     yield from () if scored else refused_in_session(config)
-    yield from () if plan else [*missing_gpus(config), *missing_keys(config, os.environ)]
+    yield from () if plan else [*missing_gpus(resolved), *missing_keys(config, os.environ)]
     yield from find_all_refusals(resolved, make_prompt_reader(config), scored=scored)
 
 

@@ -14,7 +14,6 @@ import typer
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import print_text, titled_table
-from ppo_cli.config.derived import describe_lowered_batches
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
 from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
@@ -25,6 +24,7 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural, ppo
+from ppo_cli.plan.batches import describe_lowered_batches
 from ppo_cli.run_folder.lines import to_json
 
 if TYPE_CHECKING:

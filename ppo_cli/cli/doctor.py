@@ -38,17 +38,17 @@ def doctor(arguments: Arguments) -> None:
     --self_test runs the program's parts on these devices instead, for about two minutes, and
     compares their numbers with the CPU's in float64; --model sets the sizes of the layers.
     """
-    config = arguments.resolve().config
+    resolved = arguments.resolve()
     as_json = bool(arguments.extras["json"])
     if arguments.extras["self_test"]:
-        _run_self_test(config, as_json=as_json)
+        _run_self_test(resolved.config, as_json=as_json)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
 
     # A check may take seconds, so each finding is printed at once.
     findings = []
-    for finding in examine(config, os.environ, probe=arguments.extras["probe"]):
+    for finding in examine(resolved, os.environ, probe=arguments.extras["probe"]):
         findings.append(finding)
         if not as_json:
             lines = [f"{finding.state:<5} {finding.part:<14} {finding.description}"]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +23,12 @@ from ppo_cli.cli.flags import (
     set_parameters,
 )
 from ppo_cli.cli.help import App
-from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE, Resolved
+from ppo_cli.config.layers import (
+    EMBEDDED_NOTE,
+    EMBEDDED_NOTE_GPUS,
+    PROMPTS_NOTE,
+)
 from ppo_cli.config.models.bundled import MODELS, prompt_files
-from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import check_present
@@ -39,6 +43,7 @@ from ppo_cli.errors import (
     ppo,
     replace_path,
 )
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder.sources import ModelSource
 from ppo_cli.run_folder.store import find_source_anywhere, localise
@@ -129,7 +134,7 @@ def evaluate(arguments: Arguments) -> None:
 
 def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
     """Evaluate the models on lm-eval's tasks and print a table, or JSON."""
-    if not has_package("lm_eval"):  # before the imports, which take seconds
+    if not find_spec("lm_eval"):  # before the imports, which take seconds
         raise MissingPart(
             "--tasks needs the package lm-eval. Install it with "
             f"`{shlex.quote(sys.executable)} -m pip install lm-eval`."

@@ -15,7 +15,6 @@ import typer
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import COLUMNS, align_columns, print_result
-from ppo_cli.config.checks.unused import describe_unused
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.models.bundled import ALIASES, bundled_path, preset_names, preset_path
 from ppo_cli.config.schema.keys import (
@@ -28,6 +27,7 @@ from ppo_cli.config.schema.keys import (
     table,
 )
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
+from ppo_cli.plan.findings.unused import describe_unused
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.limits import Limits

@@ -29,7 +29,10 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
-from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
+from ppo_cli.config.layers import (
+    EMBEDDED_NOTE,
+    EMBEDDED_NOTE_GPUS,
+)
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.models.known_models import find_model_folder, is_url
 from ppo_cli.config.schema.run import Config

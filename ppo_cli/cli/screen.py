@@ -23,7 +23,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
@@ -163,7 +162,7 @@ def format_pretraining(
 
     With a `width` in characters the time left is not shown, and as few fields as fit.
     """
-    max_steps, until, last = pretrain_steps(config), config.critic.pretrain_until, lines[-1]
+    max_steps, until, last = config.pretrain_steps, config.critic.pretrain_until, lines[-1]
     fields = [
         f"critic pretraining {len(lines):>{len(str(max_steps))}}/{max_steps}",
         f"explained {format_explained(last.get('explained_variance'))}"
@@ -182,7 +181,7 @@ def format_pretraining(
 def _pretraining_seconds_left(config: Config, lines: Sequence[Mapping[str, float]]) -> float:
     """Return how long critic pretraining takes if it does not reach its target before."""
     seconds = [line["time/step_s"] for line in lines[-RECENT_STEPS:]]
-    return (pretrain_steps(config) - len(lines)) * math.fsum(seconds) / len(seconds)
+    return (config.pretrain_steps - len(lines)) * math.fsum(seconds) / len(seconds)
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -476,7 +475,7 @@ class TerminalScreen(Screen):
         """Print the line of a step of critic pretraining, and show how far it is."""
         self._pretraining = self._ends = None
         if not is_pretrained(config, lines):
-            self._pretraining = len(lines), pretrain_steps(config)
+            self._pretraining = len(lines), config.pretrain_steps
             self._ends = time.monotonic() + _pretraining_seconds_left(config, lines)
         self._print(format_pretraining(config, lines, self._console.width))
 

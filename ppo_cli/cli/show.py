@@ -24,8 +24,10 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
-from ppo_cli.config.layers import PLACE_KEYS, is_chosen
-from ppo_cli.config.plan import batch_arithmetic
+from ppo_cli.config.layers import (
+    PLACE_KEYS,
+    is_chosen,
+)
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.errors import (
@@ -37,6 +39,7 @@ from ppo_cli.errors import (
     plural,
     ppo,
 )
+from ppo_cli.plan.batches import batch_arithmetic
 from ppo_cli.records import format_call, text_of
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.episode_card import describe_episodes

@@ -19,16 +19,12 @@ from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
-from ppo_cli.config.checks.devices import missing_gpus
-from ppo_cli.config.checks.rewards import missing_keys
-from ppo_cli.config.checks.runner import refused_settings, remarks
-from ppo_cli.config.derived import pretrain_steps, split_files
-from ppo_cli.config.layers import DEFAULT, INHERITED, Resolved, describe_fork
-from ppo_cli.config.memory.devices import assume_gpu_memory
-from ppo_cli.config.memory.disk import find_disk_shortage
+from ppo_cli.config.layers import (
+    DEFAULT,
+    INHERITED,
+    describe_fork,
+)
 from ppo_cli.config.mixture import describe_reward, judges_of
-from ppo_cli.config.placement import PlanPart, engine_name
-from ppo_cli.config.plan import Plan, add_second_judge, batch_arithmetic, make_plan
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.run import Config
@@ -42,6 +38,19 @@ from ppo_cli.errors import (
     is_address,
     ppo,
 )
+from ppo_cli.plan.batches import count_steps, split_files
+from ppo_cli.plan.findings.devices import missing_gpus
+from ppo_cli.plan.findings.rewards import missing_keys
+from ppo_cli.plan.findings.runner import refused_settings, remarks
+from ppo_cli.plan.memory.devices import read_memory_size
+from ppo_cli.plan.memory.disk import find_disk_shortage
+from ppo_cli.plan.placement import (
+    PlanPart,
+)
+from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import RunPlan, make_plan
+from ppo_cli.plan.second_judge import add_second_judge
+from ppo_cli.plan.text import format_plan
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings
@@ -67,56 +76,59 @@ def plan(arguments: Arguments) -> None:
     from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader, plan_resume
 
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
+    if (size := arguments.extras.get("device_memory")) is not None:
+        assumed = resolved.machine.assume_memory(read_memory_size(size))
+        resolved = replace(resolved, machine=assumed)
     read = make_prompt_reader(resolved.config)
-    notes, resume_problems = plan_resume(resolved.config, command_line())
-    resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    problems = list(dict.fromkeys([*resume_problems, *find_all_refusals(resolved, read)]))
     if refused_settings(resolved):  # these settings have no plan
-        raise ConfigError(problems)
+        raise ConfigError(find_all_refusals(resolved, read))
+    run_plan = make_plan(resolved)
+    notes, resume_problems = plan_resume(run_plan, command_line())
+    run_plan = replace(run_plan, notes=(*notes, *run_plan.notes))
+    problems = list(dict.fromkeys([*resume_problems, *find_all_refusals(resolved, read)]))
     # Print the plan even if the run would be refused.
-    with assume_gpu_memory(arguments.extras.get("device_memory")):
-        _show_plan(resolved, read, arguments, problems)
+    _show_plan(run_plan, read, arguments, problems)
     if problems:
         raise ConfigError(problems)
 
 
 def _show_plan(
-    resolved: Resolved, read: PromptReader, arguments: Arguments, problems: Sequence[str]
+    run_plan: RunPlan, read: PromptReader, arguments: Arguments, problems: Sequence[str]
 ) -> None:
     """Print the plan as JSON or text, with a simulation if `--simulate` asks for one.
 
     Problems are printed later, so they are left out of the text.
     """
-    plan_of_run, judge = _make_full_plan(resolved, read)
+    plan_of_run, judge = _add_forecasts(run_plan, read)
     extras = arguments.extras  # `ppo train --dry_run` has none of a plan's
     if extras.get("json"):
         from ppo_cli.cli.screen import print_json
 
         facts = plan_of_run.as_dict() | judge.facts
         if extras["simulate"]:
-            facts["simulation"] = _simulate(resolved.config).as_dict()
+            facts["simulation"] = _simulate(run_plan.resolved).as_dict()
         print_json(facts | {"problems": problems})
         return
     left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
     every = bool(extras.get("all"))
-    lines = plan_of_run.as_lines(judge, every=every, debug=arguments.debug, left_out=left_out)
+    lines = format_plan(plan_of_run, judge, every=every, debug=arguments.debug, left_out=left_out)
     print("\n".join(lines), flush=True)
     if extras.get("simulate"):  # it takes minutes
-        lines = _simulate(resolved.config).lines()
+        lines = _simulate(run_plan.resolved).lines()
         print("\n".join(["\nSimulation", *(f"  {line}" for line in lines)]))
 
 
-def _simulate(config: Config) -> Simulation:
+def _simulate(resolved: Resolved) -> Simulation:
     """Simulate a step of the learner on tensors without data; progress goes to stderr."""
     from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
 
-    require_simulation(config)
+    require_simulation(resolved.config)
     began = time.monotonic()
 
     def report(text: str) -> None:
         print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
-    return run_simulation(config, report)
+    return run_simulation(resolved.asked, resolved.machine, report)
 
 
 def resolve_with_fork(arguments: Arguments) -> Resolved:
@@ -155,7 +167,7 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
         raise ConfigError(f"--fork {word} needs another folder: set another --output_dir.")
     # Checkpoint folders are called step_NNNNNN.
-    total, done = batch_arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
+    total, done = count_steps(resolved.config), int(checkpoint.name[5:])
     if total and total <= done:
         raise ConfigError(
             f"--fork {word} starts after step {done}, but this run ends with step {total}: raise "
@@ -189,18 +201,18 @@ def describe_unread_rows(config: Config) -> list[str]:
     return notices
 
 
-def _make_full_plan(resolved: Resolved, read: PromptReader) -> tuple[Plan, PlanPart]:
+def _add_forecasts(plan_of_run: RunPlan, read: PromptReader) -> tuple[RunPlan, PlanPart]:
     """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
-    plan_of_run = make_plan(resolved)
-    notes = (*plan_of_run.notes, *describe_unread_rows(resolved.config))
-    time = _forecast_step_time(resolved.config, plan_of_run.arithmetic["total_steps"])
+    config = plan_of_run.settings
+    notes = (*plan_of_run.notes, *describe_unread_rows(config))
+    time = _forecast_step_time(config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,
         notes=notes,
         arithmetic=plan_of_run.arithmetic | time.facts,
         sentences=(*plan_of_run.sentences, *time.sentences),
     )
-    return plan_of_run, _forecast_judges(resolved.config, read)
+    return plan_of_run, _forecast_judges(config, read)
 
 
 def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
@@ -224,7 +236,7 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     before = then.data.train_batch_size * then.rollout.n
     now = config.data.train_batch_size * config.rollout.n
     step = statistics.median(seconds) * now / before
-    most = pretrain_steps(config)
+    most = config.pretrain_steps
     pretraining = " and critic pretraining" if most else ""
     total = ""
     if steps is not None:
@@ -308,7 +320,7 @@ def train(arguments: Arguments) -> None:
     problems = find_refusals(resolved)
     # Unlike a plan, a run needs its GPUs and keys here.
     if not resolved.config.trainer.node_rank:
-        problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
+        problems = [*missing_gpus(resolved), *missing_keys(resolved.config, os.environ),
                     *problems]  # fmt: skip
     if problems:
         raise ConfigError(problems)
@@ -328,12 +340,12 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
     if resolved.config.trainer.node_rank:
         from ppo_cli.cluster.nodes import join_cluster
 
-        raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
+        raise typer.Exit(join_cluster(resolved.config, resolved.asked, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
-    start = align_columns(_describe_start(resolved))
+    run_plan = make_plan(resolved)
+    start = align_columns(_describe_start(run_plan))
     screen.note_all([*start, *resolved.notes, *remarks(resolved)])
-    steps = batch_arithmetic(resolved.config)["total_steps"]
-    for shortage in find_disk_shortage(resolved.config, steps):
+    for shortage in find_disk_shortage(run_plan.settings, run_plan.arithmetic["total_steps"]):
         screen.health(shortage)
     if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
         from ppo_cli.cli.reward import audit_at_start
@@ -341,7 +353,7 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
         if warning := audit_at_start(resolved.config):
             screen.health(warning)
     try:
-        _train_on_nodes(resolved, screen)
+        _train_on_nodes(run_plan, screen)
     except OutputClosed as error:
         raise Interrupted(
             f"{error} Continue from the last checkpoint with --resume auto."
@@ -354,12 +366,12 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
 
 
-def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
+def _describe_start(run_plan: RunPlan) -> list[Sequence[str]]:
     """Return what a run will do: names and facts, for the head of its output."""
     from ppo_cli.run.refusals import make_prompt_reader
 
-    config, folder = resolved.config, resolved.config.trainer.output_dir
-    plan_of_run, judge = _make_full_plan(resolved, make_prompt_reader(config))
+    config, folder = run_plan.settings, run_plan.settings.trainer.output_dir
+    plan_of_run, judge = _add_forecasts(run_plan, make_prompt_reader(config))
     counts = [line for line in plan_of_run.sentences if line.startswith(SHOWN_COUNTS)]
     # What a judge will cost, and whether its budget is enough.
     bill = [line for line in judge.sentences if "judge: " in line or "--rm_budget" in line]
@@ -375,20 +387,21 @@ def _describe_start(resolved: Resolved) -> list[Sequence[str]]:
     ]
 
 
-def _train_on_nodes(resolved: Resolved, screen: Screen) -> None:
+def _train_on_nodes(run_plan: RunPlan, screen: Screen) -> None:
     """Start the training loop; on a Ray cluster for several nodes or with RAY_ADDRESS."""
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
-    several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
+    config = run_plan.settings
+    several = config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
     cluster: AbstractContextManager[Any] = nullcontext()
     # A local engine ignores the cluster.
-    if several and engine_name(resolved.config) != "local":
+    if several and config.trainer.engine != "local":
         from ppo_cli.cluster.nodes import open_cluster
 
-        cluster = open_cluster(resolved.config, os.environ, screen.note)
+        cluster = open_cluster(config, run_plan.resolved.asked, os.environ, screen.note)
     with cluster as nodes:
         with pause_garbage_collection():
             from ppo_cli.run.assemble import train as train_now
-        train_now(resolved, screen, nodes)
+        train_now(run_plan, screen, nodes)
 
 
 train_app = App()

@@ -33,10 +33,12 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, merge_annotations
 from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess, import_paths
 from ppo_cli.cluster.serialise import dumps, lighten_prompt, prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import KILLED, read_tail
-from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import PpoError, WorkerLost
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt, Rollout
 
 STOP, DROP = "stop", "drop"  # messages without an answer
@@ -211,6 +213,7 @@ class DriverEngine:
         placement: Placement,
         logs: Path,
         address: str | None = None,
+        insists_on_transfer: bool = True,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -246,6 +249,7 @@ class DriverEngine:
             arguments = {
                 "config": config, "tokenizer": cloudpickle.dumps(tokenizer), "logs": logs,
                 "total_steps": total_steps, "placement": placement, "address": address,
+                "insists_on_transfer": insists_on_transfer,
             }  # fmt: skip
             self._joins = True
             self.weight_transfer: Transfer = self._call("build", arguments, may_stop=True)

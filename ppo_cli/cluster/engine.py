@@ -25,11 +25,12 @@ from ppo_cli.cluster.members import (
 from ppo_cli.cluster.ray_session import node_answers
 from ppo_cli.cluster.serialise import prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import import_code, rendezvous_url
-from ppo_cli.config.placement import Placement, sleep_mode, weight_transfer
-from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
 from ppo_cli.errors import ConfigError, UserError, WorkerLost, plural
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -173,12 +174,14 @@ class ClusterEngine:
         placement: Placement,
         logs: Path,
         address: str,
+        insists_on_transfer: bool,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
         trainer = config.trainer
         self._weight_version = 0
-        self.weight_transfer = weight_transfer(config)
+        self.weight_transfer = config.rollout.weight_transfer
+        self._insists_on_transfer = insists_on_transfer
         self._profiles = logs.absolute().parent / "profile"
         self._tell = tell
         self._room: list[int | None] = [None] * len(placement.rollout)
@@ -282,7 +285,7 @@ class ClusterEngine:
     def _start(
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
-        """Start all workers; a second time where weights cannot travel the way `auto` chose.
+        """Start all workers; a second time where weights cannot travel the chosen way.
 
         New processes, because the first attempt may hang in a collective.
         """
@@ -293,13 +296,13 @@ class ClusterEngine:
                 self._send_first_weights(config)
                 return
             except (UserError, WorkerLost) as error:
-                way = config.rollout.weight_transfer
-                if way != "auto" or self.weight_transfer == "memory" or self._lost_node():
+                fixed = self._insists_on_transfer or self.weight_transfer == "memory"
+                if fixed or self._lost_node():
                     raise
                 what = str(error).splitlines()[0].removesuffix(USE_MEMORY).rstrip(" .:")
                 self._tell(
-                    f"{what}. The workers start again, and rollout.weight_transfer=auto takes "
-                    "memory from now on."
+                    f"{what}. The workers start again, and new weights travel by memory from now "
+                    "on (rollout.weight_transfer)."
                 )
             self.cluster.end_workers(self._samplers)
             self.weight_transfer = "memory"
@@ -333,8 +336,6 @@ class ClusterEngine:
         user wants to stop meanwhile.
         """
         cluster, collect = self.cluster, self.cluster.waits.collect
-        # Chosen here for all workers: the self-test records of other nodes may differ.
-        config = with_settings(config, {"rollout.sleep": sleep_mode(config)})
         shared = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         # Samplers load while learners import; only their results are waited for below.
         loading = [

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import ppo_cli
-from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import digest_text
+from ppo_cli.machine.gpus import list_gpus
 
 # Settings that may differ between nodes. The numbers of nodes and GPUs are compared as facts.
 # Only node 0 calls judges, so the keys of providers on other nodes do not matter.
@@ -71,22 +71,26 @@ def read_facts(raw: Mapping[str, Any]) -> NodeFacts:
     return NodeFacts(**{name: raw.get(name, default) for name, default in defaults.items()})
 
 
-def collect_facts(config: Config, environ: Mapping[str, str], host: str, address: str) -> NodeFacts:
-    """Collect the facts of this node. Versions are read without importing the packages."""
-    gpus = gpu_count(environ)
+def collect_facts(
+    config: Config, asked: Config, environ: Mapping[str, str], host: str, address: str
+) -> NodeFacts:
+    """Collect the facts of this node. Versions are read without importing the packages.
+
+    Nodes compare what was set (`asked`): what is chosen may differ between them.
+    """
     return NodeFacts(
         rank=config.trainer.node_rank or 0,
         nnodes=config.trainer.nnodes,
         host=host,
         address=address,
-        gpus=gpus,
-        wanted_gpus=gpus_per_node(config, gpus),
+        gpus=len(list_gpus(environ)),
+        wanted_gpus=config.trainer.n_gpus_per_node,
         ppo=ppo_cli.__version__,
         code=_digest_code(),
         python=f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}",
         **{name: _package_version(name) for name in PACKAGES},
         slurm_job=environ.get("SLURM_JOB_ID", ""),
-        settings=digest_settings(config),
+        settings=digest_settings(asked),
     )
 
 

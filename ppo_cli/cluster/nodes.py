@@ -53,7 +53,6 @@ from ppo_cli.cluster.node_facts import (
     run_key,
 )
 from ppo_cli.cluster.ray_process import SECRET_VARIABLE, RayOptions, RayProcess
-from ppo_cli.config.placement import gpu_count, gpus_per_node
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.slurm import outside_step, slurm_hosts
 from ppo_cli.digests import digest_text
@@ -318,7 +317,7 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
     return f"{state}; did not connect in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
 
-def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
+def open_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     """Start Ray's head on node 0, and return when all nodes work."""
     trainer = config.trainer
     if address := _given_cluster(config, environ):
@@ -337,7 +336,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     try:
         at = ray.await_address(RAY_START_S)
         store = HeadStore(at)
-        facts = collect_facts(config, environ, host, at.rpartition(":")[0].strip("[]"))
+        facts = collect_facts(config, asked, environ, host, at.rpartition(":")[0].strip("[]"))
         nodes = Nodes(
             at, trainer.node_timeout, tell, facts=facts, ray=ray, store=store,
             hosts=slurm_hosts(environ),
@@ -355,7 +354,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     return nodes
 
 
-def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
+def join_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell: Tell) -> int:
     """Work for node 0 until the run ends; return node 0's exit code."""
     trainer = config.trainer
     _given_cluster(config, environ)
@@ -363,7 +362,7 @@ def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
     address = node_address(environ.get("NODE_ADDR"))
     set_token(config, environ)
     store, local_address = find_head(config, address, tell)
-    facts = collect_facts(config, environ, socket.gethostname(), address or local_address)
+    facts = collect_facts(config, asked, environ, socket.gethostname(), address or local_address)
     options = replace(_offer(config, environ, facts.address), head_address=store.address)
 
     def start_ray() -> RayProcess:
@@ -613,7 +612,7 @@ def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
 
 def _offer(config: Config, environ: Mapping[str, str], address: str | None) -> RayOptions:
     """Return what this node offers; without GPUs enough logical CPUs for all ranks and samplers."""
-    gpus = gpus_per_node(config, gpu_count(environ))
+    gpus = config.trainer.n_gpus_per_node
     workers = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)
     return RayOptions(
         num_cpus=max(os.cpu_count() or 1, 0 if gpus else workers + 2),

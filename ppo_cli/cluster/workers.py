@@ -27,8 +27,6 @@ from torch import Tensor
 from ppo_cli.cluster.addresses import free_port
 from ppo_cli.cluster.members import GRACE_S, USE_MEMORY, Call, ExchangePlan, Halved, Waits
 from ppo_cli.cluster.serialise import SharedTensors, shed_prompt
-from ppo_cli.config.memory.advice import advise_memory
-from ppo_cli.config.placement import publishes_adapter
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import (
     Sampling,
@@ -43,6 +41,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.errors import ConfigError, PpoError
+from ppo_cli.plan.memory.advice import advise_memory
 from ppo_cli.records import Prompt, Rollout
 
 # Ranks wait longer than the driver, whose message is better.
@@ -211,7 +210,7 @@ class LearnerRole(Learner):
                 self._shared[name].copy_(tensor)
         if self._shared is None:
             return None
-        adapter = publishes_adapter(self._config)
+        adapter = self._config.model.publishes_adapter
         return Weights(self._shared, self.weight_version, adapter=adapter, persistent=True)
 
     def published_shapes(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,10 +20,8 @@ from ppo_cli.addresses import refuse_address
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.models.bundled import EMBEDDED, preset_path
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.placement import gpu_count
 from ppo_cli.config.schema.keys import find_key, sections, table
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import (
     Quoted,
     is_unset,
@@ -35,23 +33,9 @@ from ppo_cli.config.schema.values import (
 )
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.machine.machine import Machine
 
 DEFAULT = "default"
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A checked configuration, where each value came from, and remarks to print.
-
-    `foreign` settings were written for another program: some without effect are no mistake.
-    `function` is the Python function that was called with them, "" for a command line.
-    """
-
-    config: Config
-    origins: dict[str, str]
-    notes: tuple[str, ...] = ()
-    foreign: bool = False
-    function: str = ""
 
 
 # The settings that a run folder keeps, and the origin of values from there.
@@ -355,6 +339,7 @@ def read_layers(
     config_files: Sequence[Path],
     overrides: Sequence[str],
     environ: Mapping[str, str],
+    machine: Machine,
     origins: Mapping[str, str] | None = None,
     reward_files: Sequence[str] = (),
     run: Path | None = None,
@@ -382,7 +367,7 @@ def read_layers(
     _expand_data_path(low, high)
     layers = _insert_reward_file(gathered, low, high)
     # Nothing names a model or prompts: take those that ship with the program.
-    if not preset and not _sets_any(layers, MODEL_KEYS) and gpu_count(environ) == 0:
+    if not preset and not _sets_any(layers, MODEL_KEYS) and not machine.gpus:
         layers.insert(0, _read_preset(gathered, "embedded"))
         gathered.notes.append(EMBEDDED_NOTE_GPUS if _sets_any(layers, GPU_KEYS) else EMBEDDED_NOTE)
     elif not preset and not _sets_any(layers, PROMPT_KEYS[:1]):

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
-from ppo_cli.config.placement import sampler_name
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.errors import ModelError, UserError, is_out_of_memory, plural
 from ppo_cli.records import Prompt, Rollout
@@ -323,6 +322,6 @@ def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memor
     `transfer` is how new weights reach it: as `Weights`, or through vLLM's weight transfer.
     """
     # Imported by name, so that vLLM is loaded only where it is used.
-    module = import_module(f"ppo_cli.engine.samplers.{sampler_name(config)}")
+    module = import_module(f"ppo_cli.engine.samplers.{config.rollout.name}")
     sampler: Sampler = module.build(config, tokenizer, transfer)
     return sampler

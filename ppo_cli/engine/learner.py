@@ -19,22 +19,9 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
-from ppo_cli.config.derived import (
-    critic_path,
-    loads_reference_once,
-    micro_batch_tokens,
-    shares_prompts,
-    spreads_weights,
-    uses_critic,
-    uses_reference,
-    why_recompute_logprobs,
-)
-from ppo_cli.config.memory.advice import advise_memory
-from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import describe_unused_head, vocabulary_problem
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.placement import expands_segments, publishes_adapter, sampler_name
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.schema.run import Config, Model
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, describe_halving, merge_sums
@@ -87,7 +74,8 @@ from ppo_cli.engine.training.actor_critic import (
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import ModelError
-from ppo_cli.machine.processor import matmul_library
+from ppo_cli.machine.device_record import is_proven
+from ppo_cli.plan.memory.advice import advise_memory
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -110,10 +98,12 @@ class Learner:
         self._preparation = Preparation(
             self._compute.device, self._compute.dtype, ranks.alone, ranks.tensor_size > 1
         )
-        if self._compute.device.type == "cuda" and expands_segments(config):
+        # IPC shares expandable segments slowly.
+        by_ipc = config.rollout.weight_transfer == "ipc"
+        if self._compute.device.type == "cuda" and not by_ipc and is_proven("expandable_segments"):
             expand_segments()
         self.remarks: list[str] = []
-        if not set_matmul_library(matmul_library(config.model.float32_matmul)):
+        if not set_matmul_library(config.model.float32_matmul):
             self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
         # State of the run; `load` restores it.
         self.weight_version = 0  # how often `publish` was called in this run
@@ -125,7 +115,7 @@ class Learner:
             adapt(config.model, config.trainer.seed, self.remarks.append),
             trained=True,
         )
-        if sampler_name(config) == "hf" and plan_cache(self.policy.model) is None:
+        if config.rollout.name == "hf" and plan_cache(self.policy.model) is None:
             self.remarks.append(
                 "The hf sampler cannot hold the cache of this model: it computes each response "
                 "again for every token. On a GPU, rollout.name=vllm is faster."
@@ -138,7 +128,7 @@ class Learner:
         run_on_all_ranks(ranks, self.trained)
         # Annotation runs all models on the same micro-batches.
         self._annotate_budget = build_budget(
-            micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
+            config.ref.log_prob_max_token_len_per_gpu,
             None,
             *self._models(),
         )
@@ -244,7 +234,7 @@ class Learner:
                 tensors[name] = tensor
         if self._ranks.rank != 0:
             return None
-        return Weights(tensors, self.weight_version, adapter=publishes_adapter(self._config))
+        return Weights(tensors, self.weight_version, adapter=self._config.model.publishes_adapter)
 
     @torch.no_grad()
     def begin_save(
@@ -284,7 +274,7 @@ class Learner:
         c = self._config
         trained = [self._describe_model("actor", c.model, c.model.path)]
         if self._critic is not None:
-            trained.append(self._describe_model("critic", c.critic.model, critic_path(c)))
+            trained.append(self._describe_model("critic", c.critic.model, c.critic.model.path))
         return trained
 
     def _describe_model(self, name: str, settings: Model | CriticModel, path: str) -> TrainedModel:
@@ -324,10 +314,10 @@ class Learner:
         names in the files.
         """
         c, model = self._config, self.policy.model
-        if publishes_adapter(c):
+        if c.model.publishes_adapter:
             return ((name, gather(tensor)) for name, tensor in adapter_tensors(model))
         # vLLM loads checkpoint tensors, the hf sampler the model's parameters.
-        as_files = sampler_name(c) == "vllm"
+        as_files = c.rollout.name == "vllm"
         live = stored_tensors(model) if as_files else dict(model.named_parameters())
         tensors = merged_tensors(model, gather, exact, live=live)
         return convert_layers(model, tensors) if as_files else tensors
@@ -335,7 +325,7 @@ class Learner:
     @property
     def published_dtype(self) -> torch.dtype | None:
         """Return the dtype of published weights: vLLM's own, which saves bytes; None: unchanged."""
-        is_cast = sampler_name(self._config) == "vllm" and not publishes_adapter(self._config)
+        is_cast = self._config.rollout.name == "vllm" and not self._config.model.publishes_adapter
         return self._compute.dtype if is_cast else None
 
     def iterate_cpu_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -413,7 +403,7 @@ class Learner:
 
         `adapter` injects LoRA layers; `flag` is the setting that error messages name.
         """
-        checkpointing = self._config.model.enable_gradient_checkpointing is not False
+        checkpointing = self._config.model.enable_gradient_checkpointing
         load = partial(load_policy, flag=flag)
         policy: Policy = self._load(load, path, sharding, checkpointing, adapter, trained=trained)
         return policy
@@ -437,7 +427,7 @@ class Learner:
             self._preparation.prepare_weights(
                 loaded.model,
                 trained=trained,
-                adds_noise=spreads_weights(self._config, self._compute.device.type),
+                adds_noise=self._config.model.spread_weights,
                 seed=self._config.trainer.seed,
             )
             return loaded
@@ -449,7 +439,7 @@ class Learner:
         verdict, remarks = choose_run_mode(
             path, self._config, self._ranks, critic=load is load_value_model,
             checkpointing=checkpointing,
-            sampler=HFSampler if sampled and sampler_name(self._config) == "hf" else None,
+            sampler=HFSampler if sampled and self._config.rollout.name == "hf" else None,
         )  # fmt: skip
         self.remarks += [remark for remark in remarks if remark not in self.remarks]
         # 2. Load, prepare and shard.
@@ -460,7 +450,7 @@ class Learner:
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
-            offload_between_uses=not trained and loads_reference_once(self._config),
+            offload_between_uses=not trained and self._config.loads_reference_once,
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=verdict.mode.kernel,
@@ -476,7 +466,7 @@ class Learner:
             self._compute,
             self._ranks,
             settings.packing,
-            shares_prompts(self._config, on_gpu=self._compute.device.type != "cpu"),
+            self._config.model.share_prompts,
         )
         if packed.packing is None:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit this device.")
@@ -509,7 +499,7 @@ class Learner:
         With LoRA and without `ref.path`, it is the actor with its adapter disabled.
         """
         c = self._config
-        if not uses_reference(c):
+        if not c.uses_reference:
             return None
         if c.model.lora_rank and c.ref.path is None:
             return reference_of(self.policy)
@@ -524,7 +514,7 @@ class Learner:
     def _build_actor(self, total_steps: int) -> ActorLearner:
         c = self._config
         optimizer = self._build_optimizer(self.policy.model, c.actor, total_steps)
-        tokens = micro_batch_tokens(c, c.actor.ppo_max_token_len_per_gpu)
+        tokens = c.actor.ppo_max_token_len_per_gpu
         return ActorLearner(
             self.policy, self._reference, c.actor, tokens, optimizer, self._compute,
             c.rollout.temperature, c.data.max_response_length, self._ranks,
@@ -533,21 +523,19 @@ class Learner:
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
         """Load the value model, and return it with its optimizer; None if the run has no critic."""
         c = self._config
-        if not uses_critic(c):
+        if not c.uses_critic:
             return None
         checkpointing = c.critic.model.enable_gradient_checkpointing
-        if checkpointing is None:
-            checkpointing = c.model.enable_gradient_checkpointing is not False
-        path = model_folder(critic_path(c))
+        path = model_folder(c.critic.model.path)
         adapter = adapt(c.critic.model, c.trainer.seed, self.remarks.append)
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )
         self._require_vocabulary(value_model, path, CRITIC_FLAG)
-        if remark := describe_unused_head(critic_path(c)):
+        if remark := describe_unused_head(c.critic.model.path):
             self.remarks.append(remark)
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
-        tokens = micro_batch_tokens(c, c.critic.ppo_max_token_len_per_gpu)
+        tokens = c.critic.ppo_max_token_len_per_gpu
         return CriticLearner(
             value_model, c.critic, tokens, optimizer, self._compute,
             c.data.max_response_length, self._ranks,
@@ -585,13 +573,12 @@ class LocalEngine:
     ) -> None:
         # Before any tensor is computed: results depend on the number of threads.
         set_threads(config.trainer.threads)
-        config = fill_dtype(config)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         for remark in self._learner.remarks:
             tell(remark)
         self._sampler = build_shared_sampler(
             self._learner.policy.model, config, tokenizer,
-            with_entropies=not why_recompute_logprobs(config),
+            with_entropies=config.algorithm.rollout_correction.bypass_mode,
         )  # fmt: skip
         self._sampler.capacity.on_halving = lambda rows: tell(describe_halving(rows))
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ppo_cli.config.derived import is_profiled
 from ppo_cli.config.schema.run import Config
 
 # Time outside of the phases: rewards, advantages, the driver, or waiting for other ranks.
@@ -45,7 +44,7 @@ class Profiler:
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Context that records a phase of a training step, if that step is profiled."""
-        if self._folder is None or not is_profiled(self._config, step):
+        if self._folder is None or not self._config.trainer.is_profiled(step):
             yield
             return
         if self._open is None:

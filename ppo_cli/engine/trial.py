@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ppo_cli.algo.batch import Batch, build_batch
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling
@@ -388,7 +387,7 @@ def choose_run_mode(
     conditions = TrialConditions(
         kernel=model.attn_implementation,
         packing=model.packing,
-        share_prompts=shares_prompts(config, on_gpu=device != "cpu"),
+        share_prompts=config.model.share_prompts,
         checkpointing=checkpointing,
         sampler=sampler,
         trains=trains,

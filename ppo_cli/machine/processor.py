@@ -21,18 +21,15 @@ def read_cpuinfo(root: Path = Path("/")) -> str:
 
 
 def matmul_library(
-    setting: Literal["blas", "onednn"] | None,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Literal["blas", "onednn"]:
-    """Return the library for float32 products on the CPU: as set, else the one measured faster.
+    """Return the library for float32 products on the CPU that was measured faster.
 
     MKL looks at the maker and uses AVX2 on AMD processors that have AVX-512. AMD processors before
     Zen 5 split AVX-512 into halves, which is not faster than AVX2 (notes/lab_book.md). With AMX
     oneDNN would round to bfloat16 (`ppo_cli.engine.cpu.products.set_matmul_library`).
     """
-    if setting is not None:
-        return setting
     processor = read_cpuinfo(root)
     # AVX-512 is worth it on Zen 5 and newer; AMX would round, and torch may be told to avoid it.
     flags = _processor_flags(processor)

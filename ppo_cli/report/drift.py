@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
-from ppo_cli.config.checks.rewards import scale_labels
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DataError
+from ppo_cli.plan.findings.rewards import scale_labels
 from ppo_cli.report.labels import read_labels_with_scores
 
 History = Sequence[Mapping[str, Any]]

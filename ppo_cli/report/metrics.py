@@ -13,13 +13,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema.keys import table, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
+from ppo_cli.plan.batches import batch_arithmetic
 from ppo_cli.records import Scored
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.episode_card import describe_episodes
@@ -204,7 +203,7 @@ def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str
 
 def is_pretrained(config: Config, lines: Lines) -> bool:
     """Whether critic pretraining is over after these steps: at its target, or at its last step."""
-    return len(lines) >= pretrain_steps(config) or has_reached_target(config, lines)
+    return len(lines) >= config.pretrain_steps or has_reached_target(config, lines)
 
 
 def has_reached_target(config: Config, lines: Lines) -> bool:
@@ -225,7 +224,7 @@ def describe_pretraining(config: Config, lines: Lines) -> str:
         return ""
     first, last = (format_explained(lines[i].get("explained_variance")) for i in (0, -1))
     text = f"explained variance {first} -> {last}"
-    target, max_steps = config.critic.pretrain_until, pretrain_steps(config)
+    target, max_steps = config.critic.pretrain_until, config.pretrain_steps
     if not is_pretrained(config, lines):
         goal = "" if target is None else f" (target {target:g})"
         return f"critic pretraining: step {len(lines)} of {max_steps}, {text}{goal}"

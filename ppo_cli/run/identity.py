@@ -22,6 +22,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import UserError
+from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
@@ -98,6 +99,26 @@ def digest_value(value: Any) -> str:
     return digest_text(text, 12)
 
 
+def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, list[str]]:
+    """Return the plan with what the run of a checkpoint has decided, and notes on it.
+
+    Unset settings that identify a run may be decided otherwise here, on another machine. The run
+    goes on as it began.
+    """
+    saved: dict[str, Any] = read_state(checkpoint)["fingerprint"]
+    kept: dict[str, Any] = {}
+    for key in plan.why:
+        now, before = value_of(plan.settings, key), saved.get(key)
+        if table()[key].identity in ("run", "checkpoint") and before not in (None, now):
+            kept[key] = before
+    notes = [
+        f"{key} is {_format_value(before)}, as this run began; this machine would choose "
+        f"{_format_value(value_of(plan.settings, key))} ({plan.why[key]})."
+        for key, before in kept.items()
+    ]
+    return plan.amend(kept, "as the run began") if kept else plan, notes
+
+
 def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:
     """Describe how the run of a checkpoint differs from this one; empty if it is the same.
 
@@ -148,9 +169,14 @@ def describe_new_run(other: str, checkpoint: Path, identity: Mapping[str, Any]) 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe which values changed, and from what; keys that only one side has do not count."""
-    # Keys that an older version did not save are ignored.
-    both = [key for key in now if key in before]
+    # Keys that an older version did not save are ignored, and what it had not decided.
+    both = [key for key in now if key in before and not _was_undecided(key, before[key])]
     return ", ".join(text for key in both for text in _describe_change(key, before[key], now[key]))
+
+
+def _was_undecided(key: str, before: Any) -> bool:
+    """Whether an older version saved that a setting was unset, which is decided now."""
+    return before in (None, "auto") and key in table() and table()[key].rule is not None
 
 
 def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:

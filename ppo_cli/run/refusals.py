@@ -11,12 +11,6 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
-from ppo_cli.config.checks.devices import missing_gpus
-from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.rewards import missing_keys
-from ppo_cli.config.checks.runner import missing_inputs, missing_parts
-from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files, train_rows
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
     check_folder,
@@ -24,12 +18,24 @@ from ppo_cli.config.models.folder import (
     template_raises,
     vocabulary_size,
 )
-from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
+from ppo_cli.plan.batches import (
+    DataSplit,
+    count_steps,
+    describe_missing_rows,
+    split_files,
+    train_rows,
+)
+from ppo_cli.plan.findings.devices import missing_gpus
+from ppo_cli.plan.findings.models import damaged_models
+from ppo_cli.plan.findings.rewards import missing_keys
+from ppo_cli.plan.findings.runner import missing_inputs, missing_parts
+from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
@@ -70,8 +76,8 @@ def find_refusals(resolved: Resolved) -> list[str]:
     config = resolved.config
     if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
         return []
-    allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
-    missing = [*missing_parts(resolved), *missing_inputs(config)]
+    allowed = [*missing_keys(config, os.environ), *missing_gpus(resolved)]
+    missing = [*missing_parts(resolved), *missing_inputs(resolved)]
     problems = [line for line in missing if line not in allowed]
     problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
@@ -126,11 +132,12 @@ def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iter
         )
 
 
-def plan_resume(config: Config, command: str) -> tuple[list[str], list[str]]:
+def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
     """Return what `train`, started by `command`, does with the run folder: notes, and problems.
 
     The rows of the data are not compared with those of the checkpoint.
     """
+    config = plan.settings
     if config.trainer.node_rank:  # other nodes follow node 0
         return [], []
     mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
@@ -145,17 +152,24 @@ def plan_resume(config: Config, command: str) -> tuple[list[str], list[str]]:
             return
         # They import numpy, which a plan of a new run does without.
         from ppo_cli.report.metrics import find_lr_jumps
-        from ppo_cli.run.identity import describe_new_run, find_changes, setting_values
+        from ppo_cli.run.identity import (
+            describe_new_run,
+            find_changes,
+            keep_decisions,
+            setting_values,
+        )
 
-        identity = setting_values(config)
-        if other := find_changes(checkpoint, config, identity, command):
+        kept, kept_notes = keep_decisions(plan, checkpoint)
+        identity = setting_values(kept.settings)
+        if other := find_changes(checkpoint, kept.settings, identity, command):
             notes.append(describe_new_run(other, checkpoint, identity))
             return
+        notes.extend(kept_notes)
         # auto resumes only what is complete; digests of large checkpoints take minutes.
         if mode != "auto":
             require_resumable(checkpoint, command)
         step = read_state(checkpoint)["run"]["step"]
-        total = batch_arithmetic(config)["total_steps"]
+        total = count_steps(config)
         if total and step >= total:
             notes.append(
                 f"The run in {folder} is complete: {step} of {total} steps. To go on, raise "

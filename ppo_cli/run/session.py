@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any
 
 from ppo_cli import loop
-from ppo_cli.config.derived import pretrain_steps
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UserError, WorkerLost, plural
+from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import HostMaker, Reward, read_returned, submit_rollout
@@ -38,15 +37,15 @@ class Session:
     It is opened when it is made, and closed by the end of a `with` block or by `close`.
     """
 
-    def __init__(self, resolved: Resolved, screen: Screen) -> None:
+    def __init__(self, plan: RunPlan, screen: Screen) -> None:
         self._rewarded: list[Score] = []  # the batch's scores of the configured reward
         self._batch: tuple[Rollout, ...] = ()
         # The batch that waits for its scores, and the state before it was sampled.
         self._waiting: tuple[StepSample, Snapshot] | None = None
         with ExitStack() as closing:
-            make_reward = partial(_make_reward, resolved.config)
+            make_reward = partial(_make_reward, plan.settings)
             job, load_state, self._stop, _ = closing.enter_context(
-                open_run(resolved, screen, make_reward=make_reward)
+                open_run(plan, screen, make_reward=make_reward)
             )
             if isinstance(job.reward, NoReward) and job.val_prompts:
                 text = f"This session does not validate, as it has no reward. {job.reward.why}"
@@ -227,7 +226,7 @@ def _make_reward(
         check_prompts(None, settings.function_kwargs, prompts)
         return reward_for(settings, prompts, host)
     except RewardError as error:
-        if pretrain_steps(config):
+        if config.pretrain_steps:
             raise RewardError(f"Critic pretraining needs a reward. {error}") from error
         return NoReward(str(error))
 

@@ -25,7 +25,6 @@ from ppo_cli.atomic import (
     sweep_unfinished,
     unfinished_path,
 )
-from ppo_cli.config.derived import pretrain_steps
 from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
 
@@ -253,7 +252,7 @@ def refuse_late_pretraining(config: Config, checkpoint: Path) -> None:
     Whoever goes on from a run that began with pretraining has its critic, and pretrains no more.
     """
     saved = checkpoint / NAMED_IN
-    if not pretrain_steps(config) or not saved.is_file():
+    if not config.pretrain_steps or not saved.is_file():
         return
     run = json.loads(saved.read_text())["run"]
     if run["step"] > 0 and not run.get("pretraining"):

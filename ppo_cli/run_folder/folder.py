@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -34,9 +35,10 @@ FORK_LINE = "# Fork of {} at step {}\n"  # the second one of a fork, with its ru
 _FORK = re.compile(FORK_LINE.strip().format("(.+)", r"(\d+)"))
 # What `set_aside` moves: everything that belongs to one run.
 PARTS = (
-    METRICS_FILE, PRETRAINING_FILE, ROLLOUTS, "checkpoints", "config.yaml", "tensorboard",
-    "report.html", LABELS_FILE, JUDGES_FILE, CRITIC_FILE,
+    METRICS_FILE, PRETRAINING_FILE, ROLLOUTS, "checkpoints", "config.yaml", "plan.json",
+    "tensorboard", "report.html", LABELS_FILE, JUDGES_FILE, CRITIC_FILE,
 )  # fmt: skip
+PLAN_FILE = "plan.json"  # what holds in the run, and why
 LOCK = ".lock"  # locked while a run is active
 SPENT = "judge_calls*"  # files of the module `spending`, for each judge
 
@@ -85,11 +87,22 @@ def list_ancestors(run: Path) -> list[tuple[Path, int]]:
 
 
 def run_settings(run: Path) -> Config:
-    """Return the settings in a run's `config.yaml` only; UserError as in `resolve`."""
-    from ppo_cli.config.resolve import resolve
+    """Return the settings of a run: those in its `config.yaml`, and what `plan.json` decided.
+
+    Runs of older versions have no plan: what is unset is then decided for this machine. UserError
+    as in `resolve`.
+    """
+    from ppo_cli.config.schema.keys import table, with_settings
+    from ppo_cli.plan.resolve import resolve
 
     files = [run / "config.yaml"]
-    return resolve(flags={}, preset=None, config_files=files, overrides=[], environ={}).config
+    resolved = resolve(flags={}, preset=None, config_files=files, overrides=[], environ={})
+    try:
+        values = json.loads((run / PLAN_FILE).read_bytes())["values"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return resolved.config
+    held = {key: fact["value"] for key, fact in values.items() if "why" in fact}
+    return with_settings(resolved.config, {k: v for k, v in held.items() if k in table()})
 
 
 class RunFolder:
@@ -176,6 +189,11 @@ class RunFolder:
         """Write `config.yaml` atomically."""
         with atomic_replace(self.path / "config.yaml") as fresh:
             fresh.write_text(text)
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write `plan.json` atomically: what holds in the run, and why."""
+        with atomic_replace(self.path / PLAN_FILE) as fresh:
+            fresh.write_text(json.dumps(plan, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
         """Move an earlier run's files to `earlier_1`, `earlier_2` …; returns the folder, or None.

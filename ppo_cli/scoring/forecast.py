@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_cli.config.derived import split_files, train_rows, val_rows
 from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
-from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
+from ppo_cli.plan.batches import batch_arithmetic, split_files, train_rows, val_rows
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt

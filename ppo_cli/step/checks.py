@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ppo_cli.config.derived import quantised
-from ppo_cli.config.placement import sampler_name
 from ppo_cli.errors import RewardError, UserError, ppo
 from ppo_cli.records import Scored
 from ppo_cli.step.state import Job, RunState
@@ -67,10 +65,10 @@ def check_sampler_weights(job: Job, metrics: Mapping[str, float]) -> None:
     # Only after the first publishes of this process, and with equal weights on both sides.
     if gap is None or len(job.published) >= CHECKED_STEPS or config.trainer.async_steps:
         return
-    if sampler_name(config) != "vllm":
+    if config.rollout.name != "vllm":
         return
     kwargs = config.rollout.engine_kwargs.vllm
-    in_bits = quantised(config) or kwargs.keys() & {"quantization", "kv_cache_dtype"}
+    in_bits = config.quantised or kwargs.keys() & {"quantization", "kv_cache_dtype"}
     # The temperature divides the logits and their rounding errors.
     limit = (MAX_GAP_QUANTISED if in_bits else MAX_GAP) / min(1, config.rollout.temperature)
     if gap > limit:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import gen_batch, most_gen_batches, sampler_seed
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.plan.batches import (
+    most_gen_batches,
+)
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.base import RoundKind, submit_rollout
@@ -40,7 +42,7 @@ def train_sampling(config: Config, step: int, turn: int = 0, stream: int = TRAIN
         top_k=r.top_k,
         n=r.n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(sampler_seed(config), stream, step, *batch_key),
+        seed=stream_seed(config.rollout.seed, stream, step, *batch_key),
         stop=r.stop,
     )
 
@@ -206,7 +208,7 @@ def sample_references(job: Job) -> None:
     if not prompts:
         return
     # In batches as large as a training step's.
-    size, references = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
+    size, references = job.config.data.gen_batch_size * job.config.rollout.n, list[Rollout]()
     with job.tracker.phase("first responses", len(prompts)) as advance:
         for start in range(0, len(prompts), size):
             for rollout in job.engine.generate(

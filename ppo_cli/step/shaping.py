@@ -27,7 +27,6 @@ from ppo_cli.algo.kl import (
     token_kl,
 )
 from ppo_cli.algo.tokens import masked_mean, masked_sum
-from ppo_cli.config.derived import rejections, rollout_is
 from ppo_cli.config.schema.algorithm import Algorithm
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.config.schema.run import Config
@@ -298,7 +297,9 @@ def shape_step(
         returns_BT=returns_BT,
         is_weight_BT=_compute_importance_weights(config, annotated, mask_BT),
     )
-    if limits := rejections(config):  # masked in the losses only: their rewards are valid
+    if (
+        limits := config.algorithm.rollout_correction.rejections()
+    ):  # masked in the losses only: their rewards are valid
         old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
         kept_BT = accepted_tokens(old_BT, sampler_BT, annotated.response_mask_BT, limits)
         rejected = mask_BT & ~kept_BT
@@ -408,7 +409,10 @@ def _compute_kl(
 def _compute_importance_weights(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
     """Return the importance weights (B, T) for the sampler's mismatch; 1 if off."""
     # Without a level the weights are 1.
-    correction, level = config.algorithm.rollout_correction, rollout_is(config)
+    correction, level = (
+        config.algorithm.rollout_correction,
+        config.algorithm.rollout_correction.rollout_is,
+    )
     if level is None:
         return torch.ones_like(batch.old_logprobs_BT)
     return importance_weights(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
-from ppo_cli.config.derived import critic_mini_batch
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.records import Scored
@@ -97,7 +96,7 @@ def update_critic(
 ) -> None:
     """Train the critic in epochs of mini-batches; `key` is the random stream and the step."""
     config = job.config
-    size, epochs = critic_mini_batch(config), config.critic.ppo_epochs
+    size, epochs = config.critic.ppo_mini_batch_size, config.critic.ppo_epochs
     with job.tracker.phase("update critic", epochs) as advance:
         for epoch in range(epochs):
             for rows in _mini_batches(config, key, epoch, size, batch, "critic"):

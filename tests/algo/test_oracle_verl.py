@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ppo_cli.algo import advantages, kl, losses, tokens
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES, AggregationMode
-from ppo_cli.config.derived import REJECTIONS
+from ppo_cli.config.schema.algorithm import REJECTIONS
 
 pytestmark = pytest.mark.oracle
 

@@ -22,11 +22,11 @@ from ppo_cli.cli import app as app_module
 from ppo_cli.cli.app import Crash, main, print_error
 from ppo_cli.cli.flags import UNKNOWN_FLAGS
 from ppo_cli.cli.help import HelpGroup
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart
 from ppo_cli.errors import exit_code_of as node_exit_code
+from ppo_cli.plan.resolved import Resolved
 
 PRESET = ["--preset", "embedded"]
 

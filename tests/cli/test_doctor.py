@@ -17,13 +17,17 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import WorkerLost
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import Gpu, list_gpus
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import TorchBuild
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run import doctor
-from ppo_cli.run.doctor import CHECKS, Finding, Machine, examine
+from ppo_cli.run.doctor import CHECKS, Finding, Subject, examine
+from tests.config.settling import settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
 from tests.nvml import DRIVER, H100, T4
 from tests.nvml import Machine as NvmlMachine
+from tests.settings import CPU, complete
 
 JUDGE = ("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m")
 
@@ -38,7 +42,11 @@ def looked_at(
 def check(
     part: str, *, gpus: tuple[Gpu, ...] = (), probe: bool = False, **environ: str
 ) -> list[Any]:
-    return list(CHECKS[part](Machine(Config(), environ, gpus, probe)))
+    return list(CHECKS[part](Subject(resolved(Machine(gpus=gpus)), environ, probe)))
+
+
+def resolved(here: Machine = CPU, *overrides: str) -> Resolved:
+    return settle(*overrides, machine=here)
 
 
 def test_every_part_of_this_machine_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,12 +162,10 @@ def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nodes_need_the_folders_and_ports() -> None:
     def nodes(*, probe: bool = True, model: str = "embedded", **trainer: Any) -> Any:
-        config = Config()
-        update = {
-            "model": config.model.model_copy(update={"path": model}),
-            "trainer": config.trainer.model_copy(update={"nnodes": 2, **trainer}),
-        }
-        return next(CHECKS["nodes"](Machine(config.model_copy(update=update), {}, (), probe)))
+        values = {"model": {"path": model}, "trainer": {"nnodes": 2, **trainer}}
+        asked = Config.model_validate(values)
+        subject = Subject(Resolved(asked, complete(asked), {}, {}, CPU), {}, probe)
+        return next(CHECKS["nodes"](subject))
 
     assert check("nodes") == [("ok", "one (--nnodes)", "")]
     assert nodes(master_addr="127.0.0.1", node_rank=0)[1].startswith("2; nodes must reach each")
@@ -200,13 +206,13 @@ def test_a_judge_is_asked_only_with_probe(
 
 
 def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(machine: Machine) -> Any:
+    def broken(subject: Subject) -> Any:
         raise OSError(f"libcudart.so.13: no such file (key {SECRET})")
 
     monkeypatch.setitem(CHECKS, "torch", broken)
     findings = {
         finding.part: finding
-        for finding in examine(Config(), {"OPENAI_API_KEY": SECRET}, probe=False)
+        for finding in examine(resolved(), {"OPENAI_API_KEY": SECRET}, probe=False)
     }
     failure = "the check failed: OSError: libcudart.so.13: no such file (key"
     assert isinstance(findings["torch"], Finding) and findings["torch"].state == "fail"

@@ -19,10 +19,10 @@ import yaml
 
 from ppo_cli.cli.app import app, main, normalize_flag
 from ppo_cli.cli.help import HelpGroup
-from ppo_cli.config import layers, placement
-from ppo_cli.config.checks import devices, runner
 from ppo_cli.config.schema.keys import find_key
+from ppo_cli.machine.machine import Machine
 from tests.cli.test_app import parse
+from tests.settings import with_gpus
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")})
@@ -101,7 +101,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert file.read_text(encoding="utf-8") in page
         shutil.copy(file, tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setattr(devices, "has_package", lambda name: True)
     monkeypatch.setenv("PPO_VLLM_PYTHON", sys.executable)
     return tmp_path
 
@@ -123,9 +122,8 @@ def test_every_line_of_a_run_can_be_planned(
         own_judge = "local" in rest and "--placement" not in rest
         gpus = 0 if "--num_workers" in rest or own_judge else 8
         with monkeypatch.context() as patch:
-            for module in (runner, placement, layers):
-                if hasattr(module, "gpu_count"):
-                    patch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)
+            here = with_gpus(gpus)
+            patch.setattr(Machine, "here", lambda environ=None, here=here: here)
             for name, value in variables.items():
                 patch.setenv(name, value)
             main(["plan", *rest])

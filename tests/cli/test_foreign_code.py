@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.bundled import model_folder, prompt_files
-from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.resolve import resolve
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run_folder.checkpoints import FORMAT
 
 ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:4]

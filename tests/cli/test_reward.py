@@ -15,9 +15,9 @@ import pytest
 
 from ppo_cli.cli.reward import audit_at_start
 from ppo_cli.cli.reward_tables import format_histogram, format_parts
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
+from tests.settings import complete
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -154,7 +154,7 @@ def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
     )
 
     def audit(**reward: str) -> str:
-        return audit_at_start(Config.model_validate({"reward": reward}))
+        return audit_at_start(complete({"reward": reward}))
 
     warning = audit(function=str(tmp_path / "long.py"))
     assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.plan import config_yaml
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder.lines import append_line, read_lines, replace_lines, rollout_file
 from tests.config.settling import settle
 from tests.golden import INPUTS
 from tests.report.page.runs import add_critic, add_episodes, make_run
+from tests.settings import config_yaml
 
 
 @pytest.fixture

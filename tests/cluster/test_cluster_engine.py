@@ -13,14 +13,16 @@ import torch
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.config.placement import Placement
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.errors import DataError, ModelError
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.tiny_families import save_model
+from tests.settings import complete
 
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
@@ -41,7 +43,7 @@ def engines(
     kind, adapter = request.param
     folder = tmp_path_factory.mktemp(kind)
     path = kind if kind == "embedded" else save_model(folder, kind)
-    config = Config.model_validate(
+    config = complete(
         {
             "model": {"path": path, "dtype": "float32"} | adapter,
             "rollout": {"name": "hf"},
@@ -51,7 +53,8 @@ def engines(
         }
     )
     cluster = ClusterEngine(
-        config, pickle.dumps(tokenizer), total_steps=8, logs=folder / "logs", address=address,
+        config, pickle.dumps(tokenizer), total_steps=8, insists_on_transfer=True,
+        logs=folder / "logs", address=address,
         placement=Placement(1, 0, (0, 1), ((2,),), ()),
     )  # fmt: skip
     with closing(cluster):

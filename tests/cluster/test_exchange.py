@@ -21,13 +21,15 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.workers import ExchangePlan
-from ppo_cli.config import placement
-from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.errors import ConfigError, WorkerLost
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
+from tests.settings import complete
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +42,7 @@ TOLERANCE = 1e-4
 
 def settings(way: str, **trainer: Any) -> Config:
     # The output head of the bundled model is tied to its embedding.
-    return Config.model_validate(
+    return complete(
         {
             "model": {"path": "embedded", "dtype": "float32"},
             "rollout": {"name": "vllm", "weight_transfer": way, "max_num_seqs": 32},
@@ -90,7 +92,13 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ppo_cli.cluster.engine.SAMPLER", start_recording)
         engine = ClusterEngine(
-            config, pickled, total_steps=4, placement=PLACEMENT, logs=logs, address=address
+            config,
+            pickled,
+            total_steps=4,
+            insists_on_transfer=True,
+            placement=PLACEMENT,
+            logs=logs,
+            address=address,
         )
     yield engine
     engine.close()
@@ -105,23 +113,20 @@ def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
 
 # The first test of the file: the fixture `engine`, which the others share, stays joined.
 def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
-    address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
-    devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
-    config = settings("auto", **devices)
+    address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path
+) -> None:
+    # Settings that say that there are GPUs, of which one only samples: NCCL is chosen then.
+    config = settings("nccl", n_gpus_per_node=2, placement="train:0,rollout:1")
     notes: list[str] = []
     engine = ClusterEngine(
-        config, pickle.dumps(tokenizer), total_steps=4,
+        config, pickle.dumps(tokenizer), total_steps=4, insists_on_transfer=False,
         placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=notes.append,
         address=address,
     )  # fmt: skip
     try:
         (line,) = [text for text in notes if "weight_transfer" in text]
         assert line.startswith("Weights do not travel by nccl here (RuntimeError: ")
-        assert line.endswith("rollout.weight_transfer=auto takes memory from now on.")
+        assert line.endswith("travel by memory from now on (rollout.weight_transfer).")
         assert "\n" not in line and engine.weight_transfer == "memory"
         for version in range(2):
             rollouts = list(engine.generate(prompts[:4], SAMPLING))

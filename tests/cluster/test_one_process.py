@@ -22,14 +22,17 @@ from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure
 from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import Outcome, Worker
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
+from tests.settings import complete
 
 PLACEMENT = Placement(1, 0, (0,), ((1,), (2,)), ())
 TRAINER = {
@@ -39,7 +42,7 @@ TRAINER = {
 
 def make_config() -> Config:
     optim = {"lr": 0.01, "lr_scheduler_type": "cosine"}
-    return Config.model_validate(
+    return complete(
         {
             "model": {"path": "embedded", "dtype": "float32"},
             "rollout": {"name": "hf", "max_num_seqs": 9},
@@ -145,7 +148,8 @@ def test_settings_weights_and_state_reach_every_worker(
     ]
     notes: list[str] = []
     engine = ClusterEngine(
-        config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
+        config, pickle.dumps(tokenizer), total_steps=3, insists_on_transfer=True,
+        placement=PLACEMENT,
         logs=tmp_path / "logs", address="there", tell=notes.append,
     )  # fmt: skip
     cluster: Any = engine.cluster
@@ -186,7 +190,8 @@ def test_settings_weights_and_state_reach_every_worker(
     assert_same(train(engine, prompts, pad), expected, 2)
 
     fresh = ClusterEngine(
-        config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
+        config, pickle.dumps(tokenizer), total_steps=3, insists_on_transfer=True,
+        placement=PLACEMENT,
         logs=tmp_path / "logs", address="there",
     )  # fmt: skip
     fresh.load(tmp_path / "saved")

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from ppo_cli.cluster.engine import Publisher
-from ppo_cli.config.memory.publishing import publish_bytes
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, Weights
 from ppo_cli.engine.models.lora import LoRA
 from ppo_cli.engine.samplers import vllm as vllm_sampler
 from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import UserError
+from ppo_cli.plan.memory.publishing import publish_bytes
 from ppo_cli.records import Prompt
 from tests.config.test_publishing import QWEN_7B, RANKS_8, WHOLE
 from tests.engine.gpu_engine import Gpu, GpuEngine
+from tests.settings import complete
 
 GPU_BYTES = 80 * 10**9
 REST = 38 * 10**9  # of the learner between its phases
@@ -94,7 +94,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(way: str, sleep: Any, lora: bool = False, size: int = GPU_BYTES) -> Any:
         model = {"lora_rank": 8, "lora_merge": False} if lora else {}
         rollout = {"name": "vllm", "weight_transfer": way}
-        config = Config.model_validate({"rollout": rollout, "model": model})
+        config = complete({"rollout": rollout, "model": model})
         transfer = publish_bytes(config, QWEN_7B, RANKS_8)
         gpu = Gpu(size)
         engine = GpuEngine(

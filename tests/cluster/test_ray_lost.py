@@ -21,13 +21,15 @@ from ppo_cli.atomic import is_running
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.cluster.ray_process import RayProcess
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.placement import Placement
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import gather_objects, join_ranks
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import Interrupted, PpoError, UserError, WorkerLost
+from ppo_cli.plan.placement import (
+    Placement,
+)
 from ppo_cli.processes.reaper import descendants
 from tests.cluster.conftest import local_ray
 from tests.cluster.test_workers import Hosted

@@ -8,12 +8,14 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.keys import nest_values, table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.resolve import resolve
+from ppo_cli.plan.resolved import Resolved
+from tests.settings import CPU, complete
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -26,6 +28,7 @@ def settle(
     preset: str | None = None,
     files: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
 ) -> Resolved:
     """Resolve flags (those of `--reward` are `mix`), a reward file, files and overrides."""
     all_flags = dict(flags or {})
@@ -35,7 +38,7 @@ def settle(
         all_flags["reward.config_file"] = (file, "flag --reward_config")
     return resolve(
         flags=all_flags, preset=preset, config_files=files, overrides=overrides,
-        environ=ENV | dict(env or {}),
+        environ=ENV | dict(env or {}), machine=machine,
     )  # fmt: skip
 
 
@@ -54,11 +57,11 @@ def written(text: str) -> str:
     return "r.yaml"
 
 
-def unchecked(overrides: str) -> Config:
-    """Settings that no check has seen, as on any machine."""
+def unchecked(overrides: str, machine: Machine = CPU) -> Config:
+    """Complete settings that no check has seen."""
     pairs = (override.partition("=") for override in overrides.split())
     values = {name: read_value(table()[name], raw) for name, _, raw in pairs}
-    return Config.model_validate(nest_values(values))
+    return complete(nest_values(values), machine)
 
 
 def load_table(name: str) -> Any:

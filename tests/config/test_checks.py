@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.checks.runner import missing_inputs, missing_parts, remarks
-from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.models.bundled import preset_names
-from ppo_cli.config.plan import make_plan
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.findings.runner import missing_inputs, missing_parts, remarks
+from ppo_cli.plan.run_plan import make_plan
 from tests.config.settling import settle
 
 FILE = "data.train_files=x.jsonl"
@@ -19,26 +18,24 @@ def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> No
     assert settle().config.algorithm.use_kl_in_reward
     resolved = settle(loss)
     assert not resolved.config.algorithm.use_kl_in_reward
-    assert resolved.origins[reward] == "default with actor.use_kl_loss"
-    assert uses_reference(resolved.config)
-    assert not uses_reference(settle(f"{reward}=false").config)
-    assert remarks(resolved, 0, {}) == remarks(settle(f"{reward}=true"), 0, {}) == []
+    assert "KL is in the loss" in resolved.why[reward]
+    assert resolved.config.uses_reference
+    assert not settle(f"{reward}=false").config.uses_reference
+    assert remarks(resolved, {}) == remarks(settle(f"{reward}=true"), {}) == []
     both = settle(loss, f"{reward}=true", "actor.kl_loss_coef=0.002")
     assert both.config.algorithm.use_kl_in_reward
-    (note,) = remarks(both, 0, {})
+    (note,) = remarks(both, {})
     assert "counts twice" in note and "weight 0.001" in note and "weight 0.002" in note
-    (note,) = remarks(settle(loss, "actor.kl_loss_coef=0"), 0, {})
+    (note,) = remarks(settle(loss, "actor.kl_loss_coef=0"), {})
     assert "only reported" in note
-    with pytest.raises(ConfigError, match="which is off"):
-        settle(loss, "algorithm.kl_ctrl.type=adaptive")
 
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:
-    assert missing_parts(settle()) == missing_inputs(settle().config) == []
-    (message,) = missing_inputs(settle("data.train_files=[]").config)
+    assert missing_parts(settle()) == missing_inputs(settle()) == []
+    (message,) = missing_inputs(settle("data.train_files=[]"))
     assert "--train_files" in message
     assert "ppo data prepare gsm8k" in message
-    assert missing_inputs(settle(FILE).config) == []
+    assert missing_inputs(settle(FILE)) == []
 
 
 @pytest.mark.parametrize(
@@ -56,15 +53,15 @@ def test_the_plain_run_misses_nothing_but_prompts() -> None:
     ],
 )
 def test_a_value_far_from_the_usual_is_taken_with_a_remark(overrides: str, message: str) -> None:
-    (note,) = remarks(settle(overrides), 0, {})
+    (note,) = remarks(settle(overrides), {})
     assert note.startswith("override: ") and note.endswith(message)
     assert note in make_plan(settle(overrides)).notes
 
 
 def test_usual_values_and_presets_are_not_remarked_on() -> None:
     usual = "actor.optim.lr=1e-6 actor.clip_ratio=0.28 algorithm.lam=0.97 rollout.temperature=0.7"
-    assert remarks(settle(*usual.split()), 0, {}) == []
-    far = {preset: remarks(settle(preset=preset), 0, {}) for preset in preset_names()}
+    assert remarks(settle(*usual.split()), {}) == []
+    far = {preset: remarks(settle(preset=preset), {}) for preset in preset_names()}
     assert [message for message in far.values() if "usual" in " ".join(message)] == []
 
 
@@ -72,6 +69,6 @@ def test_a_plan_refuses_what_a_run_would_refuse_on_any_machine() -> None:
     overrides = ("actor.kl_loss_coef=0.01", "trainer.engine=verl")
     with pytest.raises(ConfigError) as caught:
         make_plan(settle(*overrides))
-    assert caught.value.problems == tuple(missing_parts(settle(*overrides), 0, {}))
+    assert caught.value.problems == tuple(missing_parts(settle(*overrides), {}))
     assert "the KL loss is off; set actor.use_kl_loss=true" in str(caught.value)
     assert make_plan(settle("actor.kl_loss_coef=0.01", "actor.use_kl_loss=true")).notes

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
-from ppo_cli.config import derived, placement
-from ppo_cli.config.checks import devices
-from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle
+from ppo_cli.machine.device_record import FEATURES
+from ppo_cli.machine.machine import PACKAGES
+from ppo_cli.plan.findings import devices
+from ppo_cli.plan.findings.runner import missing_parts, remarks
+from ppo_cli.plan.resolved import Resolved
+from tests.config import settling
+from tests.config.settling import problems
+from tests.settings import with_gpus
 
 SPAN = "rollout.tensor_model_parallel_size"
 EIGHT = "trainer.n_gpus_per_node=8"
 
 
-@pytest.fixture(autouse=True)
-def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all packages were there and the self-test had passed (else: test_weight_transfer)."""
-    for module in (derived, placement):
-        monkeypatch.setattr(module, "is_proven", lambda feature: True)
-    monkeypatch.setattr(devices, "has_package", lambda name: True)
+def settle(*overrides: str, gpus: int = 0, packages: Collection[str] = PACKAGES) -> Resolved:
+    """Settings on a machine whose self-test has passed (else: test_weight_transfer)."""
+    here = with_gpus(gpus, proven=FEATURES, packages=packages)
+    return settling.settle(*overrides, machine=here)
 
 
 @pytest.mark.parametrize(
@@ -29,23 +33,22 @@ def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainer.n_gpus_per_node=1", 0, "no GPU is visible here; leave --n_gpus out"),
         ("trainer.n_gpus_per_node=4", 2, "2 GPUs are visible here; use 2"),
         ("rollout.name=vllm", 0, "run `scripts/setup vllm`, or use --rollout_name hf"),
-        (f"{EIGHT} {SPAN}=2", 8, "run `scripts/setup vllm`, or use --rollout_tp 1"),
         ("trainer.num_workers=2", 0, "pip install ray"),
         ("model.lora_rank=8", 0, "pip install peft"),
     ],
 )
 def test_a_part_that_is_not_there_is_said_in_a_sentence(
-    overrides: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+    overrides: str, gpus: int, message: str
 ) -> None:
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
     absent = {name for name, word in lacking.items() if word in overrides}
-    monkeypatch.setattr(devices, "has_package", lambda name: name not in absent)
-    (sentence,) = missing_parts(settle(*overrides.split()), gpus, {})
+    here = {*PACKAGES} - absent
+    (sentence,) = missing_parts(settle(*overrides.split(), gpus=gpus, packages=here), {})
     assert message in sentence
 
 
 def test_a_running_cluster_may_have_gpus_that_are_not_here() -> None:
-    assert missing_parts(settle(EIGHT), 0, {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
+    assert missing_parts(settle(EIGHT), {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
 
 
 def test_the_nodes_of_a_running_cluster_need_no_rank() -> None:
@@ -76,13 +79,13 @@ EIGHT_RANKS = "trainer.num_workers=8 data.train_batch_size="
     ],
 )  # fmt: skip
 def test_what_may_surprise_is_remarked_on(overrides: str, gpus: int, message: str) -> None:
-    (note,) = remarks(settle(*overrides.split()), gpus, {})
+    (note,) = remarks(settle(*overrides.split(), gpus=gpus), {})
     assert message in note
 
 
 def test_partial_rollouts_are_described_with_their_tokens() -> None:
     partial = "trainer.async_steps=2 rollout.partial_tokens=100"
-    (note,) = remarks(settle(*partial.split(), BY_TOKEN, "data.max_response_length=150"), 0, {})
+    (note,) = remarks(settle(*partial.split(), BY_TOKEN, "data.max_response_length=150"), {})
     assert "150 in all" in note and "sampled to its end" not in note
 
 
@@ -97,7 +100,7 @@ def test_partial_rollouts_are_described_with_their_tokens() -> None:
     ],
 )
 def test_what_just_fits_is_not_remarked_on(overrides: str, gpus: int) -> None:
-    assert remarks(settle(*overrides.split()), gpus, {}) == []
+    assert remarks(settle(*overrides.split(), gpus=gpus), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -105,43 +108,44 @@ def test_what_just_fits_is_not_remarked_on(overrides: str, gpus: int) -> None:
     [(EIGHT, False, 1), (EIGHT, True, 0), (f"{EIGHT} rollout.name=hf", False, 0)],
 )
 def test_the_slower_sampler_does_not_come_in_silence(
-    overrides: str, installed: bool, message: int, monkeypatch: pytest.MonkeyPatch
+    overrides: str, installed: bool, message: int
 ) -> None:
-    monkeypatch.setattr(devices, "has_package", lambda name: installed)
-    notes = remarks(settle(*overrides.split()), 8, {})
+    packages = PACKAGES if installed else ("ray",)
+    notes = remarks(settle(*overrides.split(), gpus=8, packages=packages), {})
     assert sum("scripts/setup vllm" in note for note in notes) == message == len(notes)
 
 
 def test_a_cluster_that_is_not_used_is_remarked_on() -> None:
-    (note,) = remarks(settle(), 0, {"RAY_ADDRESS": "auto"})
+    (note,) = remarks(settle(), {"RAY_ADDRESS": "auto"})
     assert "--engine ray runs it in that cluster" in note
-    assert remarks(settle("trainer.engine=ray"), 0, {"RAY_ADDRESS": "auto"}) == []
+    assert remarks(settle("trainer.engine=ray"), {"RAY_ADDRESS": "auto"}) == []
 
 
 def test_launchers_may_name_the_first_of_one_node() -> None:
-    resolved = settle(env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"})
-    assert missing_parts(resolved, 0, {}) == []
-    (note,) = remarks(resolved, 0, {})[:1]
+    resolved = settling.settle(
+        env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"}
+    )
+    assert missing_parts(resolved, {}) == []
+    (note,) = remarks(resolved, {})[:1]
     assert "with one node it changes nothing" in note
 
 
-def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.checks.runner.gpu_count", lambda environ: 2)
-    (line,) = problems("trainer.num_workers=2")
+def test_workers_beside_gpus_are_not_started() -> None:
+    (line,) = problems("trainer.num_workers=2", machine=with_gpus(2))
     assert "but 2 GPU(s) are used; leave it out, or hide them" in line
 
 
 def test_offloading_needs_a_gpu_or_several_processes() -> None:
     overrides = "actor.fsdp_config.optimizer_offload=true"
-    (line,) = remarks(settle(overrides), 0, {})
+    (line,) = remarks(settle(overrides), {})
     assert "everything is in host memory" in line
-    assert remarks(settle(overrides), 1, {}) == []
-    assert remarks(settle(overrides, "trainer.engine=ray"), 0, {}) == []
+    assert remarks(settle(overrides, gpus=1), {}) == []
+    assert remarks(settle(overrides, "trainer.engine=ray"), {}) == []
 
 
 def test_more_threads_than_a_core_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "count_cores", lambda: 2)
     settle("trainer.threads=8")
-    settle("trainer.threads=9", env={"RAY_ADDRESS": "10.0.0.1:6379"})
+    settling.settle("trainer.threads=9", env={"RAY_ADDRESS": "10.0.0.1:6379"})
     with pytest.raises(ConfigError, match=r"threads 9 is more than 4 for each of the 2 cores"):
         settle("trainer.threads=9")

@@ -5,18 +5,20 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.checks.devices import check_devices, device_remarks
-from ppo_cli.config.placement import (
+from ppo_cli.config.device_roles import format_devices
+from ppo_cli.config.schema.keys import Scene, nest_values
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.plan.findings.devices import check_devices, device_remarks
+from ppo_cli.plan.placement import (
     data_ranks,
     describe_placement,
-    engine_name,
-    format_devices,
     learner_ranks,
     placement_of,
     plan_devices,
 )
-from ppo_cli.config.schema.keys import Scene, nest_values
-from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.resolved import Resolved
+from tests.settings import with_gpus
 
 SMALL = st.integers(1, 4)
 SIZE = st.sampled_from([1, 1, 2, 2, 3])
@@ -49,7 +51,7 @@ CONFIGS = st.fixed_dictionaries(
         "rollout.name": st.sampled_from(["hf", "vllm"]),
         "rollout.tensor_model_parallel_size": SIZE,
         "rollout.num_samplers": SMALL,
-        "rollout.weight_transfer": st.sampled_from(["auto"] * 3 + ["gloo", "nccl", "ipc"]),
+        "rollout.weight_transfer": st.sampled_from(["gloo", "nccl", "ipc"]),
         "actor.fsdp_config.fsdp_size": SMALL,
         "reward.model.path": st.just("a/b"),
     },
@@ -60,21 +62,23 @@ CONFIGS = st.fixed_dictionaries(
 @example({"trainer.engine": "local", "rollout.tensor_model_parallel_size": 2}, 8)
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int) -> None:
-    config = Config.model_validate(nest_values(overrides))
-    clashes = [clash.text for clash in check_devices(Scene(config, gpus, {}))]
+    asked, here = Config.model_validate(nest_values(overrides)), with_gpus(gpus)
+    settled = settle(asked, here)
+    config = settled.config
+    clashes = [clash.text for clash in check_devices(Scene(config, asked, here, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return
-    placed, ranks = placement_of(config, gpus), learner_ranks(config, gpus)
+    placed, ranks = placement_of(config), learner_ranks(config)
     assert ranks == len(placed.train)
-    assert ranks == data_ranks(config, gpus) * config.trainer.tensor_parallel_size
+    assert ranks == data_ranks(config) * config.trainer.tensor_parallel_size
     assert placed.rollout
     sampling = {device for sampler in placed.rollout for device in sampler}
     assert len(sampling) == sum(len(sampler) for sampler in placed.rollout)
     for i, sampler in enumerate(placed.rollout):
         assert (i in placed.sleepers) is not {*sampler}.isdisjoint(placed.train)
     assert not (placed.sleepers and config.trainer.async_steps)
-    if engine_name(config, gpus) == "local":
+    if config.trainer.engine == "local":
         assert placed.alone and placed.train == (0,)
     if placed.devices_per_node:
         span = config.rollout.tensor_model_parallel_size
@@ -83,5 +87,6 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         )
         assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
         assert {len(sampler) for sampler in placed.rollout} == {span}
-    assert all(describe_placement(placed)) and all(plan_devices(config, gpus).sentences)
-    assert all(note[-1] == "." for note in device_remarks(config, gpus, {}))
+    assert all(describe_placement(placed)) and all(plan_devices(config, here).sentences)
+    resolved = Resolved(asked, config, {}, settled.why, here)
+    assert all(note[-1] == "." for note in device_remarks(resolved, {}))

@@ -9,11 +9,14 @@ from typing import Any, get_args, get_origin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.layers import Resolved, read_yaml
-from ppo_cli.config.plan import config_yaml
+from ppo_cli.config.layers import (
+    read_yaml,
+)
 from ppo_cli.config.schema.keys import Key, table
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.resolved import Resolved
 from tests.config import settling
+from tests.settings import config_yaml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20).filter(
     lambda text: not {"@", "?", "&", "$"} & set(text) and "-" not in text

@@ -6,39 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
-from ppo_cli.config import derived
-from ppo_cli.config.checks.unused import find_unused
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.findings.unused import find_unused
 from tests.config.settling import problems, settle, unchecked
 
 LORA = "model.lora_rank=8"
-LEVEL = "algorithm.rollout_correction.rollout_is=sequence"
 
 
 # Settings, and a value that follows from them.
 DERIVED: list[tuple[str, Callable[[Config], object], object]] = [
-    ("actor.clip_ratio=0.3", lambda c: (c.actor.lower_clip, c.actor.upper_clip), (0.3, 0.3)),
-    ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", lambda c: c.actor.lower_clip, 0.1),
-    ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3",
-     lambda c: (c.actor.lower_clip, c.actor.upper_clip), (0.1, 0.3)),
-    ("actor.ppo_mini_batch_size=6", derived.critic_mini_batch, 6),
-    ("critic.ppo_mini_batch_size=3", derived.critic_mini_batch, 3),
-    ("model.path=a/b", derived.critic_path, "a/b"),
-    ("model.path=a/b critic.model.path=c/d", derived.critic_path, "c/d"),
-    ("trainer.seed=7", derived.sampler_seed, 7),
-    ("trainer.seed=7 rollout.seed=0", derived.sampler_seed, 0),
-    ("", derived.rollout_is, None),
-    ("trainer.async_steps=1", derived.rollout_is, "token"),
-    (f"trainer.async_steps=1 {LEVEL}", derived.rollout_is, "sequence"),
-    (LEVEL, derived.rollout_is, "sequence"),
-    ("actor.use_kl_loss=true algorithm.use_kl_in_reward=false", derived.uses_reference, True),
-    ("algorithm.use_kl_in_reward=true", derived.uses_reference, True),
-    ("algorithm.use_kl_in_reward=false", derived.uses_reference, False),
-]  # fmt: skip
+    ("", lambda c: c.algorithm.rollout_correction.rollout_is, None),
+    ("trainer.async_steps=1", lambda c: c.algorithm.rollout_correction.rollout_is, "token"),
+    ("actor.use_kl_loss=true algorithm.use_kl_in_reward=false", lambda c: c.uses_reference, True),
+    ("algorithm.use_kl_in_reward=true", lambda c: c.uses_reference, True),
+    ("algorithm.use_kl_in_reward=false", lambda c: c.uses_reference, False),
+]
 
 
 @pytest.mark.parametrize(("overrides", "function", "value"), DERIVED)
-def test_one_setting_stands_in_for_another_only_while_that_is_unset(
+def test_what_follows_from_other_settings(
     overrides: str, function: Callable[[Config], object], value: object
 ) -> None:
     assert function(unchecked(overrides)) == value
@@ -57,7 +43,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("overrides", "key"), IDLE)
 def test_a_setting_without_its_effect_is_refused(overrides: str, key: str) -> None:
-    (line,) = find_unused(settle(*overrides.split()), 0)[0]
+    (line,) = find_unused(settle(*overrides.split()))[0]
     assert line.split()[1] == key
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.layers import JUDGE_FILE, MODEL_FILE, read_reward_file
+from ppo_cli.config.layers import (
+    JUDGE_FILE,
+    MODEL_FILE,
+    read_reward_file,
+)
 from ppo_cli.config.schema.keys import value_of
 from tests.config.settling import settle
 

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory import plan as memory_plan
-from ppo_cli.config.memory.devices import ModelShapes, count_memory
-from ppo_cli.config.memory.plan import Estimate, estimate_memory
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.machine.device_record import Feature
+from ppo_cli.plan.memory.devices import ModelShapes, count_memory
+from ppo_cli.plan.memory.plan import (
+    Estimate,
+    estimate_memory,
+    fit_memory,
+    memory_plan,
+)
+from tests.settings import complete, with_gpus
 
 GB = 10**9
 QWEN_05B = Shape(896, 4864, 24, 14, 896, 128, 151936, True, True)
@@ -31,16 +38,16 @@ def settings(nodes: int = 1, gpus: int = 8, **sections: dict[str, Any]) -> Confi
     )
 
 
-def choose(config: Config, shape: Shape, memory_gb: int) -> Estimate:
-    return estimate_memory(config, ModelShapes(shape, shape, shape), memory_gb * GB)
+KEEPING: tuple[Feature, ...] = ("keep_gathered",)
 
 
-@pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "is_proven", lambda feature: feature == "keep_gathered")
+def choose(
+    config: Config, shape: Shape, memory_gb: int, proven: tuple[Feature, ...] = KEEPING
+) -> Estimate:
+    here = with_gpus(8, memory_gb * GB, proven=proven)
+    return estimate_memory(settle(config, here).config, ModelShapes(shape, shape, shape), here)
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
     ("shape", "memory_gb", "recompute", "expected"),
     [
@@ -55,14 +62,14 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_keep_gathered_weights_where_they_fit(
     shape: Shape, memory_gb: int, recompute: bool | None, expected: tuple[bool, bool]
 ) -> None:
-    config = settings(model={"enable_gradient_checkpointing": recompute})
+    set_by_hand = {} if recompute is None else {"enable_gradient_checkpointing": recompute}
+    config = settings(model=set_by_hand)
     settled = choose(config, shape, memory_gb).config
     for part in (settled.actor, settled.critic):
         assert part.fsdp_config.reshard_after_forward is expected[1]
     assert settled.model.enable_gradient_checkpointing is expected[0]
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
     ("nodes", "memory_gb", "expected"), [(1, 80, (False, True)), (2, 70, (True, False))]
 )
@@ -76,7 +83,6 @@ def test_between_nodes_gathered_weights_save_more_time_than_activations(
     assert (recompute, config.actor.fsdp_config.reshard_after_forward) == expected
 
 
-@pytest.mark.usefixtures("proven")
 def test_what_was_set_and_what_is_in_host_memory_stays() -> None:
     careful = {"fsdp_config": {"reshard_after_forward": True}}
     away = {"fsdp_config": {"param_offload": True}}
@@ -85,14 +91,13 @@ def test_what_was_set_and_what_is_in_host_memory_stays() -> None:
     assert config.critic.fsdp_config.reshard_after_forward is True
 
 
-def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settled = choose(settings(), QWEN_05B, 80).config
-    assert settled.actor.fsdp_config.reshard_after_forward is None
+def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so() -> None:
+    settled = choose(settings(), QWEN_05B, 80, proven=()).config
+    assert settled.actor.fsdp_config.reshard_after_forward is True
 
-    def lines(config: Config) -> list[str]:
-        sentences = memory_plan.memory_plan(config).sentences
+    def lines(config: Config, proven: tuple[Feature, ...] = ()) -> list[str]:
+        here = with_gpus(8, 80 * GB, proven=proven)
+        sentences = memory_plan(config, fit_memory(config, here), here).sentences
         return [line for line in sentences if "weights are gathered" in line]
 
     model = {"path": "embedded"}
@@ -101,16 +106,15 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so(
     careful = {"fsdp_config": {"reshard_after_forward": True}, "ppo_mini_batch_size": 256}
     assert not lines(settings(model=model, actor=careful))
     assert not lines(settings(model=model, gpus=1))
-    monkeypatch.setattr(memory_plan, "is_proven", lambda feature: True)
-    monkeypatch.setattr(memory_plan, "device_memory", lambda config: 80 * GB)
-    (line,) = lines(settings(model=model))
+    (line,) = lines(settings(model=model), KEEPING)
     assert "once a step" in line and "self-test" not in line
 
 
 def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -> None:
     def phases(**sections: dict[str, Any]) -> dict[str, int]:
         shapes = ModelShapes(QWEN_7B, QWEN_7B, QWEN_7B)
-        places = count_memory(settings(**sections), shapes, 80 * GB)
+        here = with_gpus(8, 80 * GB)
+        places = count_memory(complete(settings(**sections), here), shapes, here)
         return dict(places[0].phases)
 
     resident, away = phases(), phases(ref={"param_offload": True})

@@ -6,13 +6,13 @@ import datetime
 
 import pytest
 
-from ppo_cli.config.checks.rewards import judge_remarks, missing_keys
-from ppo_cli.config.checks.runner import remarks
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.findings.rewards import judge_remarks, missing_keys
+from ppo_cli.plan.findings.runner import remarks
+from ppo_cli.plan.resolved import Resolved
 from tests.config import settling
 
 TODAY = datetime.date(2026, 11, 21)
@@ -132,7 +132,7 @@ def test_a_name_is_found_with_its_versions(provider: str, model: str, day: str |
 
 
 def test_remarks_reach_the_screen() -> None:
-    (message,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"), gpus=0)
+    (message,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"))
     assert "gemini-1.5-pro" in message
 
 

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks import judge_server
-from ppo_cli.config.checks.judge_server import (
+from ppo_cli.config.device_roles import read_placement
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.findings.judge_server import (
     judge_server_remarks,
     missing_for_judge_server,
     vllm_python,
     with_judge_devices,
 )
-from ppo_cli.config.memory import devices
-from ppo_cli.config.memory.devices import count_judge_server
-from ppo_cli.config.placement import describe_placement, placement_of, read_placement
-from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.devices import count_judge_server
+from ppo_cli.plan.placement import (
+    describe_placement,
+    placement_of,
+)
+from ppo_cli.plan.resolved import Resolved
 from tests.config.settling import settle
+from tests.settings import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = "reward.api.enable=true reward.api.type=local reward.api.model="
 GPUS = "trainer.n_gpus_per_node=8 trainer.placement="
 
 
-def config(overrides: str) -> Config:
-    return settle(*overrides.split()).config
+def resolve(overrides: str, here: Machine = CPU) -> Resolved:
+    return settle(*overrides.split(), machine=here)
 
 
 def test_a_placement_gives_the_judge_its_gpus() -> None:
     assert read_placement("train:0-5,rollout:6,judge:7")["judge"] == (7,)
-    placed = config(f"{ON}embedded {GPUS}train:0-4,rollout:5,judge:6-7")
+    placed = resolve(f"{ON}embedded {GPUS}train:0-4,rollout:5,judge:6-7").config
     assert with_judge_devices(placed).api.local.devices == (6, 7)
-    assert "the judge's server on GPUs 6-7" in describe_placement(placement_of(placed, 8))
+    assert "the judge's server on GPUs 6-7" in describe_placement(placement_of(placed))
 
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PPO_VLLM_PYTHON": "/py"}
-    assert missing_for_judge_server(config(f"{ON}embedded"), environ) == []
-    assert missing_for_judge_server(config(f"{ON}Qwen/Qwen3-8B"), environ) == []
-    (lost,) = missing_for_judge_server(config(f"{ON}{tmp_path}"), environ)
+    assert missing_for_judge_server(resolve(f"{ON}embedded"), environ) == []
+    assert missing_for_judge_server(resolve(f"{ON}Qwen/Qwen3-8B"), environ) == []
+    (lost,) = missing_for_judge_server(resolve(f"{ON}{tmp_path}"), environ)
     assert "no model folder" in lost
-    monkeypatch.setattr(judge_server, "has_package", lambda name: False)
+    monkeypatch.setattr("ppo_cli.plan.findings.judge_server.find_spec", lambda name: None)
     judge = tmp_path / "bin" / "python"
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
-    (lost,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
+    (lost,) = missing_for_judge_server(resolve(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
     assert "scripts/setup judge" in lost
     judge.parent.mkdir()
     judge.touch()
@@ -55,24 +60,25 @@ def test_the_environment_of_setup_is_found_in_the_checkout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = ROOT / ".venv-judge" / "bin" / "python"  # as scripts/local_judge.sh has it
-    monkeypatch.setattr(judge_server, "has_package", lambda name: False)
+    monkeypatch.setattr("ppo_cli.plan.findings.judge_server.find_spec", lambda name: None)
     monkeypatch.setattr(Path, "exists", lambda path: path == made)
     assert vllm_python({}) == str(made)
 
 
-def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    place = count_judge_server(config(f"{ON}embedded"))
+def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused() -> None:
+    place = count_judge_server(resolve(f"{ON}embedded").config, CPU)
     assert place is not None and place.fits
     assert place.needed > place.roles["judge"].parameters > 1_000_000
-    assert count_judge_server(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
-    monkeypatch.setattr(devices, "device_memory", lambda config: 1 << 30)
-    (message,) = missing_for_judge_server(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
+    assert count_judge_server(resolve(f"{ON}Qwen/Qwen3-8B").config, CPU) is None, (
+        "its weights are not here"
+    )
+    small = resolve(f"{ON}embedded", replace(CPU, host_bytes=1 << 30))
+    (message,) = missing_for_judge_server(small, {"PPO_VLLM_PYTHON": "/py"})
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in message
 
 
 def test_a_judge_that_is_the_trained_model_is_warned_of() -> None:
-    same = config(f"{ON}embedded model.path=embedded")
+    same = resolve(f"{ON}embedded model.path=embedded").config
     assert "likes its own mistakes" in next(judge_server_remarks(same))
-    assert not list(judge_server_remarks(config(f"{ON}Qwen/Qwen3-8B model.path=embedded")))
+    other = resolve(f"{ON}Qwen/Qwen3-8B model.path=embedded").config
+    assert not list(judge_server_remarks(other))

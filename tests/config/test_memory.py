@@ -12,24 +12,27 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory.devices import (
+from ppo_cli.config.models.shape import Device, Shape
+from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.engine.cpu.lean_layers import use_lean_layers
+from ppo_cli.machine.machine import Machine
+from ppo_cli.machine.memory import host_memory
+from ppo_cli.plan.memory.devices import (
     DeviceNeeds,
     ModelShapes,
     count_memory,
     read_shapes,
 )
-from ppo_cli.config.memory.plan import (
+from ppo_cli.plan.memory.plan import (
     estimate_memory,
-    fill_memory_settings,
     find_smallest_change,
+    fit_memory,
     memory_plan,
 )
-from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.cpu.lean_layers import use_lean_layers
-from ppo_cli.machine.memory import host_memory
 from tests.config.settling import load_table
+from tests.settings import CPU, GIB, complete, with_gpus
 
 TABLES = load_table("families.yaml")
 SIZES, FAMILIES = TABLES["sizes"], TABLES["families"]
@@ -46,7 +49,8 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
     "mixtral": (SIZES | ROUTED, 0.35),
     "gpt2": (GPT2 | ENDS, 0.5),
 }
-GIB = 1 << 30
+SMALL = with_gpus(8, GIB)
+ALONE = replace(CPU, host_bytes=GIB)
 
 
 def kept_by_autograd(model: Any, tokens: int) -> int:
@@ -132,9 +136,17 @@ WEIGHTS = 4 * (2 * LAYER + 100 * 10)
 TOKEN, TOP = 4 * (60 + 30 + 2 + 10 + 80), 4 * 20
 
 
+def count(config: Config, shapes: ModelShapes = SHAPES, here: Machine = SMALL) -> Any:
+    return count_memory(complete(config, here), shapes, here)
+
+
+def fits(config: Config, shapes: ModelShapes, here: Machine) -> bool | None:
+    return estimate_memory(settle(config, here).config, shapes, here).fits
+
+
 def counted(**parts: dict[str, Any]) -> DeviceNeeds:
     keeps = {"enable_gradient_checkpointing": False} | parts.pop("model", {})
-    (place,) = count_memory(config(model=keeps, **parts), SHAPES, GIB)
+    (place,) = count(config(model=keeps, **parts), here=ALONE)
     return place
 
 
@@ -200,7 +212,8 @@ def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
 
     def weights(role: str, **parts: Any) -> int:
         gpu = {"trainer": {"engine": "ray", "n_gpus_per_node": 1}, "rollout": {"name": "hf"}}
-        (place,) = count_memory(config(**gpu | parts), ModelShapes(shape, shape, shape), 80 * GIB)
+        here = with_gpus(1, 80 * GIB)
+        (place,) = count(config(**gpu | parts), ModelShapes(shape, shape, shape), here)
         return place.roles[role].parameters
 
     adapted = {"model": {"lora_rank": 8}}
@@ -266,7 +279,7 @@ def test_all_scores_of_a_row_are_held_where_attention_is_eager() -> None:
 def test_eager_attention_is_counted_where_it_is_set(tmp_path: Path) -> None:
     path = write_model(tmp_path / "plain", **SIZES)
     for kernel, scores in ((None, False), ("sdpa", False), ("eager", True)):
-        shapes = read_shapes(config(model={"path": path, "attn_implementation": kernel}))
+        shapes = read_shapes(complete(config(model={"path": path, "attn_implementation": kernel})))
         assert isinstance(shapes, ModelShapes)
         assert shapes.actor.scores is scores
 
@@ -293,14 +306,14 @@ WIDE = {
 
 
 def test_gpus_share_weights_rows_and_layers() -> None:
-    (place,) = count_memory(config(trainer=GPUS, **WIDE), SHAPES, GIB)
+    (place,) = count(config(trainer=GPUS, **WIDE))
     assert place.name == "a GPU that trains"
     actor, sampler = place.roles["actor"], place.roles["sampler"]
     assert (actor.parameters, actor.moments) == (WEIGHTS // 8, 2 * WEIGHTS // 8)
     # The sampler has its share of the GPU, weights in bfloat16 split over two.
     assert sampler.parameters == WEIGHTS // 2 // 2
     assert sampler.parameters + sampler.kv_cache == GIB // 2
-    (split,) = count_memory(config(trainer=GPUS | {"tensor_parallel_size": 2}, **WIDE), SHAPES, GIB)
+    (split,) = count(config(trainer=GPUS | {"tensor_parallel_size": 2}, **WIDE))
     assert split.roles["actor"].parameters == (4 * (2 * LAYER // 2 + 1000)) // 4
     # Eight of 64 rows, or sixteen.
     assert split.roles["actor"].logits == 2 * actor.logits
@@ -310,23 +323,21 @@ def test_offload_leaves_weights_and_moments_to_the_host() -> None:
     away = {"fsdp_config": {"param_offload": True}}
     parts = {name: WIDE[name] | away for name in ("actor", "critic")}
     offloaded = config(trainer=GPUS, **WIDE | parts, ref={"param_offload": True})
-    (place,), (capacity,) = (
-        count_memory(lone, SHAPES, GIB) for lone in (offloaded, config(trainer=GPUS, **WIDE))
-    )
+    (place,), (capacity,) = (count(lone) for lone in (offloaded, config(trainer=GPUS, **WIDE)))
     assert place.phases["rollout"] < capacity.phases["rollout"]
     assert place.roles["actor"].moments == 0
     moments = {
         name: WIDE[name] | {"fsdp_config": {"optimizer_offload": True}}
         for name in ("actor", "critic")
     }
-    (place,) = count_memory(config(trainer=GPUS, **WIDE | moments), SHAPES, GIB)
+    (place,) = count(config(trainer=GPUS, **WIDE | moments))
     assert capacity.phases["annotation"] - place.phases["annotation"] == 2 * 2 * WEIGHTS // 8
 
 
 def test_processes_of_a_machine_add_up() -> None:
     several = config(trainer={"engine": "ray", "num_workers": 4, "n_gpus_per_node": 0})
     alone = config(trainer={"engine": "ray", "num_workers": 1, "n_gpus_per_node": 0})
-    (many,), (lone,) = (count_memory(c, SHAPES, GIB) for c in (several, alone))
+    (many,), (lone,) = (count(c, here=ALONE) for c in (several, alone))
     assert many.roles["actor"].parameters == WEIGHTS // 4
     assert lone.roles["actor"].parameters == WEIGHTS
     assert many.phases["annotation"] > 3 * WEIGHTS
@@ -345,15 +356,15 @@ def test_the_smallest_change_makes_it_fit() -> None:
     )
     seen = []
     for gib in (400, 140, 110, 60, 20, 5, 1):
-        capacity = gib * GIB
-        if estimate_memory(wide, shapes, capacity).fits:
+        here = with_gpus(8, gib * GIB)
+        if fits(wide, shapes, here):
             seen.append("fits")
             continue
-        changes = find_smallest_change(wide, shapes, capacity)
+        changes = find_smallest_change(wide, shapes, here)
         if changes is None:
             seen.append("none")
             continue
-        assert estimate_memory(with_settings(wide, changes), shapes, capacity).fits
+        assert fits(with_settings(wide, changes), shapes, here)
         seen.append(min(key.rpartition(".")[2] for key in changes))
     budget, gpus = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
     assert seen == ["fits", "fits", budget, gpus, gpus, "none", "none"]
@@ -380,20 +391,20 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
         (odd, True, "gradient checkpointing: on (the memory of a step is unknown here)"),
         ("nobody/has-this-model", True, "unknown (no config.json"),
     ):
-        lines: list[str] = []
-        settled = fill_memory_settings(config(model={"path": path}), lines.append)
-        assert settled.model.enable_gradient_checkpointing is recomputed, path
-        assert fragment in " ".join(memory_plan(config(model={"path": path})).sentences)
-        assert all(line in fragment or fragment in line for line in lines), lines
+        fitted = fit_memory(config(model={"path": path}), CPU)
+        assert fitted.config.model.enable_gradient_checkpointing is recomputed, path
+        sentences = memory_plan(config(model={"path": path}), fitted, CPU).sentences
+        assert fragment in " ".join(sentences)
 
 
 @pytest.mark.parametrize("setting", [True, False])
 def test_what_was_set_stays(setting: bool, tmp_path: Path) -> None:
     for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
         settings = config(model={"path": path, "enable_gradient_checkpointing": setting})
-        assert fill_memory_settings(settings, pytest.fail) is settings
-        fragment = memory_plan(settings).sentences
-        assert f"gradient checkpointing: {'on' if setting else 'off'}, as set" in fragment
+        fitted = fit_memory(settings, CPU)
+        assert fitted.config.model.enable_gradient_checkpointing is setting
+        sentences = memory_plan(settings, fitted, CPU).sentences
+        assert f"gradient checkpointing: {'on' if setting else 'off'}, as set" in sentences
 
 
 RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
@@ -406,7 +417,7 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
         ("huge", RANKS, None, True, True, "gradients reduced in each micro-batch"),
         ("embedded", RANKS, True, True, False, None),
         ("huge", RANKS, False, False, True, None),
-        ("embedded", RANKS | {"num_workers": 1}, None, None, None, None),
+        ("embedded", RANKS | {"num_workers": 1}, None, True, True, None),
     ],
 )
 def test_ranks_keep_whole_weights_where_memory_is_ample(
@@ -417,13 +428,13 @@ def test_ranks_keep_whole_weights_where_memory_is_ample(
     settings = config(
         model={"path": path},
         trainer=trainer,
-        actor={"fsdp_config": {"reshard_after_forward": setting}},
+        actor={"fsdp_config": {} if setting is None else {"reshard_after_forward": setting}},
     )
-    notes: list[str] = []
-    settled = fill_memory_settings(settings, notes.append)
-    for part, expected in ((settled.actor, actor), (settled.critic, critic)):
+    fitted = fit_memory(settings, CPU)
+    for part, expected in ((fitted.config.actor, actor), (fitted.config.critic, critic)):
         assert part.fsdp_config.reshard_after_forward is expected
-    lines = [line for line in (*notes, *memory_plan(settings).sentences) if "gather" in line]
+    sentences = (*fitted.lines, *memory_plan(settings, fitted, CPU).sentences)
+    lines = [line for line in sentences if "gather" in line]
     assert len(lines) == 2 * bool(fragment) and all(fragment in line for line in lines if fragment)
 
 
@@ -436,7 +447,7 @@ def test_whole_weights_are_counted() -> None:
             "fsdp_config": {"reshard_after_forward": reshard}, "ppo_max_token_len_per_gpu": 128,
         }  # fmt: skip
         settings = config(trainer=RANKS, actor=part, critic=part)
-        (host,) = count_memory(settings, ModelShapes(shape, shape, shape), None)
+        (host,) = count(settings, ModelShapes(shape, shape, shape), CPU)
         return host.phases
 
     gathered, freed = phases(False), phases(True)

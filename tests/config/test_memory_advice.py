@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory.advice import Cause, advise_memory
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.advice import Cause, advise_memory
+from tests.settings import complete, with_gpus
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")
 OFFLOAD = {
@@ -23,7 +24,8 @@ def settings(gpus: int = 8, **changes: Any) -> Config:
     trainer = {"engine": "ray", "n_gpus_per_node": gpus}
     sampler = {"name": "vllm" if gpus else "hf"}
     config = Config.model_validate({"trainer": trainer, "rollout": sampler})
-    return with_settings(config, {key.replace("__", "."): value for key, value in changes.items()})
+    config = with_settings(config, {key.replace("__", "."): v for key, v in changes.items()})
+    return complete(config, with_gpus(gpus))
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,25 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory import devices
-from ppo_cli.config.memory.devices import (
-    CONTEXT_BYTES,
-    DeviceNeeds,
-    ModelShapes,
-    assume_gpu_memory,
-    count_host,
-    count_memory,
-    host_of_gpus,
-)
-from ppo_cli.config.memory.plan import estimate_memory, find_smallest_change
-from ppo_cli.config.memory.publishing import CHUNK_BYTES
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.machine.memory import host_memory
+from ppo_cli.config.settle import settle
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.devices import (
+    CONTEXT_BYTES,
+    DeviceNeeds,
+    ModelShapes,
+    count_host,
+    count_memory,
+)
+from ppo_cli.plan.memory.plan import (
+    Estimate,
+    estimate_memory,
+    find_smallest_change,
+)
+from ppo_cli.plan.memory.publishing import CHUNK_BYTES
+from tests.settings import CPU, complete, with_gpus
 
 GB = 10**9
 QWEN_3B = Shape(2048, 11008, 36, 16, 2048, 256, 151936, tied=True)
@@ -48,8 +51,13 @@ def shapes(shape: Shape) -> ModelShapes:
     return ModelShapes(shape, shape, shape)
 
 
+def estimate(config: Config, shape: Shape, here: Machine) -> Estimate:
+    return estimate_memory(settle(config, here).config, shapes(shape), here)
+
+
 def count_gpu(config: Config, shape: Shape, capacity: int = 80 * GB) -> DeviceNeeds:
-    (place,) = count_memory(config, shapes(shape), capacity)
+    here = with_gpus(8, capacity)
+    (place,) = count_memory(complete(config, here), shapes(shape), here)
     return place
 
 
@@ -84,19 +92,21 @@ def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
     capacity = int(place.needed / 0.9) - 1
     others = max(need for phase, need in place.phases.items() if phase != "publishing")
     assert others < 0.9 * capacity
-    assert not estimate_memory(tight, shapes(QWEN_3B), capacity).fits
-    changes = find_smallest_change(tight, shapes(QWEN_3B), capacity)
+    here = with_gpus(8, capacity)
+    assert not estimate(tight, QWEN_3B, here).fits
+    changes = find_smallest_change(tight, shapes(QWEN_3B), here)
     assert changes == {"rollout.tensor_model_parallel_size": 2}
-    assert estimate_memory(with_settings(tight, changes), shapes(QWEN_3B), capacity).fits
+    assert estimate(with_settings(tight, changes), QWEN_3B, here).fits
 
 
 def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
     apart = settings(trainer__placement="train:0-3,rollout:4-7")
-    learner, sampler = count_memory(apart, shapes(QWEN_7B), 80 * GB)
+    here = with_gpus(8, 80 * GB)
+    learner, sampler = count_memory(complete(apart, here), shapes(QWEN_7B), here)
     assert sampler.name == "a GPU that samples"
     assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
     assert learner.phases["publishing"] > learner.phases["rollout"]
-    assert estimate_memory(apart, shapes(QWEN_7B), 80 * GB).places == (learner, sampler)
+    assert estimate(apart, QWEN_7B, here).places == (learner, sampler)
 
 
 def test_small_gpus_leave_room_for_contexts() -> None:
@@ -133,7 +143,9 @@ CRITIC = TRAINED - 4 * QWEN_7B.embedding  # without the head over the vocabulary
 def test_the_host_holds_checkpoints_and_what_is_offloaded(
     changes: dict[str, Any], nodes: int, expected: float
 ) -> None:
-    host = count_host(settings(nodes=nodes, **changes), shapes(QWEN_7B), 2000 * GB)
+    here = with_gpus(8, host_bytes=2000 * GB)
+    config = complete(settings(nodes=nodes, **changes), here)
+    host = count_host(config, shapes(QWEN_7B), here)
     assert host is not None
     assert host.phases["training"] == pytest.approx(expected, rel=1e-6)
     assert host.phases["loading"] >= TRAINED
@@ -142,21 +154,16 @@ def test_the_host_holds_checkpoints_and_what_is_offloaded(
 
 def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
     config = settings()
-    assert estimate_memory(config, shapes(QWEN_7B), 80 * GB, 500 * GB).fits
-    assert estimate_memory(config, shapes(QWEN_7B), 80 * GB, 128 * GB).fits is False
+    for host_gb, fits in ((500, True), (128, False)):
+        here = with_gpus(8, 80 * GB, host_bytes=host_gb * GB)
+        assert estimate(config, QWEN_7B, here).fits is fits
 
 
-def test_memory_beside_gpus_that_are_elsewhere_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert host_of_gpus() is None, "a login node is not the node of the GPUs"
-    monkeypatch.setattr(devices, "list_gpus", lambda: (object(),))
-    assert host_of_gpus() == host_memory()
-    with assume_gpu_memory("80GB"):
-        assert host_of_gpus() is None
-    elsewhere = estimate_memory(settings(), shapes(QWEN_7B), 80 * GB, None)
-    assert elsewhere.host is not None
-    assert (elsewhere.fits, elsewhere.host.fits) == (True, None)
+def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
+    for here in (CPU, with_gpus(8)):
+        elsewhere = estimate(settings(), QWEN_7B, here.assume_memory(80 * GB))
+        assert elsewhere.host is not None
+        assert (elsewhere.fits, elsewhere.host.fits) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +184,8 @@ def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:
         config = settings(
             trainer__placement="train:0-3,rollout:4-7", rollout__gpu_memory_utilization=share
         )
-        learner, sampler = count_memory(config, shapes(QWEN_7B), 40 * GB)
+        here = with_gpus(8, 40 * GB)
+        learner, sampler = count_memory(complete(config, here), shapes(QWEN_7B), here)
         assert sampler.vllm_least == 2 * QWEN_7B.parameters() + 2 * 2 * 512 * 28 * 1024
         assert (sampler.vllm_starts, sampler.fits, learner.vllm_starts) == (starts, starts, True)
 
@@ -191,19 +199,20 @@ def test_the_change_for_vllm_is_a_larger_share_or_more_gpus() -> None:
         (16, 0.5, {"rollout.tensor_model_parallel_size": 2}),
     ):
         config = settings(**frozen, rollout__gpu_memory_utilization=share)
-        assert find_smallest_change(config, shapes(QWEN_7B), gpu * GB) == changes
+        assert find_smallest_change(config, shapes(QWEN_7B), with_gpus(8, gpu * GB)) == changes
 
 
 ADAPTER = {"model__lora_rank": 16, "model__lora_merge": False, "algorithm__adv_estimator": "grpo"}
 
 
 def test_a_base_sleeps_on_the_gpu_where_it_fits_and_else_in_host_memory() -> None:
-    config = settings(gpus=1, **ADAPTER, rollout__n=4, rollout__sleep="auto")
+    config = settings(gpus=1, **ADAPTER, rollout__n=4, rollout__sleep=None)
     base = 2 * QWEN_7B.parameters()
     large, small = (
-        estimate_memory(config, shapes(QWEN_7B), size * GB, 500 * GB) for size in (141, 40)
+        estimate(config, QWEN_7B, with_gpus(1, size * GB, host_bytes=500 * GB))
+        for size in (141, 40)
     )
-    assert (large.config.rollout.sleep, small.config.rollout.sleep) == ("keep", "auto")
+    assert (large.config.rollout.sleep, small.config.rollout.sleep) == ("keep", "offload")
     assert large.host is not None and small.host is not None
     assert small.host.phases["training"] - large.host.phases["training"] == base
     assert small.host.roles["sleeping samplers"].parameters == base

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.runner import missing_parts, remarks
 from ppo_cli.config.mixture import MixPart, mixture_of
-from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.findings.runner import missing_parts, remarks
 from tests.config.settling import problems, settle, written
+from tests.settings import config_yaml
 
 RM = "reward.model.path=rm"
 TWO = "composite_reward:\n  enable: true\n  weights: {rm_score: 0.7, rule_score: 0.3}\n"
@@ -52,7 +52,7 @@ def test_rm_score_is_the_reward_model_or_else_the_judge(overrides: str, kinds: s
     mixture_parts = parts(*overrides.split(), file=written(TWO))
     assert [part.kind for part in mixture_parts.values()] == kinds.split()
     assert [part.weight for part in mixture_parts.values()] == [0.7, 0.3]
-    assert missing_parts(settle(*overrides.split(), file="r.yaml"), gpus=0) == []
+    assert missing_parts(settle(*overrides.split(), file="r.yaml")) == []
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_a_mixture_may_be_switched_off() -> None:
     text = TWO.replace("true", "false") + "rule: exact\n"
     resolved = settle(file=written(text))
     assert mixture_of(resolved.config.reward) == ()
-    assert missing_parts(resolved, gpus=0) == []
-    assert any("the mixture is off" in note for note in remarks(resolved, gpus=0))
+    assert missing_parts(resolved) == []
+    assert any("the mixture is off" in note for note in remarks(resolved))
 
 
 def test_a_part_that_opens_a_gate_may_weigh_nothing() -> None:

@@ -6,46 +6,45 @@ import json
 
 import pytest
 
-from ppo_cli.config import placement
-from ppo_cli.config.placement import has_package, placement_of, plan_devices
-from ppo_cli.config.plan import batch_arithmetic, make_plan
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.placement import (
+    placement_of,
+    plan_devices,
+)
+from ppo_cli.plan.run_plan import make_plan
 from tests.config.settling import load_table, settle, unchecked
+from tests.settings import with_gpus
 
 DEVICES = load_table("devices.yaml")
-
-
-def test_a_package_is_looked_for_and_not_imported() -> None:
-    assert has_package("json") and not has_package("no_such_package_at_all")
 
 
 @pytest.mark.parametrize(
     ("gpus", "overrides"), [(gpus, text) for gpus, texts in DEVICES.items() for text in texts]
 )
-def test_the_plan_says_who_works_where(
-    gpus: int, overrides: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "has_package", lambda name: False)
-    config = unchecked(overrides)
-    assert list(plan_devices(config, gpus).sentences) == DEVICES[gpus][overrides]
+def test_the_plan_says_who_works_where(gpus: int, overrides: str) -> None:
+    here = with_gpus(gpus, packages=())
+    sentences = plan_devices(unchecked(overrides, here), Machine()).sentences
+    assert list(sentences) == DEVICES[gpus][overrides]
     # vLLM takes the place of the hf sampler on GPUs, unless hf is chosen.
-    monkeypatch.setattr(placement, "has_package", lambda name: name == "vllm")
-    facts = plan_devices(config, gpus).facts
+    here = with_gpus(gpus, packages=("vllm",))
+    facts = plan_devices(unchecked(overrides, here), here).facts
     on_gpus = facts["devices_per_node"] > 0 and facts["engine"] == "ray"
     vllm = "vllm" in overrides or (on_gpus and "rollout.name=hf" not in overrides)
     assert facts["sampler"] == ("vllm" if vllm else "hf")
 
 
 def test_gpus_are_numbered_over_nodes_and_slots_are_on_none() -> None:
-    assert placement_of(unchecked("trainer.num_workers=2"), 0).node_of(1) is None
+    assert placement_of(unchecked("trainer.num_workers=2")).node_of(1) is None
     two_nodes = "trainer.nnodes=2 trainer.n_gpus_per_node=8"
-    assert placement_of(unchecked(two_nodes), 8).node_of(8) == 1
+    assert placement_of(unchecked(two_nodes)).node_of(8) == 1
 
 
 def test_a_split_counts_only_the_ranks_that_train() -> None:
     size = "actor.ppo_micro_batch_size_per_gpu=1"
     split = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
-    for overrides, batches in ((size, 64), (f"{split} {size}", 16)):
-        assert batch_arithmetic(unchecked(overrides))["actor_micro_batches_at_most"] == batches
+    for gpus, overrides, batches in ((0, size, 64), (8, f"{split} {size}", 16)):
+        plan = make_plan(settle(*overrides.split(), machine=with_gpus(gpus)))
+        assert plan.arithmetic["actor_micro_batches_at_most"] == batches
 
 
 def test_the_plan_has_the_placement_for_programs() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.memory.disk import plan_disk
-from ppo_cli.config.plan import Plan, batch_arithmetic, make_plan
 from ppo_cli.data_sets.files import count_rows
+from ppo_cli.plan.batches import batch_arithmetic
+from ppo_cli.plan.memory.disk import plan_disk
+from ppo_cli.plan.run_plan import RunPlan, make_plan
 from tests.config.settling import settle
 
 
@@ -21,15 +22,15 @@ def jsonl(path: Path, rows: int) -> Path:
 
 def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
     train, val = jsonl(tmp_path / "t.jsonl", 1000), jsonl(tmp_path / "v.jsonl", 50)
-    config = settle(
+    resolved = settle(
         f"data.train_files={train}", f"data.val_files={val}", "data.val_max_samples=30",
         "data.train_batch_size=96", "actor.ppo_mini_batch_size=32", "actor.ppo_epochs=2",
         "critic.ppo_mini_batch_size=48", "critic.ppo_epochs=3", "rollout.n=5",
         "rollout.val_kwargs.n=2", "trainer.total_epochs=4", "trainer.test_freq=15",
         "data.max_prompt_length=100", "data.max_response_length=28",
         "actor.ppo_max_token_len_per_gpu=1280", "critic.ppo_micro_batch_size_per_gpu=7",
-    ).config  # fmt: skip
-    assert batch_arithmetic(config) == {
+    )  # fmt: skip
+    assert make_plan(resolved).arithmetic == {
         "prompts_per_step": 96,
         "responses_per_prompt": 5,
         "responses_per_step": 480,
@@ -136,7 +137,7 @@ def test_parquet_rows_are_read_from_the_footer(tmp_path: Path) -> None:
     assert count_rows(str(tmp_path)) is None
 
 
-def scored(*overrides: str, mix: tuple[str, ...] = ()) -> Plan:
+def scored(*overrides: str, mix: tuple[str, ...] = ()) -> RunPlan:
     """Return the plan of a run of 3 steps of 4 responses, without validation."""
     run = "data.train_batch_size=4 actor.ppo_mini_batch_size=4 data.val_files=[]"
     settings = (*run.split(), "trainer.total_training_steps=3", *overrides)

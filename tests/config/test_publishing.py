@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
+from tests.settings import complete, with_gpus
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
 MIXTRAL = Shape(4096, 28672, 32, 32, 4096, 1024, 32000, tied=False, experts=8, expert_width=114688)
@@ -24,7 +25,7 @@ CUT_2 = replace(ALONE, tensor=2)
 
 def settings(way: str, rollout_tp: int = 1, **model: Any) -> Config:
     rollout = {"name": "vllm", "weight_transfer": way, "tensor_model_parallel_size": rollout_tp}
-    return Config.model_validate({"rollout": rollout, "model": model})
+    return complete({"rollout": rollout, "model": model}, with_gpus(8))
 
 
 GROUP = CHUNK_BYTES + EMBEDDING

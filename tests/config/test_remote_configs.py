@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ppo_cli.config.memory.devices import counted_models
-from ppo_cli.config.memory.plan import memory_plan
 from ppo_cli.config.models import remote_configs
 from ppo_cli.config.models.bundled import MODELS, preset_names
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.resolve import resolve
+from ppo_cli.plan.memory.devices import counted_models
+from ppo_cli.plan.memory.plan import (
+    fit_memory,
+    memory_plan,
+)
+from ppo_cli.plan.resolve import resolve
 from tests.loopback import Loopback
 
 ROWS = tomllib.loads(
@@ -43,9 +46,11 @@ def test_table_has_each_name_once_and_those_of_the_presets() -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_of_hub_models_show_their_memory_without_network(preset: str) -> None:
-    config = resolve(flags={}, preset=preset, config_files=(), overrides=(), environ={}).config
+    resolved = resolve(flags={}, preset=preset, config_files=(), overrides=(), environ={})
+    fitted = fit_memory(resolved.asked, resolved.machine)
+    config = fitted.config
     hub = [path for path in counted_models(config) if path not in MODELS and "models/" not in path]
-    part = memory_plan(config)
+    part = memory_plan(resolved.asked, fitted, resolved.machine)
     if hub:
         assert part.facts["devices"] and set(part.facts["shapes"]) == set(hub)
         lines = [line for line in part.sentences if line.startswith("shape of ")]

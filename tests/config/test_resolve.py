@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.layers import EMBEDDED_NOTE, PROMPTS_NOTE
+from ppo_cli.config.layers import (
+    EMBEDDED_NOTE,
+    PROMPTS_NOTE,
+)
 from ppo_cli.config.schema.keys import table, value_of
 from tests.config.settling import problems, settle
+from tests.settings import with_gpus
 
 
 def write(path: Path, text: str) -> Path:
@@ -70,9 +74,8 @@ def test_with_a_model_or_preset_nothing_is_embedded() -> None:
         assert EMBEDDED_NOTE not in resolved.notes
 
 
-def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.layers.gpu_count", lambda environ: 1)
-    resolved = settle(env={"MODEL_PATH": ""})
+def test_with_a_gpu_the_schema_default_stands() -> None:
+    resolved = settle(env={"MODEL_PATH": ""}, machine=with_gpus(1))
     assert resolved.config.model.path == "Qwen/Qwen2.5-0.5B"
     assert resolved.config.data.train_files == resolved.config.data.val_files == ("embedded",)
     assert resolved.notes == (PROMPTS_NOTE,)
@@ -133,7 +136,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 )
 def test_one_right_value(override: str, key: str, value: object) -> None:
     resolved = settle(override)
-    assert value_of(resolved.config, key) == value
+    assert value_of(resolved.asked, key) == value
     assert resolved.origins[key] == "override"
 
 
@@ -167,10 +170,10 @@ def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
     for mark in "'\"":
         quoted = mark + text.replace(mark, mark * 2 if mark == "'" else f"\\{mark}") + mark
         file = write(tmp_path / "q.yaml", f"{nested}{'  ' * (key.count('.'))}{leaf}: {quoted}\n")
-        assert value_of(settle(files=[file]).config, per_gpu) == value
+        assert value_of(settle(files=[file]).asked, per_gpu) == value
         if mark in text:
             continue
-        assert value_of(settle(f"{key}={mark}{text}{mark}").config, per_gpu) == value
+        assert value_of(settle(f"{key}={mark}{text}{mark}").asked, per_gpu) == value
         if variable := table().get(key) and table()[key].env:
             resolved = settle(env={variable: f"{mark}{text}{mark}"})
             assert value_of(resolved.config, per_gpu) == value

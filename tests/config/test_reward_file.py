@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.resolved import Resolved
 from tests.config import settling
 from tests.config.settling import written
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ppo_cli.config.checks.runner import missing_inputs, remarks
 from ppo_cli.config.mixture import (
     MixPart,
     judge_settings,
@@ -11,6 +10,7 @@ from ppo_cli.config.mixture import (
     model_settings,
     rule_settings,
 )
+from ppo_cli.plan.findings.runner import missing_inputs, remarks
 from tests.config.settling import problems, settle, written
 
 RM = "reward.model.path=rm"
@@ -46,16 +46,16 @@ def test_a_judge_of_a_part_has_the_runs_settings_under_its_own() -> None:
 
 def test_a_budget_of_several_judges_is_remarked_on() -> None:
     overrides = ("reward.api.model=m", "reward.api.budget_usd=3", "reward.api.max_rpm=60")
-    (note,) = remarks(settle(*overrides, mix=("judge:a:1", "judge:b:1")), gpus=0)
+    (note,) = remarks(settle(*overrides, mix=("judge:a:1", "judge:b:1")))
     assert "reward.api.budget_usd and reward.api.max_rpm hold for each of 2 judges" in note
-    assert remarks(settle(*overrides, mix=("judge:a:1", "rule:1")), gpus=0) == []
+    assert remarks(settle(*overrides, mix=("judge:a:1", "rule:1"))) == []
 
 
 def test_a_judge_without_a_model_is_the_default_one() -> None:
     resolved = settle(mix=("judge:1",))
     (part,) = mixture_of(resolved.config.reward)
     assert judge_settings(resolved.config.reward, part).model == "qwen-plus"
-    (note,) = remarks(resolved, gpus=0)
+    (note,) = remarks(resolved)
     assert note.startswith("The judge is qwen-plus (dashscope)")
 
 
@@ -95,14 +95,14 @@ def test_a_rule_of_a_part_is_its_own_or_the_runs() -> None:
 
 
 def test_each_judge_needs_its_key_and_each_model_its_folder() -> None:
-    config = settle(
+    resolved = settle(
         "reward.api.model=m",
         "reward.composite.parts.b.judge={type: claude, model: n}",
         "reward.composite.parts.c.model={path: ./rm, key_env: RM_KEY}",
         "reward.composite.parts.d.model={path: 'http://h/classify', key_env: RM_KEY}",
         mix=("judge:a:1", "judge:b:1", "model:c:1", "model:d:1"),
-    ).config
-    a, b, key, folder = sorted(missing_inputs(config, {}), key=lambda line: line[13:])[:4]
+    )
+    a, b, key, folder = sorted(missing_inputs(resolved, {}), key=lambda line: line[13:])[:4]
     lines = "\n".join((a, b, key, folder))
     assert "the judge 'a' (dashscope)" in lines
     assert "the judge 'b' (claude): set ANTHROPIC_API_KEY" in lines
@@ -113,16 +113,16 @@ def test_each_judge_needs_its_key_and_each_model_its_folder() -> None:
 
 def test_raw_scores_of_a_reward_model_are_remarked_on() -> None:
     raw = ("reward.composite.parts.model.scaling=none", RM)
-    (note,) = remarks(settle(*raw, mix=("model:1", "rule:1")), gpus=0)
+    (note,) = remarks(settle(*raw, mix=("model:1", "rule:1")))
     assert "may dominate the other parts" in note
-    assert remarks(settle(*raw, mix=("model:1",)), gpus=0) == []
+    assert remarks(settle(*raw, mix=("model:1",))) == []
     clipped = (*raw, "reward.composite.parts.model.clip=1")
-    assert remarks(settle(*clipped, mix=("model:1", "rule:1")), gpus=0) == []
+    assert remarks(settle(*clipped, mix=("model:1", "rule:1"))) == []
 
 
 def test_what_rm_score_means_is_remarked_on() -> None:
     overrides = ("reward.api.enable=true", "reward.api.model=m")
-    notes = remarks(settle(*overrides, file=written(TWO)), gpus=0)
+    notes = remarks(settle(*overrides, file=written(TWO)))
     assert any("rm_score is the judge's score" in note for note in notes)
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.runner import missing_inputs, refused_settings
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.plan import add_second_judge, config_yaml, make_plan, restore_second_judge
+from ppo_cli.plan.findings.runner import missing_inputs, refused_settings
+from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.plan.second_judge import add_second_judge, restore_second_judge
 from tests.config.settling import settle
+from tests.settings import config_yaml
 
 JUDGE = ("reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m")
 TWO_KEYS = {"OPENAI_API_KEY": "k-one", "GEMINI_API_KEY": "k-two"}
@@ -37,7 +39,7 @@ def test_the_key_of_another_provider_brings_a_second_judge() -> None:
     assert "25% of the responses are also sent to gemini" in note
     assert "--rm_monitor_model none" in note
     assert watched("reward.api.monitor.required=true").config.reward.api.monitor.required
-    assert refused_settings(resolved, 0) == []
+    assert refused_settings(resolved) == []
     plan = make_plan(resolved)
     assert note in plan.notes
     text = config_yaml(resolved)
@@ -81,7 +83,7 @@ def test_a_budget_is_not_spent_on_what_nobody_asked_for(budget: str) -> None:
 def test_verls_lines_get_no_second_judge() -> None:
     line = ("actor_rollout_ref.rollout.n=1", "data.train_files=x.parquet", *JUDGE)
     resolved = settle(*line)
-    assert resolved.verl and add_second_judge(resolved, ALL_KEYS) == resolved
+    assert resolved.foreign and add_second_judge(resolved, ALL_KEYS) == resolved
 
 
 def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -
     reread = settle(files=(tmp_path / "config.yaml",))
     assert second(reread) == "gemini/gemini-3.5-flash-lite"
     assert not any(
-        "GEMINI" in message for message in missing_inputs(reread.config, {"OPENAI_API_KEY": "k"})
+        "GEMINI" in message for message in missing_inputs(reread, {"OPENAI_API_KEY": "k"})
     )
 
 
@@ -107,12 +109,12 @@ def test_a_run_that_goes_on_keeps_the_second_judge_it_began_with(
 ) -> None:
     (tmp_path / "config.yaml").write_text(config_yaml(began), encoding="utf-8")
     lines: list[str] = []
-    now = restore_second_judge(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, lines.append)
+    plan = make_plan(watched(keys=ALL_KEYS))
+    now = restore_second_judge(plan, tmp_path / CHECKPOINT, lines.append).resolved
     assert second(now) == expected
     assert bool(lines) == (expected != "claude/claude-haiku-5-5")
     assert 'type: "' in config_yaml(now)
-    chosen = settle(*JUDGE, "reward.api.monitor.model=own")
+    chosen = make_plan(settle(*JUDGE, "reward.api.monitor.model=own"))
     assert restore_second_judge(chosen, tmp_path / CHECKPOINT, lines.append) is chosen
-    assert (
-        restore_second_judge(watched(), tmp_path / "none" / CHECKPOINT, lines.append) == watched()
-    )
+    plan = make_plan(watched())
+    assert restore_second_judge(plan, tmp_path / "none" / CHECKPOINT, lines.append) is plan

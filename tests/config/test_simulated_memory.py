@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.memory.devices import ModelShapes
-from ppo_cli.config.memory.plan import estimate_memory
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.plan.memory.devices import ModelShapes
+from ppo_cli.plan.memory.plan import (
+    estimate_memory,
+)
+from tests.settings import with_gpus
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("simulated_memory.json").read_text())
 WITHIN = 0.10
@@ -33,7 +37,9 @@ def test_the_plan_is_within_10_percent_of_the_simulation(case: str) -> None:
     trainer = {"n_gpus_per_node": run["gpus_per_node"], "nnodes": run["nodes"]}
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "trainer": trainer})
     config = with_settings(config, run["settings"])
-    place, *_ = estimate_memory(config, ModelShapes(shape, shape, shape), run["gb"] * 10**9).places
+    here = with_gpus(run["gpus_per_node"], run["gb"] * 10**9)
+    config = settle(config, here).config
+    place, *_ = estimate_memory(config, ModelShapes(shape, shape, shape), here).places
     off = {
         phase: f"{place.phases[phase] / 1e9:.2f} GB planned, {simulated} simulated"
         for phase, simulated in run["simulated_gb"].items()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import placement
-from ppo_cli.config.checks.devices import device_remarks
-from ppo_cli.config.placement import plan_devices, sleep_mode, weight_transfer
+from ppo_cli.machine.device_record import FEATURES, Feature
+from ppo_cli.plan.findings.devices import device_remarks
+from ppo_cli.plan.memory.plan import (
+    fit_memory,
+)
+from ppo_cli.plan.placement import (
+    plan_devices,
+)
 from tests.config.settling import settle
+from tests.settings import with_gpus
 
 VLLM = "rollout.name=vllm"
 FOUR = "trainer.n_gpus_per_node=4"
@@ -55,12 +61,9 @@ NODES = "trainer.nnodes=2 trainer.node_rank=0"
         (f"{FOUR} {WITHIN} rollout.weight_transfer=ipc", 4, "ipc"),
     ],
 )
-def test_the_way_follows_from_devices_and_sampler(
-    overrides: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "has_package", lambda name: True)
-    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    assert weight_transfer(settle(*overrides.split()).config, gpus) == way
+def test_the_way_follows_from_devices_and_sampler(overrides: str, gpus: int, way: str) -> None:
+    resolved = settle(*overrides.split(), machine=with_gpus(gpus, proven=FEATURES))
+    assert resolved.config.rollout.weight_transfer == way
 
 
 @pytest.mark.parametrize(
@@ -78,13 +81,14 @@ def test_the_way_follows_from_devices_and_sampler(
     ],
 )
 def test_auto_takes_what_the_self_test_has_proven(
-    overrides: str, features: tuple[str, ...], way: str, sleep: str, slow: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: str, features: tuple[Feature, ...], way: str, sleep: str,
+    slow: tuple[str, ...],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(placement, "is_proven", features.__contains__)
-    config = settle(VLLM, FOUR, *overrides.split()).config
-    assert (weight_transfer(config, 4), sleep_mode(config)) == (way, sleep)
-    lines = [line for line in device_remarks(config, 4, {}) if "self-test" in line]
+    here = with_gpus(4, proven=features)
+    resolved = settle(VLLM, FOUR, *overrides.split(), machine=here)
+    rollout = fit_memory(resolved.asked, here).config.rollout
+    assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)
+    lines = [line for line in device_remarks(resolved, {}) if "self-test" in line]
     assert len(lines) == bool(slow)
     for fragment in slow:
         assert fragment in lines[0] and lines[0].endswith(
@@ -92,8 +96,10 @@ def test_auto_takes_what_the_self_test_has_proven(
         )
 
 
-def test_the_plan_tells_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "is_proven", lambda feature: True)
-    lines = plan_devices(settle(VLLM, FOUR, SPLIT).config).sentences
-    assert "new weights are sent by nccl" in lines
-    assert "travel" not in " ".join(plan_devices(settle("trainer.num_workers=2").config).sentences)
+def test_the_plan_tells_the_way() -> None:
+    def lines(*overrides: str, gpus: int) -> tuple[str, ...]:
+        here = with_gpus(gpus, proven=FEATURES)
+        return plan_devices(settle(*overrides, machine=here).config, here).sentences
+
+    assert "new weights are sent by nccl" in lines(VLLM, FOUR, SPLIT, gpus=4)
+    assert "new weights" not in " ".join(lines("trainer.num_workers=2", gpus=0))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptSet, fingerprint, load_prompts
 from ppo_cli.errors import DataError
 from ppo_cli.run.assemble import load_prompt_sets
 from tests.data_sets.lines import write_rows
 from tests.loop.scripted import Screen
+from tests.settings import complete
 
 # Options of `load_prompts` that the settings call by another name.
 TRANSLATED = {"filter_overlong", "template_arguments"}
@@ -168,7 +168,7 @@ def test_a_run_reads_both_of_its_sets_by_its_settings(
     data_settings |= {"reward_fn_key": "kind", "max_prompt_length": 50, "train_max_samples": 5}
     same = {name: options[name] for name in options if name not in TRANSLATED}
     data_settings |= {"val_max_samples": 3} | data | same
-    config = Config.model_validate({"data": data_settings})
+    config = complete({"data": data_settings})
     screen = Screen()
     prompt_set = load_prompt_sets(config, tokenizer, screen)
     options |= {"limit": 50, "prompt_key": "q", "source_key": "kind"}

@@ -25,15 +25,18 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.algo.batch import TrainBatch
-from ppo_cli.config.memory.devices import ModelShapes, count_memory, read_shapes
-from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.plan.memory.devices import ModelShapes, count_memory, read_shapes
+from ppo_cli.plan.memory.plan import (
+    with_settings,
+)
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import annotated, make_batch, scored
+from tests.settings import complete
 
 PROMPT, RESPONSE, ROWS = 16, 48, 4
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 256}
@@ -100,7 +103,7 @@ def settings(path: str, tokens: int, others: dict[str, Any]) -> Config:
         "rollout": {"name": "hf", "n": ROWS // prompts},
         "trainer": {"engine": "local"},
     }  # fmt: skip
-    return with_settings(Config.model_validate(sections), others)
+    return with_settings(complete(sections), others)
 
 
 def batch() -> TrainBatch:

@@ -19,6 +19,7 @@ from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.records import Prompt, Rollout
+from tests.settings import complete
 
 Rows = tuple[tuple[int, int], ...]
 # Prompt and response of each row: of one token, of one length, longer than any other.
@@ -99,7 +100,7 @@ def build_optimizer(module: nn.Module, optim: Optim | None = None, **settings: A
 
 def merge_settings(defaults: dict[str, dict[str, Any]], parts: dict[str, Any]) -> Config:
     """A config of groups of settings, which are merged over the defaults of each group."""
-    return Config.model_validate(
+    return complete(
         {key: defaults.get(key, {}) | parts.get(key, {}) for key in {**defaults, **parts}}
     )
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.algorithm import CriticModel, Sharding
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import learner
@@ -43,6 +42,9 @@ from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.errors import ConfigError
+from ppo_cli.plan.memory.plan import (
+    with_settings,
+)
 from tests.engine.packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from tests.engine.published_weights import published
 from tests.engine.spread_training import (

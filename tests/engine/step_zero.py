@@ -21,6 +21,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects, join_ranks
 from tests.engine.packed_steps import make_batch
+from tests.settings import complete
 
 ROWS = [(5, 9), (3, 12), (8, 4), (6, 1)]
 # Family, whether its head is tied, how it is stored, and settings of the model.
@@ -44,7 +45,7 @@ def settings(path: str, changes: dict[str, Any]) -> Config:
         "path": path, "dtype": "bfloat16", "packing": False, "attn_implementation": "eager",
         "spread_weights": True,
     }  # fmt: skip
-    return Config.model_validate(
+    return complete(
         {
             "model": model | changes,
             "data": {"max_prompt_length": 32, "max_response_length": 16},

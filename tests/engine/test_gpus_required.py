@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from ppo_cli.cluster.worker_process import Worker
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.errors import MissingPart
+from ppo_cli.machine import machine as here
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.torch_build import TorchBuild
 from tests.nvml import DRIVER, RTX_4090, T4, Machine
+from tests.settings import complete
 
 
 @pytest.fixture
@@ -65,14 +66,10 @@ def test_a_gpu_that_is_not_counted_is_an_error(
 def test_a_gpu_without_bfloat16_computes_in_float32(
     card: str, dtype: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.config.derived import compute_dtype
-    from ppo_cli.config.memory.plan import fill_dtype
-
     machine.set(DRIVER, card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Compute.choose(None) == Compute(torch.device("cuda"), getattr(torch, dtype))
-    assert compute_dtype(Config()) == dtype
-    assert fill_dtype(Config()).model.dtype == (None if dtype == "bfloat16" else dtype)
+    assert complete({}, here.Machine.here({})).model.dtype == dtype
     assert Compute.choose("bfloat16").dtype == torch.bfloat16
 
 

@@ -11,13 +11,13 @@ import torch
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Weights, build_sampler
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.errors import MissingPart, ModelError
+from ppo_cli.plan.resolve import resolve
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.small_samplers import logprob_gap

@@ -15,11 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config import derived
-from ppo_cli.config.derived import micro_batch_tokens
+from ppo_cli.config import choices
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import Actor, Critic, Optim, PolicyLoss
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.batches.micro_batches import Budget
 from ppo_cli.engine.batches.rows import build_micro_batch
@@ -34,6 +32,7 @@ from ppo_cli.errors import ModelError
 from tests.engine.packed_steps import annotated, build_optimizer, scored
 from tests.engine.packed_steps import make_batch as make_rows
 from tests.rounding import assert_near
+from tests.settings import CPU, complete, with_gpus
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
 VOCAB = 97
@@ -200,7 +199,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
 def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(
     tokens: tuple[int | None, ...], expected: list[int]
 ) -> None:
-    config = Config.model_validate({
+    config = complete({
         "model": {"path": "embedded", "packing": False},
         "actor": {"ppo_max_token_len_per_gpu": tokens[0]},
         "critic": {"ppo_max_token_len_per_gpu": tokens[1]},
@@ -215,15 +214,20 @@ def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(
 def test_what_a_checkpoint_could_not_save_is_refused_before_the_first_step(rank) -> None:
     tokenizer = load_tokenizer(model_folder("embedded"))
     tokenizer.chat_template, tokenizer.name_or_path = "\ud800", ""
-    config = Config.model_validate({"model": {"path": "embedded", "lora_rank": rank}})
+    config = complete({"model": {"path": "embedded", "lora_rank": rank}})
     with pytest.raises(ModelError, match="cannot be saved, so no checkpoint could be written"):
         Learner(config, tokenizer, total_steps=1)
 
 
-@pytest.mark.parametrize("trainer", [{"n_gpus_per_node": 1}, {"num_workers": 2}], ids=str)
-def test_a_gpu_and_several_ranks_take_large_micro_batches(trainer) -> None:
-    config = Config.model_validate({"trainer": trainer})
-    assert micro_batch_tokens(config, None) == 16384 and micro_batch_tokens(config, 99) == 99
+def test_a_gpu_and_several_ranks_take_large_micro_batches() -> None:
+    path = {"model": {"path": "nobody/knows"}}
+    for trainer, here, tokens in (
+        ({}, CPU, 2048), ({"n_gpus_per_node": 1}, with_gpus(1), 16384),
+        ({"num_workers": 2}, CPU, 16384),
+    ):  # fmt: skip
+        config = complete(path | {"trainer": trainer}, here)
+        assert config.actor.ppo_max_token_len_per_gpu == tokens
+        assert config.critic.ppo_max_token_len_per_gpu == tokens
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(None, 16384), (3, 16384), (2, 120)])
@@ -284,7 +288,7 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
 ) -> None:
     def build() -> LocalEngine:
         optim = {"lr": 0.5, "lr_scheduler_type": "cosine"}
-        config = Config.model_validate({
+        config = complete({
             "model": {"path": "embedded", "dtype": "float32", "packing": unit == "tokens"},
             "rollout": {"max_num_seqs": 9}, "actor": {"optim": optim},
             "critic": {"optim": optim | {"lr_warmup_steps": 6}},
@@ -331,14 +335,14 @@ def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_fast
 
     It is held in bfloat16 itself, or packed as oneDNN reads it.
     """
-    monkeypatch.setattr(derived, "has_fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(derived, "MIN_BFLOAT16_WIDTH", 1)
+    monkeypatch.setattr(choices, "MIN_BFLOAT16_WIDTH", 1)
     tokenizer = load_tokenizer(model_folder("embedded"))
     stored = load_policy(model_folder("embedded")).model.bfloat16()
     stored.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    config = Config.model_validate(
-        {"model": {"path": str(tmp_path)}, "trainer": {"engine": "local"}}
+    config = complete(
+        {"model": {"path": str(tmp_path)}, "trainer": {"engine": "local"}},
+        replace(CPU, fast_bfloat16=fast),
     )
     learner = LocalEngine(config, tokenizer, total_steps=8)._learner
     assert learner._compute.dtype == (torch.bfloat16 if fast else torch.float32)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
+from tests.settings import complete
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -116,7 +116,7 @@ def test_a_generation_config_that_transformers_does_not_load_is_named(tmp_path: 
 def test_a_reference_is_named_by_its_setting(tmp_path: Path) -> None:
     shutil.copytree(model_folder("embedded"), tmp_path / "model")
     change_weights(tmp_path / "model", lambda t: t.update(other=torch.zeros(1)))
-    config = Config.model_validate({
+    config = complete({
         "model": {"path": "embedded"}, "ref": {"path": str(tmp_path / "model")},
         "actor": {"use_kl_loss": True},
     })  # fmt: skip

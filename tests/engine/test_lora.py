@@ -11,11 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config.placement import publishes_adapter
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.models import Policy, lora
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from tests.engine import adapted_models as tiny
+from tests.settings import complete
 
 
 def policy_of(model: Any) -> Policy:
@@ -35,9 +34,9 @@ def token_logprobs(policy: Policy) -> Tensor:
 def test_an_adapter_is_published_where_it_has_a_rank_and_is_not_merged(
     model: dict[str, Any], publishes: bool
 ) -> None:
-    config = Config.model_validate({"model": model})
+    config = complete({"model": model})
     assert (lora.adapt(config.model, 1) is None) is not bool(model)
-    assert publishes_adapter(config) is publishes
+    assert config.model.publishes_adapter is publishes
 
 
 @pytest.mark.parametrize("kind", tiny.FAMILIES)

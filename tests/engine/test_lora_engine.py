@@ -26,6 +26,7 @@ from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.small_samplers import forward_logprobs
+from tests.settings import complete
 
 MODEL = str(bundled_path("embedded", "model"))
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -47,7 +48,7 @@ def tokenizer() -> Any:
 
 
 def config(**model: Any) -> Config:
-    return Config.model_validate(
+    return complete(
         {
             "model": {"path": MODEL, "lora_rank": 4, **model},
             # Log-probs of the actor itself, whatever the sampler found.
@@ -157,7 +158,7 @@ def test_a_checkpoint_goes_on_and_is_exported(
         return
     settings = config(path=str(tmp_path / "whole actor"), lora_rank=0).model_dump()
     settings["critic"]["model"] = {"path": str(tmp_path / "whole critic")}
-    exported = LocalEngine(Config.model_validate(settings), tokenizer, total_steps=4)
+    exported = LocalEngine(complete(settings), tokenizer, total_steps=4)
     merged = annotated(exported, rollouts)
     torch.testing.assert_close(merged.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
     torch.testing.assert_close(merged.values_BT, first.values_BT, atol=1e-4, rtol=0)
@@ -192,7 +193,7 @@ def test_the_critic_recomputes_activations_as_set_for_it(
 ) -> None:
     settings = config(enable_gradient_checkpointing=shared).model_dump()
     settings["critic"]["model"]["enable_gradient_checkpointing"] = critic_setting
-    learner = Learner(Config.model_validate(settings), tokenizer, total_steps=1)
+    learner = Learner(complete(settings), tokenizer, total_steps=1)
     assert learner._critic is not None
     assert forward_passes(learner.policy) == 1 + shared
     assert forward_passes(learner._critic.value_model) == 1 + critic

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.batches.packing import choose_attention
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.kv_cache import KVCache, plan_cache
 from tests.engine import small_samplers as small
+from tests.settings import complete
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_run_says_that_vllm_is_faster_where_no_cache_is_held(
     tokenizer = load_tokenizer(str(model_folder("embedded")))
     small.build_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     settings = {"path": str(tmp_path), "dtype": "float32"}
-    config = Config.model_validate({"model": settings, "algorithm": {"adv_estimator": "grpo"}})
+    config = complete({"model": settings, "algorithm": {"adv_estimator": "grpo"}})
     notes: list[str] = []
     LocalEngine(config, tokenizer, total_steps=1, tell=notes.append)
     assert any("rollout.name=vllm is faster" in note for note in notes) == slow

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import AddedToken
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text, find_stop
@@ -25,6 +24,7 @@ from ppo_cli.step.shaping import place_steps
 from ppo_cli.thoughts import count_tokens
 from tests.engine.small_samplers import build_model, make_sampler
 from tests.engine.tokenizer_kinds import KINDS
+from tests.settings import complete
 
 # What borders are made of: blanks, newlines, characters of two to four bytes, marks and words.
 TEXTS = st.lists(
@@ -173,7 +173,7 @@ def test_a_response_of_a_base_model_ends_where_its_template_ends_a_reply(tmp_pat
         fields = json.loads((folder / name).read_text())
         changed = {key: value for key, value in ends.items() if key in fields}
         (folder / name).write_text(json.dumps(fields | changed))
-    config = Config.model_validate({"model": {"path": str(folder)}, "rollout": {"name": "hf"}})
+    config = complete({"model": {"path": str(folder)}, "rollout": {"name": "hf"}})
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.eos_token == "<|endoftext|>"
     rendered = "<|im_start|>user\n12 + 30 =<|im_end|>\n<|im_start|>assistant\n"

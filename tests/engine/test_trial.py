@@ -15,7 +15,6 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.models.bundled import MODELS, model_folder
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import trial
 from ppo_cli.engine.batches.rows import MicroBatch
 from ppo_cli.engine.cpu.lean_layers import GatedUnit
@@ -27,6 +26,7 @@ from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.trial import RunMode, TrialConditions, Verdict, choose_run_mode, run_trial
 from ppo_cli.errors import ModelError
+from tests.settings import complete
 
 LONG = 100_000  # rows that cross every window
 RUN = TrialConditions(sampler=HFSampler, lean=True, checkpointing=True, longest_row=LONG)
@@ -156,7 +156,7 @@ def judge(
 ) -> tuple[Verdict, list[str]]:
     """The verdict of a run on a model of which the trial sees the config alone."""
     make_config(kind, **changes or {}).save_pretrained(path)
-    run = Config.model_validate({"model": {"path": str(path), **settings}})
+    run = complete({"model": {"path": str(path), **settings}})
     return choose_run_mode(str(path), run, ALONE, sampler=HFSampler, checkpointing=True)
 
 
@@ -247,7 +247,7 @@ def test_a_trial_is_of_the_rows_and_layers_of_the_run(
     tmp_path: Path, tried: list[TrialConditions]
 ) -> None:
     judge(tmp_path)
-    data = Config().data
+    data = complete({}).data
     assert tried[0].longest_row == data.max_prompt_length + data.max_response_length
     assert tried[0].lean and tried[0].checkpointing
 

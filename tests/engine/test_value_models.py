@@ -20,11 +20,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.checks.models import critic_remarks
-from ppo_cli.config.checks.runner import missing_inputs
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.checkpoint import (
     describe_full_model,
     model_files,
@@ -40,8 +37,11 @@ from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.errors import ModelError
+from ppo_cli.plan.findings.models import critic_remarks
+from ppo_cli.plan.findings.runner import missing_inputs
 from tests.engine.adapted_models import save_adapter, trained
 from tests.engine.test_checkpoint import train
+from tests.settings import complete
 
 FAMILIES = (
     "gpt2",  # transformers has a token classifier for it, and none for most others
@@ -113,7 +113,7 @@ def test_a_head_of_another_size_is_replaced(tmp_path: Path) -> None:
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
     value_model = load(tmp_path)
     assert value_model.head.weight.shape == (1, 64) and not values(value_model).any()
-    critic = Config.model_validate({"critic": {"model": {"path": str(tmp_path)}}})
+    critic = complete({"critic": {"model": {"path": str(tmp_path)}}})
     (remark,) = critic_remarks(critic)
     assert "classifier.weight has 3 labels" in remark and "Values start at 0" in remark
     config.num_labels = 1
@@ -169,7 +169,7 @@ def test_a_model_without_the_policys_tokens_is_refused(
     ids = description["model"]["vocab"]
     description["model"]["vocab"] = dict(zip(ids, reversed(ids.values()), strict=True))
     (path / "tokenizer.json").write_text(json.dumps(description))
-    config = Config.model_validate({"model": {"path": "embedded"}} | settings)
+    config = complete({"model": {"path": "embedded"}} | settings)
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
     problem = "has 282 tokens and the model .* only 281" if size == 281 else "another tokenizer"
     with pytest.raises(ModelError, match=problem) as refusal:
@@ -189,7 +189,7 @@ def test_a_critic_needs_no_embeddings_that_only_pad_those_of_the_policy(tmp_path
     critic = build(tmp_path / "critic", "olmo2")
     settings = {"model": {"path": str(policy)}, "critic": {"model": {"path": str(critic)}}}
     tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
-    LocalEngine(Config.model_validate(settings), tokenizer, total_steps=1)
+    LocalEngine(complete(settings), tokenizer, total_steps=1)
 
 
 def test_rows_are_padded_with_a_token_that_the_model_has_an_embedding_for() -> None:

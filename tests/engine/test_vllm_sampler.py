@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling, Weights, build_sampler, start_rollouts, stream_key
 from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.models import load_tokenizer
@@ -30,6 +29,7 @@ from ppo_cli.engine.samplers.vllm import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, MissingPart, UserError
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.gpu_engine import Gpu, GpuEngine, request_output
+from tests.settings import complete
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -195,7 +195,7 @@ def started(
     lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
     parts = {"model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout}
     tokenizer = load_tokenizer(model_folder("embedded"))
-    sampler = build_sampler(Config.model_validate(SETTINGS | parts), tokenizer, transfer=transfer)
+    sampler = build_sampler(complete(SETTINGS | parts), tokenizer, transfer=transfer)
     assert isinstance(sampler, VLLMSampler)
     return sampler, requests
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.learner import Learner
@@ -29,6 +28,7 @@ from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
+from ppo_cli.plan.resolve import resolve
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.small_samplers import logprob_gap
 from tests.engine.tiny_families import save_model

@@ -19,6 +19,7 @@ from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
 from ppo_cli.environments.chat import Chat
 from ppo_cli.environments.episodes import EpisodeEngine, Episodes
 from ppo_cli.records import Message, Prompt, Rollout
+from tests.settings import complete
 
 
 class Counting:
@@ -102,7 +103,7 @@ def config(**groups: dict[str, Any]) -> Config:
         "model": {"path": "embedded"}, "environment": {"path": "scripted.py:Counting"},
         "data": {"max_prompt_length": 64, "max_response_length": 120}, "rollout": {"name": "hf"},
     }  # fmt: skip
-    return Config.model_validate(
+    return complete(
         {name: defaults.get(name, {}) | groups.get(name, {}) for name in {**defaults, **groups}}
     )
 

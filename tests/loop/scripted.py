@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
-from ppo_cli.config.derived import gen_batch
-from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.records import FinishReason, Prompt, Rollout, Score, Scored
@@ -27,6 +25,7 @@ from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.step.state import Job, RunState
+from tests.settings import complete
 
 KL = 0.25  # log policy - log reference of every token
 PROMPT, SAMPLE, LENGTH = 0, 1, 4  # where a response says who it is, and its tokens
@@ -236,11 +235,11 @@ class Script:
     diagnosed: list[int] = field(default_factory=list)
 
     def build(self) -> Stage:
-        config = Config.model_validate(self.settings)
+        config = complete(self.settings)
         screen = Screen()
         reward, engine = ScriptedReward(self.score), Engine(self.sums)
         tracker = Tracker(self.folder, screen, ("console",), total_steps=self.steps, config=config)
-        order = PromptOrder(self.prompts, gen_batch(config), config.trainer.seed)
+        order = PromptOrder(self.prompts, config.data.gen_batch_size, config.trainer.seed)
 
         def diagnose(scored: Sequence[Any]) -> str:
             self.diagnosed.append(len(scored))

@@ -10,10 +10,9 @@ from typing import Any, get_args, get_origin
 import pytest
 import yaml
 
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_settings
-from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.config_file import config_yaml
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run.identity import (
     ROWS,
     describe_changes,
@@ -24,6 +23,7 @@ from ppo_cli.run.identity import (
 from ppo_cli.run_folder.checkpoints import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
+from tests.settings import complete
 
 # Values that differ from the default, where the type alone does not give one.
 OTHER_VALUES: dict[str, Any] = {
@@ -65,7 +65,7 @@ def other_value(key: Key) -> Any:
 
 
 def identity(values: dict[str, Any] | None = None) -> dict[str, Any]:
-    return run_identity(Config.model_validate(nest_values(values or {})), prompts(2), prompts(1))
+    return run_identity(complete(nest_values(values or {})), prompts(2), prompts(1))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def default() -> dict[str, Any]:
 @pytest.mark.parametrize("name", table())
 def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]) -> None:
     key = table()[name]
-    config = Config.model_validate(nest_values({name: other_value(key)}))
+    config = complete(nest_values({name: other_value(key)}))
     assert value_of(config, name) != key.default
     # Rows count in the place of the files that they come from.
     by_name = key.identity in ("run", "checkpoint") and name not in ROWS
@@ -86,9 +86,9 @@ def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]
 
 
 def test_an_eval_is_bound_to_its_environment(tmp_path: Path) -> None:
-    assert not any("environment" in name for name in setting_values(Config(), of_eval=True))
+    assert not any("environment" in name for name in setting_values(complete({}), of_eval=True))
     file = tmp_path / "game.py"
-    config = Config.model_validate({"environment": {"path": f"{file}:Game"}})
+    config = complete({"environment": {"path": f"{file}:Game"}})
     file.write_text("class Game: pass")
     before = setting_values(config, of_eval=True)
     file.write_text("class Game: level = 2")
@@ -98,7 +98,7 @@ def test_an_eval_is_bound_to_its_environment(tmp_path: Path) -> None:
 
 
 def test_rows_count_by_what_they_hold() -> None:
-    config, first = Config(), prompts(2)
+    config, first = complete({}), prompts(2)
     same = run_identity(config, first, first)
     other = [replace(first[0], extra_info={"rubric": "Be brief."}), first[1]]
     assert describe_changes(same, run_identity(config, prompts(1), first)) == (
@@ -179,7 +179,7 @@ def test_a_part_of_a_mixture_may_change_its_limits() -> None:
 
 def test_a_judge_at_another_address_is_the_same_run_and_another_eval() -> None:
     api = [{"base_url": f"http://localhost:{port}/v1"} for port in (1, 2)]
-    first, second = (Config.model_validate({"reward": {"api": first}}) for first in api)
+    first, second = (complete({"reward": {"api": first}}) for first in api)
     assert describe_changes(setting_values(first), setting_values(second)) == ""
     changed = describe_changes(
         setting_values(first, of_eval=True), setting_values(second, of_eval=True)
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_what_its_config_says(
     (checkpoint / "state" / "run.json").write_text(json.dumps(state))
     other = identity({"actor.grad_clip": 0.5})
     assert find_differences(checkpoint, other) == ""  # nothing says what it was
-    config = Config.model_validate({"data": {"train_files": ["t"], "val_files": ["v"]}})
+    config = complete({"data": {"train_files": ["t"], "val_files": ["v"]}})
     text = config_yaml(Resolved(config, dict.fromkeys(table(), "default")))
     without = yaml.safe_load(text)
     del without["actor"]["policy_loss"]  # a group that is newer than the file

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.derived import is_profiled
 from tests.config.settling import settle
 from tests.loop.runs import train
 
@@ -59,7 +58,7 @@ def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None
 )
 def test_which_steps_are_profiled(arguments: str, steps: set[int]) -> None:
     config = settle(arguments).config
-    assert {step for step in range(10) if is_profiled(config, step)} == steps
+    assert {step for step in range(10) if config.trainer.is_profiled(step)} == steps
 
 
 def test_of_another_profiler_a_run_says_which_it_has() -> None:

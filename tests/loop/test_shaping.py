@@ -14,7 +14,6 @@ import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.config.schema.reward import Shaping
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Moments
@@ -28,6 +27,7 @@ from ppo_cli.step.shaping import (
 )
 from ppo_cli.thoughts import Detokenize
 from tests.loop.scripted import annotate_batch, scored
+from tests.settings import complete
 
 
 def rollouts(lengths: list[int], n: int = 1) -> list[Rollout]:
@@ -60,7 +60,7 @@ def shape(
     **algorithm: object,
 ) -> ShapedStep:  # fmt: skip
     """Shape a step of these rollouts and scores with these settings of the algorithm."""
-    config = Config.model_validate({"algorithm": algorithm})
+    config = complete({"algorithm": algorithm})
     annotated = annotated or annotate(created)
     scores = score_all(created, values)
     return shape_step(config, annotated, scores, kl_coef, None, placed, critic_lam)
@@ -185,7 +185,7 @@ def test_importance_weights_correct_the_sampler() -> None:
     assert step.batch.loss_mask_BT.tolist() == [[True, False]]  # exp(k1): 0.667 and 0.111
     assert step.metrics["rollout/rejected_share"] == 0.5
     assert step.batch.scores_B.tolist() == [1.0]
-    stale = Config.model_validate({"trainer": {"async_steps": 1}})  # by token, unless set
+    stale = complete({"trainer": {"async_steps": 1}})  # by token, unless set
     step = shape_step(stale, annotated, score_all(created, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from ppo_cli.algo.batch import TrainBatch, build_batch
 from ppo_cli.algo.critic_fit import explained_variance, measure_critic
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.loop import run
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
@@ -29,6 +28,7 @@ from ppo_cli.step.token_details import choose_rows, list_token_details, split_te
 from tests.engine.test_text import TEXTS, encode
 from tests.engine.tokenizer_kinds import KINDS
 from tests.loop.scripted import Script, annotate_batch, number
+from tests.settings import complete
 
 
 def spell(ids: Sequence[int], context: Sequence[int]) -> str:
@@ -59,7 +59,7 @@ def shape(
         old_logprobs_BT=-torch.rand(size, generator=draw) if old is None else old,
         ref_logprobs_BT=-torch.rand(size, generator=draw),
     )  # fmt: skip
-    config = Config.model_validate({"algorithm": {"lam": 0.9, "gamma": 0.99, **algorithm}})
+    config = complete({"algorithm": {"lam": 0.9, "gamma": 0.99, **algorithm}})
     results = [
         s if isinstance(s, Score) else Score.failed("timeout") if s is None else Score(s)
         for s in scores
@@ -182,7 +182,7 @@ def test_what_a_run_keeps_stays_within_a_fifth_of_the_file(tmp_path: Path) -> No
         sizes = []
         for count in (0, 8):
             details = list_token_details(batch, rollouts, spell, count)
-            Tracker(tmp_path, Screen(), (), 1, Config()).rollouts(1, scored, tokens=details)
+            Tracker(tmp_path, Screen(), (), 1, complete({})).rollouts(1, scored, tokens=details)
             sizes.append(rollout_file(tmp_path, 1).stat().st_size)
         lines = read_lines(rollout_file(tmp_path, 1))
         return sum("token_details" in line for line in lines), sizes[1] / sizes[0]
@@ -260,7 +260,7 @@ def test_a_resumed_run_has_each_step_of_the_critic_once(tmp_path: Path) -> None:
     for step in range(1, 6):
         line = {"positions": [[9, 9, 1.0, step / 10]], "tenths": [[9, 0.1, 0.2]]}
         append_line(tmp_path / "critic.jsonl", {"step": step, **line})
-    Tracker(tmp_path, Screen(), (), 9, Config()).resume_at(3)
+    Tracker(tmp_path, Screen(), (), 9, complete({})).resume_at(3)
     assert [line["step"] for line in read_lines(tmp_path / "critic.jsonl")] == [1, 2, 3]
     first, last = describe_critic(tmp_path)
     assert (first["name"], last["name"]) == ("step 1", "step 3")

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.placement import Roles, format_devices, read_placement
+from ppo_cli.plan.placement import (
+    Roles,
+    format_devices,
+    read_placement,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.devices import device_remarks
-from ppo_cli.config.derived import compute_dtype
-from ppo_cli.config.memory.devices import device_memory
-from ppo_cli.config.placement import gpu_count, plan_devices
-from ppo_cli.config.schema.run import Config
+from ppo_cli.machine import machine as here
 from ppo_cli.machine.gpus import (
     Gpu,
     driver_version,
@@ -21,7 +17,14 @@ from ppo_cli.machine.gpus import (
     list_gpus,
     read_inventory,
 )
+from ppo_cli.plan.findings.devices import device_remarks
+from ppo_cli.plan.memory.devices import device_memory
+from ppo_cli.plan.placement import (
+    plan_devices,
+)
+from tests.config.settling import settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
+from tests.settings import complete
 
 
 def uuids(**environ: str) -> list[str]:
@@ -51,7 +54,6 @@ def test_visible_devices_are_read_as_cuda_reads_them(
 ) -> None:
     machine.set(DRIVER, *(h100(number) for number in range(3)))
     assert uuids(CUDA_VISIBLE_DEVICES=visible) == [f"GPU-h100{number}" for number in numbers]
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": visible}) == len(numbers)
 
 
 def test_the_fastest_card_comes_first_unless_the_bus_orders(machine: Machine) -> None:
@@ -121,9 +123,10 @@ def test_a_split_card_without_instances_is_told(visible: str | None, machine: Ma
 def test_what_is_idle_is_a_remark_of_plans_and_runs(machine: Machine) -> None:
     machine.set(DRIVER, h100(0))
     environ = {"CUDA_VISIBLE_DEVICES": "9"}
-    notes = list(device_remarks(Config(), 0, environ))
+    notes = list(device_remarks(settle(env=environ), environ))
     assert explain_hidden_gpus(environ) in notes
-    assert not any("names none" in n for n in device_remarks(Config(), 1, {}))
+    shown = settle(env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert not any("names none" in n for n in device_remarks(shown, {}))
 
 
 def test_one_memory_for_cpu_and_gpu_is_the_machine_s(machine: Machine) -> None:
@@ -157,7 +160,7 @@ def test_a_driver_that_does_not_answer_is_a_fault_where_there_are_devices(
 def test_a_run_computes_in_what_all_of_its_gpus_have(machine: Machine) -> None:
     machine.set(DRIVER, GT_1030, RTX_4090)
     dtypes = [
-        compute_dtype(Config.model_validate({"trainer": {"n_gpus_per_node": gpus}}))
+        complete({"trainer": {"n_gpus_per_node": gpus}}, here.Machine.here({})).model.dtype
         for gpus in (1, 2)
     ]
     assert dtypes == ["bfloat16", "float32"]
@@ -193,24 +196,20 @@ def test_wsl_s_library_is_outside_of_the_loader_s_path(tmp_path: Path) -> None:
     assert listed() == "['GPU-4090a'] False"
 
 
-def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def planned(gpus: int | None = None) -> tuple[int | None, str]:
-        config = Config()
-        trainer = config.trainer.model_copy(update={"n_gpus_per_node": gpus})
-        config = config.model_copy(update={"trainer": trainer})
-        return device_memory(config), "; ".join(plan_devices(config).sentences)
+def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(machine: Machine) -> None:
+    def planned(trainer: dict[str, int], **environ: str) -> tuple[int | None, str]:
+        seen = here.Machine.here(environ)
+        config = complete({"trainer": trainer}, seen)
+        return device_memory(config, seen), "; ".join(plan_devices(config, seen).sentences)
 
     machine.set(DRIVER, GT_1030, RTX_4090)
-    memory, sentences = planned()
+    memory, sentences = planned({})
     assert memory == 24 * GIB and "1 GPU here: NVIDIA GeForce RTX 4090, 24 GiB" in sentences
-    memory, sentences = planned(2)
+    memory, sentences = planned({"n_gpus_per_node": 2})
     assert memory == 2 * GIB and "GPU 1 is NVIDIA GeForce GT 1030, 2 GiB (memory is" in sentences
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1030b")
-    assert planned()[0] == 2 * GIB
+    assert planned({}, CUDA_VISIBLE_DEVICES="GPU-1030b")[0] == 2 * GIB
     machine.set(DRIVER, h100(0), h100(1), "split", a_slice(0))
-    assert planned()[0] == 10 * GIB
+    assert planned({})[0] == 10 * GIB
     machine.set(DRIVER, *(h100(number) for number in range(8)))
     memory, sentences = planned(8)
     assert memory == 80 * GIB and "8 GPUs here: NVIDIA H100 80GB HBM3, 80 GiB" in sentences

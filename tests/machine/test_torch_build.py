@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.checks.devices import device_remarks, unusable_gpus
-from ppo_cli.config.checks.judge_server import judge_fault
-from ppo_cli.config.schema.run import Config
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.machine.torch_build import TorchBuild, find_gpu_fault, read_build
+from ppo_cli.plan.findings.devices import device_remarks, unusable_gpus
+from ppo_cli.plan.findings.judge_server import judge_fault
+from tests.config.settling import settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
@@ -197,6 +197,9 @@ def test_a_run_that_is_planned_for_the_cpu_starts(
     assert main(["plan", "--preset", "embedded"]) == 0
 
 
+SEEN = {"CUDA_VISIBLE_DEVICES": "0"}
+
+
 @pytest.mark.parametrize(
     ("card", "dtype", "refused"),
     [(T4, "bfloat16", True), (T4, None, False), (RTX_4090, "bfloat16", False)],
@@ -205,17 +208,17 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm(
     card: str, dtype: str | None, refused: bool, machine: Machine
 ) -> None:
     machine.set(DRIVER, card)
-    config = Config.model_validate({"model": {"dtype": dtype}, "rollout": {"name": "vllm"}})
-    lines = [line for line in unusable_gpus(config, 1, {}) if "vLLM does not compute" in line]
+    overrides = ["rollout.name=vllm", *([f"model.dtype={dtype}"] if dtype else [])]
+    lines = unusable_gpus(settle(*overrides, env=SEEN), {})
+    lines = [line for line in lines if "vLLM does not compute" in line]
     assert len(lines) == refused
     assert all("in bfloat16 on a Tesla T4: leave --dtype out" in line for line in lines)
 
 
 def test_what_a_gpu_computes_in_is_remarked(machine: Machine) -> None:
     def remarks(dtype: str | None) -> str:
-        config = Config()
-        model = config.model.model_copy(update={"dtype": dtype})
-        return " ".join(device_remarks(config.model_copy(update={"model": model}), 1, {}))
+        resolved = settle(*([f"model.dtype={dtype}"] if dtype else []), env=SEEN)
+        return " ".join(device_remarks(resolved, {}))
 
     machine.set(DRIVER, T4)
     assert "A Tesla T4 has no bfloat16: models compute in float32." in remarks(None)

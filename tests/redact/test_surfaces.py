@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from ppo_cli.cli.screen import print_json
 from ppo_cli.cli.show import show_app
-from ppo_cli.config.schema.run import Config
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer, render_report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run.export import write_card
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics, rollout_file
+from tests.settings import complete
 
 SECRETS = {
     "known": 'a-known "word\\',
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("secrets") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOME_SERVICE_API_KEY", SECRETS["known"])
-        tracker = Tracker(folder, Screen(), (), total_steps=1, config=Config())
+        tracker = Tracker(folder, Screen(), (), total_steps=1, config=complete({}))
         rows = [
             Scored(
                 Rollout(

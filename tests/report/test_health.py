@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.screen import COLUMNS
-from ppo_cli.config.schema.run import Config
 from ppo_cli.report import health
 from ppo_cli.report.drift import Opinion, measure_judge_drift
 from ppo_cli.report.health import (
@@ -20,6 +19,7 @@ from ppo_cli.report.health import (
     make_limits,
 )
 from ppo_cli.report.limits import Limits
+from tests.settings import complete
 
 GOOD = {
     "score/std": 0.4, "score/min": 0.0, "score/max": 1.0, "score/failed": 0.0,
@@ -143,11 +143,10 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     assert kinds(30, lambda s: watched(0.5 + 0.01 * s + 0.4 * (-1) ** s, 0.5)) == set()
     gaps = [watched(0.3, 0.5) if s < 11 else {} if s < 20 else watched(0.6, 0.5) for s in range(31)]
     assert kinds(30, lambda s: gaps[s]) == {"hacking"}, "steps without a monitor do not count"
-    config = Config.model_validate(
-        {"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}}
-    )
+    config = complete({"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}})
     assert (
-        make_limits(config).watched == ("judge", "rule") and make_limits(Config()).watched is None
+        make_limits(config).watched == ("judge", "rule")
+        and make_limits(complete({})).watched is None
     )
 
 
@@ -207,8 +206,8 @@ def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
 
 
 def test_some_distance_is_fine_while_a_rule_pays_for_it() -> None:
-    rule = make_limits(Config())
-    judge = make_limits(Config.model_validate({"reward": {"api": {"enable": True}}}))
+    rule = make_limits(complete({}))
+    judge = make_limits(complete({"reward": {"api": {"enable": True}}}))
     away = always(kl_divergence=0.2)
     assert kinds(9, away, rule) == set() and kinds(9, away, judge) == {"kl_high"}
     assert kinds(9, always(kl_divergence=0.2, **FLAT), rule) == {"kl_high"}
@@ -222,13 +221,13 @@ def test_advice_on_a_reward_names_what_scores() -> None:
         ({"function": "a.py"}, "--reward_function", "--rule"),
         ({"rule": "exact"}, "--rule", "--reward_function"),
     ):
-        line = find_troubles(same, make_limits(Config.model_validate({"reward": reward})))
+        line = find_troubles(same, make_limits(complete({"reward": reward})))
         assert named in line["reward_same"] and other not in line["reward_same"]
 
 
 def test_commands_in_advice_name_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PPO_COMMAND", "/venv/bin/ppo")
-    limits = make_limits(Config.model_validate({"trainer": {"output_dir": "my run"}}))
+    limits = make_limits(complete({"trainer": {"output_dir": "my run"}}))
     same = history(3, always(score__std=0.0, reward_mean=1.0))
     assert "`/venv/bin/ppo show 'my run' --worst 5`" in find_troubles(same, limits)["reward_same"]
     (fooled,) = find_troubles(history(1, always(judge__canary_max=0.6)), limits).values()
@@ -376,14 +375,14 @@ def test_limits_on_both_sides_of_the_ratio() -> None:
 def test_how_far_the_sampler_may_be_off(
     settings: dict[str, Any], limit: float, advice: str
 ) -> None:
-    limits = make_limits(Config.model_validate(settings))
+    limits = make_limits(complete(settings))
     assert kinds(1, always(rollout__logprob_diff=0.9 * limit), limits) == set()
     (line,) = find_troubles(history(1, always(rollout__logprob_diff=1.1 * limit)), limits).values()
     assert advice in line
 
 
 def test_advice_follows_the_settings() -> None:
-    config = Config.model_validate(
+    config = complete(
         {
             "actor": {"use_kl_loss": True, "ppo_mini_batch_size": 256, "grad_clip": 9.0},
             "algorithm": {"use_kl_in_reward": False},
@@ -399,7 +398,7 @@ def test_advice_follows_the_settings() -> None:
     # One update a step can clip nothing; no update in the warm-up moves nothing.
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits) == set()
     twice = {"actor": {"ppo_mini_batch_size": 256, "ppo_epochs": 2}}
-    limits_of_two = make_limits(Config.model_validate(twice))
+    limits_of_two = make_limits(complete(twice))
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits_of_two) == {"clip_low"}
     # Smaller and larger updates are never asked for at once.
     far = always(clip_fraction=0.0, kl_divergence=0.3, **FLAT)

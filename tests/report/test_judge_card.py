@@ -9,11 +9,11 @@ import pytest
 
 from ppo_cli.cli.screen import format_summary
 from ppo_cli.cli.show import format_steps
-from ppo_cli.config.schema.run import Config
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.metrics import summarise
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder.lines import append_line, read_metrics
+from tests.settings import complete
 
 CONFIG = """\
 reward:
@@ -62,7 +62,7 @@ def test_summary_and_terminal_show_the_same_rows(run: Path) -> None:
     history = read_metrics(run)
     card = RunData(run, "run").read()["judge"]
     shown = format_steps(run, history, history)
-    summary = summarise(history, run, Config(), session=(2, 1.0), resume_command="ppo")
+    summary = summarise(history, run, complete({}), session=(2, 1.0), resume_command="ppo")
     lines = format_summary(summary)
     assert all(text in shown for _, text in card) and "The judge" in shown
     assert any(line.startswith("judge: calls") and line.endswith("$1.60") for line in lines)
@@ -70,7 +70,7 @@ def test_summary_and_terminal_show_the_same_rows(run: Path) -> None:
 
 def test_a_run_without_verdicts_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward_mean": 0.5}) + "\n")
-    assert describe_judges(tmp_path, Config(), read_metrics(tmp_path)) == []
+    assert describe_judges(tmp_path, complete({}), read_metrics(tmp_path)) == []
 
 
 def test_a_cascade_says_what_each_judge_was_asked_and_paid(tmp_path: Path) -> None:

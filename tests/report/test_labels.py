@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.labels import read_labels_by_place, read_labels_with_scores, write_label
@@ -19,6 +18,7 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder.lines import LABELS_FILE, read_lines, replace_lines, rollout_file
 from ppo_cli.scoring.rows import read_responses
 from tests.report.page.runs import add_episodes, make_run
+from tests.settings import complete
 
 LABEL_STEPS = """
 import sys
@@ -85,7 +85,7 @@ def label_all(folder: Path) -> Rollouts:
 
 def resume(folder: Path) -> None:
     """Go on from step 3: the run does steps 4 to 6 again, half of whose responses are others."""
-    tracker = Tracker(folder, Screen(), (), total_steps=6, config=Config())
+    tracker = Tracker(folder, Screen(), (), total_steps=6, config=complete({}))
     earlier = {step: read_lines(rollout_file(folder, step)) for step in (4, 5, 6)}
     tracker.resume_at(3)
     for step, lines in earlier.items():
@@ -125,7 +125,7 @@ def test_labels_stay_with_their_responses_when_a_run_goes_on_from_an_earlier_ste
 def test_the_drift_of_a_judge_counts_labels_of_responses_in_the_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=6)
     label_all(folder)
-    config = Config.model_validate({"reward": {"api": {"enable": True, "model": "m"}}})
+    config = complete({"reward": {"api": {"enable": True, "model": "m"}}})
     assert [p.step for p in read_opinions(folder, config)].count(5) == 8
     resume(folder)
     assert [p.step for p in read_opinions(folder, config)].count(5) == 4

@@ -15,15 +15,16 @@ from typing import Any, get_args
 
 import pytest
 
-from ppo_cli.config.schema.run import Config, Trainer
+from ppo_cli.config.schema.run import Trainer
 from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.report.loggers import SINKS, TABLE_CHARS, TABLE_ROWS
 from ppo_cli.report.tracker import Screen, Tracker
 from tests.report.test_tracker import scored
+from tests.settings import complete
 
 
 def make(folder: Path, *loggers: str) -> Tracker:
-    return Tracker(folder, Screen(), loggers, total_steps=9, config=Config())
+    return Tracker(folder, Screen(), loggers, total_steps=9, config=complete({}))
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -74,10 +75,12 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
         "import sys; from pathlib import Path\n"
+        "from ppo_cli.plan.memory.plan import fit_memory\n"
         "from ppo_cli.config.schema.run import Config\n"
+        "from ppo_cli.machine.machine import Machine\n"
         "from ppo_cli.report.tracker import Screen, Tracker\n"
         f"t = Tracker(Path({str(tmp_path)!r}), Screen(), ['tensorboard'], total_steps=1, "
-        "config=Config())\nt.step(1, {'x': 1.0}); t.close()\n"
+        "config=fit_memory(Config(), Machine()).config)\nt.step(1, {'x': 1.0}); t.close()\n"
         "assert not {'torch', 'tensorflow', 'wandb'} & set(sys.modules)"
     )
     done = subprocess.run(
@@ -205,7 +208,7 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     trainer = {"project_name": "sums", "experiment_name": "third"}
     reward = {"function": "f.py", "function_kwargs": {"api_key": "hush", "k": 2}}
-    config = Config.model_validate({"trainer": trainer, "reward": reward})
+    config = complete({"trainer": trainer, "reward": reward})
 
     def ran(*steps: int) -> dict[str, Any]:
         calls.clear()

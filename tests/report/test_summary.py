@@ -11,7 +11,6 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.screen import format_summary
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.health import EXPLOITS
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
@@ -25,13 +24,14 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import read_lines, replace_lines
+from tests.settings import complete
 
 HERE = Path("my run")
 HISTORIES = Path(__file__).with_name("histories.jsonl")
 
 
 def summary_of(*lines: dict[str, Any], session: tuple[int, float] = (9, 5.0)) -> Summary:
-    return summarise(lines, HERE, Config(), session=session, resume_command="ppo train --lr 1")
+    return summarise(lines, HERE, complete({}), session=session, resume_command="ppo train --lr 1")
 
 
 def test_what_was_measured_once_is_one_number() -> None:
@@ -146,25 +146,23 @@ def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> No
         r"/a\ b/ppo show 'my run' --worst 5",
         "ppo train --lr 1 --max_steps 6",
     ]
-    embedded = Config.model_validate({"model": {"path": "embedded"}})
+    embedded = complete({"model": {"path": "embedded"}})
     next_steps = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
     assert len(next_steps) == 4
     assert all(command.startswith(r"/a\ b/ppo ") for _, command in next_steps)
     # A reward of one's own is not advised to those who have one.
-    own = Config.model_validate(
-        {"model": {"path": "embedded"}, "reward": {"function": "f.py:compute_score"}}
-    )
+    own = complete({"model": {"path": "embedded"}, "reward": {"function": "f.py:compute_score"}})
     next_steps = summarise([], HERE, own, session=(0, 1.0), resume_command="").next_steps
     assert not any("--reward_function" in command for _, command in next_steps)
 
 
 def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
     optim = {"lr": 1e-3, "lr_scheduler_type": "cosine"}
-    cosine = Config.model_validate({"actor": {"optim": optim}})
+    cosine = complete({"actor": {"optim": optim}})
     last = {"step": 3, "reward_mean": 0.1, "actor/lr": 2.5e-4}
     for config, fragment in (
         (cosine, "rises from 0.00025 at step 3 to 0.0005 at step 4"),
-        (Config(), ""),
+        (complete({}), ""),
     ):
         line = last | {"actor/lr": last["actor/lr"] if fragment else config.actor.optim.lr}
         steps = summarise([line], HERE, config, session=(3, 1.0), resume_command="ppo train")
@@ -176,7 +174,7 @@ def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
 def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path: Path) -> None:
     lines = [{"step": step, "actor/lr": step * 1e-3} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    config = Config.model_validate({"actor": {"optim": {"lr": 1e-2}}})
+    config = complete({"actor": {"optim": {"lr": 1e-2}}})
     (jump,) = find_lr_jumps(config, tmp_path / "checkpoints" / "step_000002", 4)
     assert "rises from 0.002 at step 2 to 0.01 at step 3" in jump
 
@@ -190,7 +188,7 @@ def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
     for best, named in (("step_000002", True), ("step_000004", False)):
         (store / "best").unlink(missing_ok=True)
         (store / "best").symlink_to(best)
-        end = summarise(history, tmp_path, Config(), session=(4, 1.0), resume_command="ppo")
+        end = summarise(history, tmp_path, complete({}), session=(4, 1.0), resume_command="ppo")
         assert end.model_dir == store / "latest" / "actor" and end.judge[0] == (
             "calls",
             "1 call, $0.25",
@@ -226,7 +224,7 @@ def test_a_flag_takes_the_place_of_the_one_before() -> None:
 
 
 def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
-    config = Config.model_validate(
+    config = complete(
         {"data": {"train_batch_size": 10, "val_files": ["embedded"]},
          "actor": {"ppo_mini_batch_size": 10},
          "trainer": {"test_freq": 5}, "reward": {"api": {"enable": True}}}
@@ -284,7 +282,7 @@ def test_noise_is_no_decline() -> None:
 
 
 def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
-    config = Config.model_validate({"data": {"val_files": ["embedded"], "val_max_samples": 100}})
+    config = complete({"data": {"val_files": ["embedded"], "val_max_samples": 100}})
     four = config.model_copy(
         update={
             "rollout": config.rollout.model_copy(
@@ -385,7 +383,7 @@ PRETRAINED = [{"step": 1, "explained_variance": None}, {"step": 2, "explained_va
 def test_summary_show_and_page_say_what_pretraining_reached(
     critic: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config.model_validate({"critic": critic})
+    config = complete({"critic": critic})
     replace_lines(tmp_path / "metrics.jsonl", lines := [{"step": 1, "reward_mean": 0.4}])
     replace_lines(tmp_path / "pretraining.jsonl", PRETRAINED)
     settings = "".join(f"  {name}: {value}\n" for name, value in critic.items())

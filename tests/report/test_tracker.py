@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.drift import read_opinions
@@ -18,6 +17,7 @@ from ppo_cli.report.labels import compute_response_id
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder.lines import replace_lines
 from tests.rewards.scoring import sum_episode
+from tests.settings import complete
 
 
 class Heard(Screen):
@@ -35,7 +35,7 @@ class Heard(Screen):
 
 
 def make(folder: Path, screen: Any = None, loggers: tuple[str, ...] = ("console",)) -> Tracker:
-    return Tracker(folder, screen or Screen(), loggers, total_steps=9, config=Config())
+    return Tracker(folder, screen or Screen(), loggers, total_steps=9, config=complete({}))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_a_step_is_one_line_with_exact_numbers(tmp_path: Path) -> None:
 
 def test_drift_of_a_judge_is_a_metric_once_there_are_steps_enough(tmp_path: Path) -> None:
     screen = Heard()
-    judged = Config.model_validate({"reward": {"api": JUDGED}})
+    judged = complete({"reward": {"api": JUDGED}})
     tracker = Tracker(tmp_path, screen, ("console",), total_steps=99, config=judged)
     for step in range(1, 21):
         gap = 0.0 if step <= 10 else 0.3
@@ -93,7 +93,7 @@ def test_labels_given_while_a_run_goes_on_count_at_its_next_step(
     tmp_path: Path, reward: dict[str, Any], good: int, expected: dict[str, Any]
 ) -> None:
     screen = Heard()
-    config = Config.model_validate({"reward": reward})
+    config = complete({"reward": reward})
     tracker = Tracker(tmp_path, screen, ("console",), total_steps=99, config=config)
 
     def label(step: int, judge: float, person_label: float | None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_labels_that_cannot_be_read_for_certain_say_nothing(tmp_path: Path) -> N
     replace_lines(tmp_path / "labels.jsonl", [*labels, labels[0] | {"label": 10**400}])
 
     def people(**api: Any) -> int:
-        config = Config.model_validate({"reward": {"api": JUDGED | api}})
+        config = complete({"reward": {"api": JUDGED | api}})
         return len(read_opinions(tmp_path, config))
 
     api = {"scoring_prompt": "Rate {response} from 1 to 5."}
@@ -161,7 +161,7 @@ def test_time_left_is_of_the_whole_run_and_time_spent_of_all_sessions(tmp_path: 
 
 
 def test_the_newest_steps_and_all_that_comes_between_tell_the_time_left(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, Screen(), (), total_steps=20, config=Config())
+    tracker = Tracker(tmp_path, Screen(), (), total_steps=20, config=complete({}))
     for step in range(1, 13):
         tracker.step(step, {"time/step_s": 100.0 if step <= 2 else 7.0})
     between = {"time/validate_s": 6.0, "time/validate_reward_s": 12.0, "time/save_s": 21.0}

@@ -31,6 +31,7 @@ from ppo_cli.self_test.checks import devices
 from ppo_cli.self_test.declarations import CHECKS
 from ppo_cli.self_test.results import LayerShape, Outcome, Setup
 from ppo_cli.self_test.runner import compute_outcome
+from tests.nvml import H100
 
 pytestmark = pytest.mark.slow
 Patch = pytest.MonkeyPatch
@@ -149,7 +150,7 @@ def ignore_seeds(patch: Patch) -> None:
 
 
 def count_a_gpu_too_many(patch: Patch) -> None:
-    patch.setattr(devices, "gpu_count", lambda: 1)
+    patch.setattr(devices, "list_gpus", lambda: (H100,))
 
 
 def round_products(patch: Patch) -> None:

@@ -22,13 +22,13 @@ import pytest
 from ppo_cli.atomic import is_running
 from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
-from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.self_test import runner
 from ppo_cli.self_test.checks import collectives
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import LayerShape, Outcome, Results, Setup
 from ppo_cli.self_test.runner import Progress, run_check, run_checks
+from tests.settings import complete
 
 SETUP = Setup("cpu", 0, Path())
 QUICK = next(check for check in CHECKS if check.name == "optimizer")
@@ -240,10 +240,10 @@ def test_the_configured_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
              "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936}  # fmt: skip
     config = {"model_type": "qwen2", "hidden_act": "silu"} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = doctor._read_layer_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    shape = doctor._read_layer_shape(complete({"model": {"path": str(tmp_path)}}))
     assert (shape.heads, shape.kv_heads, shape.head_size, shape.vocabulary) == (14, 2, 64, 151_936)
-    assert doctor._read_layer_shape(Config()).model == "Qwen/Qwen2.5-0.5B"
-    unknown = Config.model_validate({"model": {"path": "nobody/knows"}})
+    assert doctor._read_layer_shape(complete({})).model == "Qwen/Qwen2.5-0.5B"
+    unknown = complete({"model": {"path": "nobody/knows"}})
     assert doctor._read_layer_shape(unknown).model == "Qwen2.5-7B"
 
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import derived, placement
-from ppo_cli.config.checks.devices import device_remarks
-from ppo_cli.config.derived import shares_prompts
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.placement import expands_segments
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.batches import packing
 from ppo_cli.engine.batches.packing import enable_packing
 from ppo_cli.engine.device import Compute
@@ -21,46 +16,38 @@ from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine import device_record
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
+from ppo_cli.plan.findings.devices import device_remarks
+from ppo_cli.plan.resolved import Resolved
+from tests.config.settling import settle
 from tests.report.page.runs import make_run
+from tests.settings import with_gpus
 
 SECRET = "sk-proj-4f8a1c9e7b2d6053e8f7a1b4c9d2e6f0"
 
 
-def prove(monkeypatch: pytest.MonkeyPatch, *features: Feature) -> None:
-    for module in (derived, placement):
-        monkeypatch.setattr(module, "is_proven", features.__contains__)
+def settle_on(gpus: int, *overrides: str, proven: tuple[Feature, ...] = ()) -> Resolved:
+    return settle(*overrides, machine=with_gpus(gpus, proven=proven))
 
 
-def test_prompts_are_shared_on_gpus_only_where_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config()
-    prove(monkeypatch)
-    assert shares_prompts(config, on_gpu=False) and not shares_prompts(config, on_gpu=True)
-    prove(monkeypatch, "shared_prompts")
-    assert shares_prompts(config, on_gpu=True)
-    settled = Config.model_validate({"model": {"share_prompts": False}})
-    assert not shares_prompts(settled, on_gpu=True)
+def test_prompts_are_shared_on_gpus_only_where_proven() -> None:
+    def shares(*overrides: str, gpus: int = 1, proven: tuple[Feature, ...] = ()) -> bool:
+        return bool(settle_on(gpus, *overrides, proven=proven).config.model.share_prompts)
+
+    assert shares(gpus=0) and not shares()
+    assert shares(proven=("shared_prompts",))
+    assert not shares("model.share_prompts=false", proven=("shared_prompts",))
 
 
-def test_segments_grow_where_proven_and_weights_do_not_travel_by_ipc(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    by_ipc = Config.model_validate({"rollout": {"weight_transfer": "ipc"}})
-    prove(monkeypatch)
-    assert not expands_segments(Config())
-    prove(monkeypatch, "expandable_segments")
-    assert expands_segments(Config()) and not expands_segments(by_ipc)
+def test_one_line_names_the_command() -> None:
+    def lines(gpus: int, proven: tuple[Feature, ...] = ()) -> list[str]:
+        hf = ("rollout.name=hf", "rollout.n=4", "trainer.engine=ray")
+        resolved = settle_on(gpus, *hf, proven=proven)
+        return [line for line in device_remarks(resolved, {}) if "self-test" in line]
 
-
-def test_one_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    prove(monkeypatch)
-    settings = {"rollout": {"name": "hf", "n": 4}, "trainer": {"engine": "ray"}}
-    config = Config.model_validate(settings)
-    (line,) = [line for line in device_remarks(config, 1, {}) if "self-test" in line]
+    (line,) = lines(1)
     assert "each response computes its prompt again" in line
     assert line.endswith("doctor --self-test` tries the faster ways.")
-    prove(monkeypatch, "shared_prompts")
-    assert not [line for line in device_remarks(config, 1, {}) if "self-test" in line]
-    assert not [line for line in device_remarks(config, 0, {}) if "self-test" in line]
+    assert not lines(1, ("shared_prompts",)) and not lines(0)
 
 
 @pytest.mark.parametrize(("wrong", "packed"), [(True, False), (False, True)])

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ppo_cli.addresses import refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES, AggregationMode, KlKind
+from ppo_cli.config.choices import (
+    DEFAULT_PRETRAIN_STEPS,
+    choose_bypass,
+    choose_importance_weights,
+    choose_kl_in_reward,
+    choose_pretrain_steps,
+)
+from ppo_cli.config.schema.unset import Chosen, Fitted, Follows, Rule
 from ppo_cli.plugins import Names
 
 # How far a value is fixed. checkpoint: a checkpoint loads with no other value. run: another value
@@ -68,21 +76,28 @@ def setting(
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
+    A rule as `default` says how an unset value is found; its words are part of the help.
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     A value outside the `usual` range gets a remark. `identity` defaults to that of the section. A
     list of `files` keeps the commas in names of files that exist. A `consent` is never taken from a
-    run folder: people give it again. `unused` names the condition in config/checks/unused.py under
+    run folder: people give it again. `unused` names the condition in plan/findings/unused.py under
     which the setting has no effect; "" means that conditions of its section do not apply to it.
     `common` puts it on the first screen of `--help`. `advice` says when to change it, for `ppo
     explain`.
     """
+    rule = default if isinstance(default, Rule) else None
+    if rule is not None:
+        default, help_text = None, f"{help_text} Unset: {rule.words}."
     # Facts for other modules, stored with the field; unset ones are left out.
     facts = {
         "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files or None,
         "consent": consent or None, "unused": unused, "common": common or None, "advice": advice,
     }  # fmt: skip
     extra: Any = {name: fact for name, fact in facts.items() if fact is not None}
-    return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
+    field: Any = Field(default, description=help_text, json_schema_extra=extra or None, **limits)
+    if rule is not None:
+        field.metadata.append(rule)
+    return field
 
 
 def section(kind: type[Section], *, unused: str | None = None) -> Any:
@@ -203,17 +218,24 @@ class Sharding(Section):
     optimizer_offload: bool = setting(
         False, "Keep optimizer state in host memory between steps.", unused="nothing_to_offload"
     )
-    reshard_after_forward: bool | None = setting(
-        None,
+    reshard_after_forward: bool = setting(
+        Fitted(
+            "once per step if memory allows, on GPUs only if the self-test has proven it "
+            "(keep_gathered)"
+        ),
         "Free gathered parameters after each pass and reduce gradients after each micro-batch; "
-        "false: once per step. Unset: once per step if memory allows, on GPUs only if the "
-        "self-test has proven it (keep_gathered).", unused="nothing_sharded",
+        "false: once per step.", unused="nothing_sharded",
     )  # fmt: skip
 
     @property
     def stays_whole(self) -> bool:
-        """Whether weights stay gathered through a step (unset: `fill_memory_settings` decides)."""
+        """Whether weights stay gathered through a step."""
         return self.reshard_after_forward is False
+
+
+TOKEN_BUDGET_RULE = (
+    "2048 on the CPU for one rank, or if weights stay gathered through a step, else 16384"
+)
 
 
 class Trained(Section):
@@ -226,10 +248,9 @@ class Trained(Section):
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences per micro-batch. Unset: the token budget decides.", ge=1, identity="start"
     )
-    ppo_max_token_len_per_gpu: int | None = setting(
-        None,
-        "Token budget of a micro-batch, prompts and responses. Unset: 2048 on the CPU for one "
-        "rank, or if weights stay gathered through a step, else 16384.", ge=16, identity="start",
+    ppo_max_token_len_per_gpu: int = setting(
+        Fitted(TOKEN_BUDGET_RULE), "Token budget of a micro-batch, prompts and responses.", ge=16,
+        identity="start",
     )  # fmt: skip
     # Rows, gradients and the aggregation of the loss.
     shuffle: bool = setting(True, "Shuffle the rows before each pass over the batch.")
@@ -240,24 +261,13 @@ class Trained(Section):
     loss_agg_mode: AggregationMode = setting(
         "token-mean", "How the losses of tokens are averaged into one number."
     )
-    loss_scale_factor: float | None = setting(
-        None, "Divisor of seq-mean-token-sum-norm. Unset: the response length.", gt=0.0
+    loss_scale_factor: float = setting(
+        Follows("data.max_response_length"),
+        "Divisor of seq-mean-token-sum-norm.",
+        gt=0.0,
+        unused="no_scale_factor",
     )
     fsdp_config: Sharding = section(Sharding)
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            "loss_scale_factor loss_agg_mode",
-            lambda s: (
-                s.loss_scale_factor is not None and s.loss_agg_mode != "seq-mean-token-sum-norm"
-            ),
-            lambda s, at: (
-                f"{at}loss_scale_factor has an effect only with "
-                f"{at}loss_agg_mode=seq-mean-token-sum-norm, not with {s.loss_agg_mode}."
-            ),
-            example="loss_scale_factor=2",
-            advice="loss_agg_mode=seq-mean-token-sum-norm",
-        ),
-    )
 
 
 class PolicyLoss(Section):
@@ -318,13 +328,13 @@ class Actor(Trained):
         advice="Lower it (0.1) if KL jumps between steps; raise it if clip fraction is high "
         "while KL stays small. Change --lr first.",
     )  # fmt: skip
-    clip_ratio_low: float | None = setting(
-        None, "Lower clip range, if it differs from clip_ratio.", usual=(0.05, 0.5), gt=0.0,
+    clip_ratio_low: float = setting(
+        Follows("actor.clip_ratio"), "Lower clip range.", usual=(0.05, 0.5), gt=0.0,
         unused="no_clip", advice="Rarely changed; see actor.clip_ratio.",
     )  # fmt: skip
-    clip_ratio_high: float | None = setting(
-        None, "Upper clip range (clip-higher), if it differs from clip_ratio.", usual=(0.05, 0.5),
-        gt=0.0, unused="no_clip",
+    clip_ratio_high: float = setting(
+        Follows("actor.clip_ratio"), "Upper clip range (clip-higher).", usual=(0.05, 0.5), gt=0.0,
+        unused="no_clip",
         advice="Raise it to 0.28 if the entropy falls early, so that rare tokens can grow.",
     )  # fmt: skip
     clip_ratio_c: float | None = setting(
@@ -367,24 +377,14 @@ class Actor(Trained):
         gt=0.0,
     )  # fmt: skip
 
-    @property
-    def lower_clip(self) -> float:
-        """The lower clip range: clip_ratio unless clip_ratio_low is set."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def upper_clip(self) -> float:
-        """The upper clip range: clip_ratio unless clip_ratio_high is set."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
     # Losses that clip weights, means or divergences have no such order. A dual clip bounds negative
     # advantages, so it is above the clip range (arXiv 1912.09729).
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "clip_ratio_low",
-            lambda s: s.lower_clip >= 1 and POLICY_LOSSES[s.policy_loss.loss_mode].around_one,
+            lambda s: s.clip_ratio_low >= 1 and POLICY_LOSSES[s.policy_loss.loss_mode].around_one,
             lambda s, at: (
-                f"the lower clip range {s.lower_clip:g} must be below 1, such as "
+                f"the lower clip range {s.clip_ratio_low:g} must be below 1, such as "
                 f"{at}clip_ratio_low=0.2."
             ),
             example="clip_ratio_low=1",
@@ -393,11 +393,12 @@ class Actor(Trained):
         Conflict(
             "clip_ratio_low clip_ratio_high clip_ratio",
             lambda s: (
-                s.upper_clip < s.lower_clip < 1
+                s.clip_ratio_high < s.clip_ratio_low < 1
                 and POLICY_LOSSES[s.policy_loss.loss_mode].around_one
             ),
             lambda s, at: (
-                f"the lower clip range {s.lower_clip:g} is above the upper one {s.upper_clip:g}; "
+                f"the lower clip range {s.clip_ratio_low:g} is above the upper one "
+                f"{s.clip_ratio_high:g}; "
                 f"swap {at}clip_ratio_low and {at}clip_ratio_high."
             ),
             example="clip_ratio_low=0.3 clip_ratio_high=0.2",
@@ -408,12 +409,12 @@ class Actor(Trained):
             lambda s: (
                 POLICY_LOSSES[s.policy_loss.loss_mode].dual
                 and s.clip_ratio_c is not None
-                and s.upper_clip + 1 >= s.clip_ratio_c
+                and s.clip_ratio_high + 1 >= s.clip_ratio_c
             ),
             lambda s, at: (
                 f"the dual-clip bound {at}clip_ratio_c {s.clip_ratio_c:g} is inside the clip range "
-                f"(1 + {s.upper_clip:g}); use {at}clip_ratio_c={s.upper_clip + 2:g}, or a smaller "
-                "range."
+                f"(1 + {s.clip_ratio_high:g}); use {at}clip_ratio_c={s.clip_ratio_high + 2:g}, "
+                "or a smaller range."
             ),
             example="clip_ratio_high=2",
             advice="clip_ratio_c=4",
@@ -421,20 +422,17 @@ class Actor(Trained):
     )
 
 
-DEFAULT_PRETRAIN_STEPS = 50  # at most, if only a target is set
-
-
 class CriticModel(Section):
     """Which backbone the critic starts from."""
 
-    path: LocalPath = setting(
-        None, "Model that the critic starts from; of a reward model with its head, if that is one "
-        "number. Unset: the actor's.", flag="--critic_model", env="CRITIC_MODEL_PATH",
+    path: Annotated[str, checked(refuse_address)] = setting(
+        Follows("model.path"), "Model that the critic starts from; of a reward model with its "
+        "head, if that is one number.", flag="--critic_model", env="CRITIC_MODEL_PATH",
         identity="checkpoint",
     )  # fmt: skip
-    enable_gradient_checkpointing: bool | None = setting(
-        None, "Recompute the critic's activations in the backward pass. Unset: as for the actor.",
-        identity="start",
+    enable_gradient_checkpointing: bool = setting(
+        Fitted("as model.enable_gradient_checkpointing"),
+        "Recompute the critic's activations in the backward pass.", identity="start",
     )  # fmt: skip
     lora_rank: int = setting(
         0, "Rank of the critic's LoRA adapter, trained with the value head; 0 trains all weights.",
@@ -458,8 +456,8 @@ class Critic(Trained):
 
     model: CriticModel = section(CriticModel)
     optim: CriticOptim = section(CriticOptim)
-    ppo_mini_batch_size: int | None = setting(
-        None, "Prompts per optimizer step of the critic. Unset: the actor's.", ge=1
+    ppo_mini_batch_size: int = setting(
+        Follows("actor.ppo_mini_batch_size"), "Prompts per optimizer step of the critic.", ge=1
     )
     ppo_epochs: int = setting(
         1, "Passes over the responses of a step, critic.", flag="--critic_epochs",
@@ -471,15 +469,18 @@ class Critic(Trained):
     )  # fmt: skip
     value_loss_coef: float = setting(1.0, "Weight of the value loss.", gt=0.0)
     # Decoupled GAE (arXiv 2503.01491).
-    lam: float | None = setting(
-        None, "Lambda of GAE for the critic's targets. Unset: algorithm.lam.", flag="--critic_lam",
+    lam: float = setting(
+        Follows("algorithm.lam"), "Lambda of GAE for the critic's targets.", flag="--critic_lam",
         usual=(0.8, 1.0), ge=0.0, le=1.0,
     )  # fmt: skip
     # Value pretraining (arXiv 2503.01491, section 3.2; 50 steps are those of arXiv 2504.05118).
-    pretrain_steps: int | None = setting(
-        None, "Steps before the first one that train only the critic, on the returns of the frozen "
-        f"policy. Unset: none, or at most {DEFAULT_PRETRAIN_STEPS} with pretrain_until.",
-        flag="--critic_pretrain_steps", ge=1,
+    pretrain_steps: int = setting(
+        Chosen(
+            choose_pretrain_steps,
+            f"none, or at most {DEFAULT_PRETRAIN_STEPS} with pretrain_until",
+        ),
+        "Steps before the first one that train only the critic, on the returns of the frozen "
+        "policy.", flag="--critic_pretrain_steps", ge=0,
         advice="Set 10 to 50 if explained variance starts below 0 and the reward falls in the "
         "first steps, or for long responses.",
     )  # fmt: skip
@@ -498,10 +499,9 @@ class Ref(Section):
         "Reference model, or the teacher of a distillation. Unset: the actor's initial weights.",
         flag="--ref_model", unused="no_reference",
     )  # fmt: skip
-    log_prob_max_token_len_per_gpu: int | None = setting(
-        None,
-        "Token budget of a micro-batch for log-probs. Unset: 2048 on the CPU for one rank, or "
-        "if weights stay gathered through a step, else 16384.", ge=16, identity="start",
+    log_prob_max_token_len_per_gpu: int = setting(
+        Fitted(TOKEN_BUDGET_RULE), "Token budget of a micro-batch for log-probs.", ge=16,
+        identity="start",
     )  # fmt: skip
     param_offload: bool = setting(
         False, "Keep the reference in host memory between uses.", identity="start",
@@ -531,17 +531,28 @@ class KlControl(Section):
     )
 
 
+# Level of the sum, and estimator of the divergence (algo/losses.py).
+REJECTIONS: Final = (
+    *(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean") for k in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
 class RolloutCorrection(Section):
     """Importance weights and rejection for the mismatch between sampler and trainer."""
 
     # Which log-probs count as old, and weights for the mismatch.
-    bypass_mode: bool | None = setting(
-        None,
-        "Use the sampler's log-probs as old log-probs. Unset: if the sampler computes with the "
-        "actor's weights in float32 (one process, hf sampler).",
+    bypass_mode: bool = setting(
+        Chosen(
+            choose_bypass,
+            "if the sampler computes with the actor's weights in float32 (one process, hf sampler)",
+        ),
+        "Use the sampler's log-probs as old log-probs.",
     )  # fmt: skip
     rollout_is: Literal["token", "sequence"] | None = setting(
-        None, "Importance weights per token or per sequence. Unset: off."
+        Chosen(choose_importance_weights, "token with trainer.async_steps, else off"),
+        "Importance weights per token or per sequence.",
     )
     rollout_is_threshold: float = setting(
         2.0, "Upper bound of the importance weights.", gt=0.0, unused="no_importance_weights"
@@ -575,6 +586,44 @@ class RolloutCorrection(Section):
             advice="rollout_is_threshold_lower=2 rollout_is_threshold=3",
         ),
     )
+
+    def rejections(self) -> list[tuple[str, float | None, float]]:
+        """Return name, lowest and highest value of each rejection; ValueError says what is wrong.
+
+        Names and limits are two comma-separated lists: `token_k1,seq_mean_k3` and `0.5_2.0,0.1`. A
+        k1 rejection bounds a ratio from both sides, others have a highest value.
+        """
+        # Two lists in one text each, as verl writes them.
+        key = "algorithm.rollout_correction.rollout_rs"
+        names = [word.strip() for word in (self.rollout_rs or "").split(",") if word.strip()]
+        limits = [w.strip() for w in (self.rollout_rs_threshold or "").split(",") if w.strip()]
+        if unknown := [name for name in names if name not in REJECTIONS]:
+            raise ValueError(f"{key}: '{unknown[0]}' is not one of {', '.join(REJECTIONS)}.")
+        if bool(names) != bool(limits):
+            raise ValueError(f"{key} and {key}_threshold belong together; set both, or none.")
+        # One limit for all names, or one for each.
+        limits = limits * len(names) if len(limits) == 1 else limits
+        if len(limits) != len(names):
+            raise ValueError(f"{key}_threshold has {len(limits)} values for {len(names)} of {key}.")
+        # Read each limit in the form that its name allows, and refuse the others with an example.
+        limits_of: list[tuple[str, float | None, float]] = []
+        for name, limit in zip(names, limits, strict=True):
+            try:
+                numbers = [float(word) for word in limit.split("_")]
+            except ValueError:
+                numbers = []
+            # A pair of limits is for ratios (k1); one ratio r means 1/r to r.
+            two = len(numbers) == 2 and name.endswith("k1") and numbers[0] <= numbers[1]
+            if not (two or len(numbers) == 1) or min(numbers) <= 0:
+                form = "0.5_2.0 or 2.0" if name.endswith("k1") else "one number, such as 0.1"
+                raise ValueError(
+                    f"{key}_threshold: '{limit}' is not a limit of {name}; write {form}."
+                )
+            low = numbers[0] if two else 1 / numbers[0] if name.endswith("k1") else None
+            if low is not None and low > numbers[-1]:
+                raise ValueError(f"{key}_threshold: {limit} must be 1 or more; or write 0.5_2.0.")
+            limits_of.append((name, low, numbers[-1]))
+        return limits_of
 
 
 class FilterGroups(Section):
@@ -644,8 +693,8 @@ class Algorithm(Section):
     )  # fmt: skip
     # KL to the reference, in the reward.
     use_kl_in_reward: bool = setting(
-        True, "Subtract kl_coef times the KL from the rewards of tokens; off by default with a KL "
-        "loss.",
+        Chosen(choose_kl_in_reward, "true, or false with a KL loss or gdpo"),
+        "Subtract kl_coef times the KL from the rewards of tokens.",
     )  # fmt: skip
     kl_penalty: KlKind = setting(
         "kl", "Estimator of the KL penalty in the reward.", unused="no_kl_in_reward"

@@ -19,7 +19,9 @@ from pydantic.fields import FieldInfo
 from ppo_cli.config.schema.algorithm import Conflict, Identity, Section
 from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.unset import Rule
 from ppo_cli.errors import did_you_mean
+from ppo_cli.machine.machine import Machine
 from ppo_cli.plugins import Names
 
 # Words of verl that are read and then refused with what to use instead; never suggested.
@@ -50,6 +52,7 @@ class Key:
     common: bool = False
     advice: str = ""
     names: Names | None = None  # of a setting whose names packages may add to
+    rule: Rule | None = None  # how an unset value is found
     unused: tuple[str, ...] = ()  # conditions under which it has no effect, its own first
 
     @property
@@ -77,10 +80,11 @@ class Clash:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a check of several sections looks at: settings, visible GPUs, variables."""
+    """What a check of several sections looks at: what holds, what was set, machine, variables."""
 
     config: Config
-    gpus: int
+    asked: Config
+    machine: Machine
     environ: Mapping[str, str]
 
 
@@ -281,16 +285,18 @@ def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[st
     kind, optional = _without_none(field.annotation)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits = [
-        (word, getattr(rule, word))
-        for rule in field.metadata
+        (word, getattr(limit, word))
+        for limit in field.metadata
         for word in ("ge", "gt", "le", "lt", "min_length")
-        if getattr(rule, word, None) is not None
+        if getattr(limit, word, None) is not None
     ]
     # The other facts have the names of the fields of a key.
-    names = next((rule for rule in field.metadata if isinstance(rule, Names)), None)
-    facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused, "names": names}
+    names = next((found for found in field.metadata if isinstance(found, Names)), None)
+    rule = next((found for found in field.metadata if isinstance(found, Rule)), None)
+    facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused}
+    facts |= {"names": names, "rule": rule}
     return Key(
-        name=name, kind=kind, optional=optional, help=field.description or "",
+        name=name, kind=kind, optional=optional or rule is not None, help=field.description or "",
         default=field.get_default(call_default_factory=True), limits=tuple(limits), **facts,
     )  # fmt: skip
 

@@ -11,6 +11,18 @@ from pydantic import AfterValidator
 
 from ppo_cli.addresses import check_data_files, check_store, refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.config.choices import (
+    choose_dtype,
+    choose_engine,
+    choose_gpus,
+    choose_matmul,
+    choose_sampler,
+    choose_samplers,
+    choose_shared_prompts,
+    choose_spread,
+    choose_transfer,
+    choose_workers,
+)
 from ppo_cli.config.schema.algorithm import (
     Actor,
     Algorithm,
@@ -26,6 +38,7 @@ from ppo_cli.config.schema.algorithm import (
 )
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.unset import Chosen, Fitted, Follows
 
 # The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -42,23 +55,31 @@ class Model(Section):
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
         identity="checkpoint", common=True,
     )  # fmt: skip
-    dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "Precision of the computation. Unset: bfloat16 on a GPU, and for a wide model in one "
-        "process on a CPU with AVX512-BF16 or AMX; else float32.", flag="--dtype",
+    dtype: Literal["float32", "bfloat16"] = setting(
+        Chosen(
+            choose_dtype,
+            "bfloat16 on a GPU that has it, and for a wide model in one process on a CPU with "
+            "AVX512-BF16 or AMX; else float32",
+        ),
+        "Precision of the computation.", flag="--dtype",
     )  # fmt: skip
-    float32_matmul: Literal["blas", "onednn"] | None = setting(
-        None, "Library that multiplies float32 matrices on the CPU. Unset: onednn on AMD CPUs with "
-        "full-width AVX-512 (Zen 5 and later), where torch's BLAS (MKL) reaches half the speed; "
-        "else blas.", identity="start", unused="nothing_in_float32",
+    float32_matmul: Literal["blas", "onednn"] = setting(
+        Chosen(
+            choose_matmul,
+            "onednn on AMD CPUs with full-width AVX-512 (Zen 5 and later), where torch's BLAS "
+            "(MKL) reaches half the speed; else blas",
+        ),
+        "Library that multiplies float32 matrices on the CPU.", identity="start",
+        unused="nothing_in_float32",
     )  # fmt: skip
-    spread_weights: bool | None = setting(
-        None, "Vary trained weights within bfloat16 rounding, so that small updates count from the "
-        "first step. Unset: on the CPU.", unused="nothing_to_spread",
+    spread_weights: bool = setting(
+        Chosen(choose_spread, "on the CPU"),
+        "Vary trained weights within bfloat16 rounding, so that small updates count from the "
+        "first step.", unused="nothing_to_spread",
     )  # fmt: skip
-    enable_gradient_checkpointing: bool | None = setting(
-        None,
-        "Recompute activations in the backward pass to save memory. Unset: if memory is short.",
-        identity="start",
+    enable_gradient_checkpointing: bool = setting(
+        Fitted("if memory is short"),
+        "Recompute activations in the backward pass to save memory.", identity="start",
     )  # fmt: skip
     trust_remote_code: bool = setting(
         False, "Run Python code that comes with the model.", identity="start", consent=True
@@ -95,10 +116,16 @@ class Model(Section):
         None, "Concatenate the rows of a micro-batch without padding. Unset: for models with plain "
         "attention, if a test at the start gives the same numbers.", identity="start",
     )  # fmt: skip
-    share_prompts: bool | None = setting(
-        None, "Compute a prompt once for all its responses in a packed micro-batch, except in "
-        "attention. Unset: on the CPU.", identity="start", unused="nothing_to_share",
+    share_prompts: bool = setting(
+        Chosen(choose_shared_prompts, "on the CPU, and on GPUs if the self-test has proven it"),
+        "Compute a prompt once for all its responses in a packed micro-batch, except in "
+        "attention.", identity="start", unused="nothing_to_share",
     )  # fmt: skip
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether samplers receive the LoRA adapter alone."""
+        return self.lora_rank > 0 and not self.lora_merge
 
 
 class Data(Section):
@@ -119,8 +146,10 @@ class Data(Section):
         advice="Raise it if the reward curve is noisy; lower it if steps take too long. 128 to "
         "512 is usual.",
     )  # fmt: skip
-    gen_batch_size: int | None = setting(
-        None, "Prompts sampled at once with algorithm.filter_groups. Unset: train_batch_size.", ge=1
+    gen_batch_size: int = setting(
+        Follows("data.train_batch_size"),
+        "Prompts sampled at once with algorithm.filter_groups.",
+        ge=1,
     )
     # Lengths in tokens, and prompts that are too long.
     max_prompt_length: int = setting(
@@ -200,9 +229,9 @@ class Rollout(Section):
     """How training samples."""
 
     # Which sampler, and how it draws.
-    name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
-        None, "Sampler. Unset: vllm on GPUs if it is installed and there are several, else hf.",
-        flag="--rollout_name",
+    name: Literal["hf", "vllm", "sglang", "trtllm"] = setting(
+        Chosen(choose_sampler, "vllm on GPUs if it is installed and there are several, else hf"),
+        "Sampler.", flag="--rollout_name",
     )  # fmt: skip
     n: int = setting(
         1, "Responses per prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1, common=True,
@@ -238,7 +267,7 @@ class Rollout(Section):
         env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start", unused="hf_sampler",
     )  # fmt: skip
     num_samplers: int | None = setting(
-        None, "Sampler processes on CPUs. Unset: one.", flag="--num_samplers", ge=1,
+        Chosen(choose_samplers, "one"), "Sampler processes on CPUs.", flag="--num_samplers", ge=1,
         identity="start", unused="on_gpus",
     )  # fmt: skip
     max_num_seqs: int = setting(256, "Maximum sequences sampled at once.", ge=1, identity="start")
@@ -252,19 +281,20 @@ class Rollout(Section):
         True, "Share the key-value cache of equal prompts.", identity="start", unused="hf_sampler"
     )
     # How the sampler gets new weights.
-    weight_transfer: Literal["auto", Transfer] = setting(
-        "auto",
-        "How new weights reach vLLM. auto: nccl, or ipc on shared GPUs, if the self-test has "
-        "proven it; else memory.", identity="start",
+    weight_transfer: Transfer = setting(
+        Chosen(
+            choose_transfer,
+            "nccl, or ipc on shared GPUs, if the self-test has proven it; else memory",
+        ),
+        "How new weights reach vLLM.", identity="start",
     )  # fmt: skip
-    sleep: Literal["auto", Sleep] = setting(
-        "auto",
+    sleep: Sleep = setting(
+        Fitted("discard if the self-test has passed, else keep if they fit, else offload"),
         "Place of vLLM's weights while a shared GPU trains: keep (on the GPU), offload (host "
-        "memory), discard (sent again later). auto: discard if the self-test has passed, else "
-        "keep if they fit, else offload.", identity="start",
+        "memory), discard (sent again later).", identity="start",
     )  # fmt: skip
     engine_kwargs: EngineKwargs = section(EngineKwargs)
-    seed: int | None = setting(None, "Seed of the sampler. Unset: trainer.seed.", ge=0)
+    seed: int = setting(Follows("trainer.seed"), "Seed of the sampler.", ge=0)
     val_kwargs: ValSampling = section(ValSampling)
 
 
@@ -347,13 +377,13 @@ class Trainer(Section):
         3, "Consecutive non-finite gradients after which the run stops.", ge=1
     )
     # Devices, nodes and processes.
-    engine: Literal["local", "ray", "verl"] | None = setting(
-        None,
-        "Engine: local (one process), ray (several), or verl (must be installed). Unset: local "
-        "for one device, else ray.", flag="--engine",
+    engine: Literal["local", "ray", "verl"] = setting(
+        Chosen(choose_engine, "local for one device, else ray"),
+        "Engine: local (one process), ray (several), or verl (must be installed).",
+        flag="--engine",
     )  # fmt: skip
-    n_gpus_per_node: int | None = setting(
-        None, "GPUs per node. Unset: one, or as many as one sampler or layer needs.",
+    n_gpus_per_node: int = setting(
+        Chosen(choose_gpus, "one, or as many as one sampler or layer needs"), "GPUs per node.",
         flag="--n_gpus", env="N_GPUS", ge=0, le=1024, common=True,
     )  # fmt: skip
     nnodes: int = setting(1, "Number of nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
@@ -368,7 +398,7 @@ class Trainer(Section):
         unused="one_node",
     )  # fmt: skip
     num_workers: int | None = setting(
-        None, "Learner processes on CPUs, over all nodes. Unset: one per node.",
+        Chosen(choose_workers, "one per node"), "Learner processes on CPUs, over all nodes.",
         flag="--num_workers", ge=1,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
@@ -454,6 +484,11 @@ class Trainer(Section):
         ),
     )
 
+    def is_profiled(self, step: int) -> bool:
+        """Whether `profile_steps` contains a training step."""
+        spans = (word.partition("-") for word in self.profile_steps)
+        return any(int(first) <= step <= int(last or first) for first, _, last in spans)
+
 
 # What ppo-cli has instead of Megatron and pipelines.
 SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
@@ -485,6 +520,35 @@ class Config(Section):
     environment: Environment = section(Environment, unused="no_episodes")
     reward: Reward = section(Reward)
     trainer: Trainer = section(Trainer)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a critic is trained: only for an estimator that reads values."""
+        return ESTIMATORS[self.algorithm.adv_estimator].critic
+
+    @property
+    def pretrain_steps(self) -> int:
+        """How many steps pretrain the critic at most; 0 for none."""
+        return self.critic.pretrain_steps if self.uses_critic else 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference policy is needed, for the reward or for the loss."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def loads_reference_once(self) -> bool:
+        """Whether a reference in host memory stays on the device for all of a step."""
+        return self.ref.param_offload and not self.actor.fsdp_config.param_offload
+
+    @property
+    def quantised(self) -> list[str]:
+        """The settings that hold a model's frozen weights in 4 bits."""
+        bits_of = {
+            "model.quantization": self.model.quantization,
+            "critic.model.quantization": self.uses_critic and self.critic.model.quantization,
+        }
+        return [key for key, bits in bits_of.items() if bits]
 
     # Conflicts of settings in different sections.
     conflicts: ClassVar[tuple[Conflict, ...]] = (
@@ -556,7 +620,7 @@ class Config(Section):
         Conflict(
             "critic.pretrain_steps critic.pretrain_until trainer.profile_steps",
             lambda c: (
-                (c.critic.pretrain_steps or c.critic.pretrain_until) is not None
+                bool(c.critic.pretrain_steps)
                 and any(word.partition("-")[0] == "1" for word in c.trainer.profile_steps)
             ),
             lambda c, at: (
@@ -585,7 +649,7 @@ class Config(Section):
             "data.gen_batch_size algorithm.filter_groups.enable",
             lambda c: (
                 not c.algorithm.filter_groups.enable
-                and c.data.gen_batch_size not in (None, c.data.train_batch_size)
+                and c.data.gen_batch_size != c.data.train_batch_size
             ),
             lambda c, at: (
                 f"data.gen_batch_size {c.data.gen_batch_size} is not data.train_batch_size "

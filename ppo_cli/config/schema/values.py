@@ -56,6 +56,8 @@ def read_value(key: Key, raw: Any) -> Any:
     Quotes do not turn a list, number, switch or null into text unless the setting is text.
     """
     texts = key.kind is str or key.is_list
+    if key.rule is not None and raw == "auto":
+        return None
     if (key.optional or key.is_list) and is_unset(raw) and not (texts and isinstance(raw, Quoted)):
         return None if key.optional else ()
     if raw is None:

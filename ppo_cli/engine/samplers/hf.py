@@ -24,10 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_cli.config.memory.devices import PREFILL_TOKENS
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import column_problem, require_length
-from ppo_cli.config.placement import publishes_adapter
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import (
     SamplerCapacity,
@@ -57,7 +55,7 @@ from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cac
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
-from ppo_cli.machine.processor import matmul_library
+from ppo_cli.plan.memory.devices import PREFILL_TOKENS
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
@@ -546,7 +544,7 @@ def build_shared_sampler(
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     """Build a sampler that loads its own copy of the model."""
     settings = config.model
-    set_matmul_library(matmul_library(settings.float32_matmul))
+    set_matmul_library(settings.float32_matmul)
     path = model_folder(settings.path)
     verdict, _ = choose_run_mode(path, config, ALONE, sampler=HFSampler, trains=False)
     policy = load_policy(
@@ -555,7 +553,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
         attn_implementation=verdict.mode.kernel,
     )
     require_length(policy.model.config.to_dict(), settings.path, config.data)
-    inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
+    inject = adapt(settings, config.trainer.seed) if config.model.publishes_adapter else None
     model = adapted(policy, inject).model
     if verdict.mode.packed:
         choose_attention(model)

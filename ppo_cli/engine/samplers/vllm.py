@@ -30,10 +30,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.limits import require_length
-from ppo_cli.config.placement import publishes_adapter, shared_samplers, sleep_mode
 from ppo_cli.config.schema.run import Config, Model, Sleep, Transfer
 from ppo_cli.engine.base import (
     SamplerCapacity,
@@ -54,6 +52,9 @@ from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.plan.placement import (
+    shared_samplers,
+)
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 
@@ -579,12 +580,12 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=rollout.enforce_eager,
-        **(_adapter_options(settings, model_config) if publishes_adapter(config) else {}),
+        **(_adapter_options(settings, model_config) if config.model.publishes_adapter else {}),
         transfer=transfer,
-        sleep=None if shared_samplers(config) == "none" else sleep_mode(config),
+        sleep=None if shared_samplers(config) == "none" else config.rollout.sleep,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
-        seed=sampler_seed(config),
+        seed=config.rollout.seed,
         trust_remote_code=settings.trust_remote_code,
         **rollout.engine_kwargs.vllm,
     )

@@ -46,10 +46,11 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-# The memory plan counts these sizes too.
-from ppo_cli.config.memory.publishing import CHUNK_BYTES, ipc_buffer_bytes
 from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
 from ppo_cli.errors import ModelError
+
+# The memory plan counts these sizes too.
+from ppo_cli.plan.memory.publishing import CHUNK_BYTES, ipc_buffer_bytes
 
 
 class SamplerClient:

@@ -26,7 +26,6 @@ from ppo_cli.algo.losses import (
     value_loss,
 )
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
-from ppo_cli.config.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.config.schema.algorithm import Actor as ActorSettings
 from ppo_cli.config.schema.algorithm import Critic as CriticSettings
 from ppo_cli.engine.base import Sums, add_sum
@@ -38,6 +37,7 @@ from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.training.optimizer import Optimizer
+from ppo_cli.plan.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 
 # Metric -> (sum over a micro-batch, number of tokens); scalars stay on the device. None as number
 # of tokens stands for count 0 of `Sums`.
@@ -160,7 +160,7 @@ class ModelLearner:
         self.budget = build_budget(tokens, settings.ppo_micro_batch_size_per_gpu, *self._models)
         self._aggregation: dict[str, Any] = {
             "mode": settings.loss_agg_mode,
-            "scale_factor": settings.loss_scale_factor or float(longest_response),
+            "scale_factor": settings.loss_scale_factor,
         }
         self._compute = compute
         self._ranks = ranks
@@ -336,8 +336,8 @@ class ActorLearner(ModelLearner):
             batch.advantages_BT,
             batch.loss_mask_BT,
             share=getattr(s.policy_loss, f"{kind}_ratio"),
-            clip_low=s.lower_clip,
-            clip_high=s.upper_clip,
+            clip_low=s.clip_ratio_low,
+            clip_high=s.clip_ratio_high,
             cov_low=s.policy_loss.clip_cov_lb,
             cov_high=s.policy_loss.clip_cov_ub,
         )
@@ -370,8 +370,8 @@ class ActorLearner(ModelLearner):
             micro_batch.select(batch.advantages_BT),
             mask_BT,
             kind=s.policy_loss.loss_mode,
-            clip_low=s.lower_clip,
-            clip_high=s.upper_clip,
+            clip_low=s.clip_ratio_low,
+            clip_high=s.clip_ratio_high,
             dual_clip=s.clip_ratio_c,
             chosen_BT=None if self._chosen_BT is None else micro_batch.select(self._chosen_BT),
             kl_coef=s.policy_loss.ppo_kl_coef,

@@ -20,10 +20,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
-from ppo_cli.config.placement import gpu_count
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.verl.translator import VERSION
+from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.plugins import Line
 
 # Programs that start another one.
@@ -315,7 +315,7 @@ def _count_responses(done: Translation) -> tuple[float, float]:
     nodes = done.number("nnodes", done.number("num_machines"))
     count = next((n for n in ("nproc_per_node", "num_gpus", "n_gpus") if n in done.values), "")
     a_node = done.number(count, math.nan)
-    processes = nodes * (max(1, gpu_count()) if math.isnan(a_node) else a_node)
+    processes = nodes * (max(1, len(list_gpus())) if math.isnan(a_node) else a_node)
     if "num_processes" in done.values:
         processes = done.number("num_processes")
     accumulated = done.number("gradient_accumulation_steps")

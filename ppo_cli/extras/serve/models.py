@@ -22,8 +22,6 @@ from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch, merge_an
 from ppo_cli.algo.losses import policy_loss
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.derived import micro_batch_tokens
-from ppo_cli.config.memory.model import LOGIT_CHUNK
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
@@ -39,6 +37,7 @@ from ppo_cli.engine.pretrained import pad_token_id
 from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.errors import UserError
 from ppo_cli.extras.serve.wire import Datum
+from ppo_cli.plan.memory.model import LOGIT_CHUNK
 from ppo_cli.records import Prompt, Rollout
 
 FACTS = "tinker.json"  # what is in a saved folder: the model, its rank, metadata
@@ -130,7 +129,7 @@ class ServedModel:
         """
         self._check_batch(rows, loss, settings)
         settings = {**LOSSES[loss][1], **settings}
-        budget = micro_batch_tokens(self.config, self.config.actor.ppo_max_token_len_per_gpu)
+        budget = self.config.actor.ppo_max_token_len_per_gpu
         logprobs, total = dict[int, Tensor](), 0.0
         for group in plan_micro_batches([len(row.tokens) for row in rows], Budget(budget)):
             with torch.set_grad_enabled(backward):

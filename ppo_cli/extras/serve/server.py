@@ -24,7 +24,6 @@ from typing import Any
 from aiohttp import web
 
 from ppo_cli.atomic import delete, sweep_unfinished
-from ppo_cli.config.memory.plan import fill_dtype
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
@@ -77,7 +76,7 @@ class TinkerServer:
 
     def __init__(self, config: Config, served_name: str | None) -> None:
         model = config.model
-        self._config = fill_dtype(config)
+        self._config = config
         # The SDK and the cookbook load the tokenizer from this machine.
         self._tokenizer_folder = str(Path(model_folder(model.path)).resolve())
         names = (model.path, self._tokenizer_folder, served_name or model.path)

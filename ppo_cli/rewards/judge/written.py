@@ -15,7 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from ppo_cli.config.layers import read_settings_text, yaml_problem
+from ppo_cli.config.layers import (
+    read_settings_text,
+    yaml_problem,
+)
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.errors import ConfigError, RewardError, did_you_mean

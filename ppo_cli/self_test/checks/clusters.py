@@ -13,15 +13,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.cluster.driver import DriverEngine
-from ppo_cli.config.memory.devices import GIB
-from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.placement import placement_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.plan.memory.devices import GIB
+from ppo_cli.plan.memory.publishing import publish_bytes
+from ppo_cli.plan.placement import (
+    placement_of,
+)
 from ppo_cli.records import Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_config, score_rows
 from ppo_cli.self_test.checks.samplers import make_prompts

@@ -6,11 +6,11 @@ import os
 
 import torch
 
-from ppo_cli.config.memory.devices import GIB
-from ppo_cli.config.placement import gpu_count
 from ppo_cli.engine.device import Compute
 from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.memory import host_memory
+from ppo_cli.plan.memory.devices import GIB
 from ppo_cli.self_test.results import Results, Setup
 
 SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not
@@ -19,11 +19,9 @@ SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not
 def check_devices(setup: Setup, results: Results) -> None:
     """Compare what counts GPUs with what computes on them, and what the plan takes for memory."""
     # The plan, NVML and torch have to count the same GPUs.
-    gpus = list_gpus()
+    gpus, planned = list_gpus(), len(Machine.here().gpus)
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    results.require(
-        f"the plan counts {gpu_count()} GPUs and NVML {len(gpus)}", gpu_count() == len(gpus)
-    )
+    results.require(f"the plan counts {planned} GPUs and NVML {len(gpus)}", planned == len(gpus))
     results.require(f"NVML counts {len(gpus)} GPUs and torch {usable}", usable == len(gpus))
     # The engine has to choose the device that is tested.
     chosen = Compute.choose(None)

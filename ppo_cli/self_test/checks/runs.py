@@ -11,6 +11,10 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import (
+    fit_memory,
+)
 from ppo_cli.records import Prompt, Rollout
 
 OPTIM = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: no gradient counts by its sign alone
@@ -40,7 +44,7 @@ def make_config(device: str, **parts: dict[str, Any]) -> Config:
         "trainer": {"engine": "local", "worker_timeout": 120, "node_timeout": 120},
     }  # fmt: skip
     merged = {key: base.get(key, {}) | parts.get(key, {}) for key in {**base, **parts}}
-    return Config.model_validate(merged)
+    return fit_memory(Config.model_validate(merged), Machine.here()).config
 
 
 def make_batch(vocabulary: int, rows: Rows = PROMPTS) -> Batch:

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from ppo_cli.config.memory.devices import GIB
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import adapter_tensors
+from ppo_cli.plan.memory.devices import GIB
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, make_config
 from ppo_cli.self_test.checks.training import LORA, make_learner, merge_adapter

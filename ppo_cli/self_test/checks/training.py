@@ -15,7 +15,6 @@ from torch.func import functional_call
 from transformers import AutoModel, AutoModelForCausalLM
 
 from ppo_cli.algo.batch import Batch, TrainBatch, merge_annotations
-from ppo_cli.config.derived import uses_critic
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
@@ -111,7 +110,7 @@ class Formulas:
         self._actor = {n: _copy_as_leaf(t) for n, t in weights.items()}
         self._adamw = AdamWFormulas(self._actor, config.actor.optim)
         self._critic: dict[str, Tensor] = {}
-        if uses_critic(config):
+        if config.uses_critic:
             self._backbone: Any = AutoModel.from_pretrained(folder, **options).eval()
             self._critic = {n: _copy_as_leaf(p) for n, p in self._backbone.named_parameters()}
             # A missing value head starts at zero.

@@ -23,13 +23,16 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.lab.simulation import steps
 from ppo_cli.extras.lab.simulation.counters import CollectiveCounter, MemoryCounter, Watch
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, register
+from ppo_cli.plan.memory.plan import (
+    with_settings,
+)
 from tests.engine.tiny_families import FAMILIES, SIZE
+from tests.settings import complete
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KEYS = 4096, 256, 512, 2, 4, 2
 RANK, WIDE_RANK = 4, 256
@@ -58,7 +61,7 @@ def make_config(path: str, ranks: int, **settings: Any) -> Config:
     trainer = {"n_gpus_per_node": ranks, "engine": "ray" if ranks > 1 else "local"}
     rollout = {"name": "vllm" if ranks > 1 else "hf"}
     sections = BASE | {"model": model, "trainer": trainer, "rollout": rollout}
-    return with_settings(Config.model_validate(sections), settings)
+    return with_settings(complete(sections), settings)
 
 
 def measure(config: Config) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.memory.plan import with_settings
-from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
+from ppo_cli.plan.memory.plan import (
+    with_settings,
+)
+from ppo_cli.plan.resolve import resolve
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # A preset and the config.json of its model.

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.memory.plan import with_settings
 from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches
 from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.extras.lab.simulation.counters import CollectiveCounter
 from ppo_cli.extras.lab.simulation.steps import make_batch
+from ppo_cli.plan.memory.plan import (
+    with_settings,
+)
 from tests.extras.lab.simulated_steps import (
     BUDGET,
     HIDDEN,

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.checks.runner import remarks
-from ppo_cli.config.checks.unused import find_unused
-from ppo_cli.config.derived import critic_mini_batch, sampler_seed
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.migrate.verl import translator
+from ppo_cli.plan.findings.runner import remarks
+from ppo_cli.plan.findings.unused import find_unused
+from ppo_cli.plan.resolved import Resolved
 from tests.config.settling import problems, settle
 
 FILE = Path(translator.__file__).with_name("verl_defaults.json")
@@ -37,7 +36,6 @@ NOT_TAKEN = {
 
 # Settings that take another's value where they are unset.
 COMES_TO = {
-    "critic.ppo_mini_batch_size": critic_mini_batch, "rollout.seed": sampler_seed,
     # Unset, memory decides on the CPU, where verl does not train.
     "actor.fsdp_config.reshard_after_forward": lambda c: (
         c.actor.fsdp_config.reshard_after_forward is not False
@@ -183,12 +181,12 @@ def test_what_differs_between_generations() -> None:
         config = settle(FILES, LINE, *line).config
         return (
             config.algorithm.use_kl_in_reward, config.actor.entropy_coeff,
-            config.actor.clip_ratio_c, config.actor.clip_ratio_high,
+            config.actor.clip_ratio_c,
         )  # fmt: skip
 
-    assert values("verl=0.3") == (True, 0.001, None, None)
-    assert values("verl=0.3", f"{WRAPPER}actor.use_kl_loss=True") == (False, 0.001, None, None)
-    assert values("verl=0.5") == values() == (False, 0.0, 3.0, 0.2)
+    assert values("verl=0.3") == (True, 0.001, None)
+    assert values("verl=0.3", f"{WRAPPER}actor.use_kl_loss=True") == (False, 0.001, None)
+    assert values("verl=0.5") == values() == (False, 0.0, 3.0)
 
 
 def test_the_critic_follows_the_actor_and_the_folder_the_names() -> None:
@@ -218,7 +216,7 @@ def test_verl_counts_the_warm_up_of_the_critic_from_step_one() -> None:
 def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
     dead = ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_ctrl.type=adaptive")
     resolved = settle(FILES, LINE, *dead)
-    refused, noted = find_unused(resolved, 0)
+    refused, noted = find_unused(resolved)
     assert refused == [] and "kl_coef has no effect" in noted[0]
     ours = settle(FILES, *dead, "algorithm.use_kl_in_reward=false")
     assert "is off" in "".join(find_unused(ours, 0)[0])
@@ -240,7 +238,7 @@ def test_steps_and_frequencies_as_verl_takes_them() -> None:
 
 
 def remarks_of(resolved: Resolved) -> str:
-    return "\n".join([*resolved.notes, *remarks(resolved, 0, {})])
+    return "\n".join([*resolved.notes, *remarks(resolved, {})])
 
 
 def test_what_is_not_as_in_verl_is_noted() -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.checks.runner import missing_parts, remarks
-from ppo_cli.config.derived import rejections
-from ppo_cli.config.placement import data_ranks
-from ppo_cli.config.plan import batch_arithmetic
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import foreign_names
+from ppo_cli.plan.batches import batch_arithmetic
+from ppo_cli.plan.findings.runner import missing_parts, remarks
+from ppo_cli.plan.placement import (
+    data_ranks,
+)
 from tests.config.settling import load_table, problems, settle
-from tests.nvml import H100
+from tests.settings import with_gpus
 
 NAMES = foreign_names()
 ROWS = load_table("../extras/migrate/verl_names.yaml")
@@ -82,16 +83,15 @@ NODES = ("trainer.nnodes=2", "trainer.node_rank=0", "trainer.n_gpus_per_node=4")
         (("trainer.n_gpus_per_node=4",), 2),
         (NODES, 1),
         ((*NODES, "trainer.tensor_parallel_size=2"), 2),
-        (("trainer.num_workers=2",), 4),
         (("trainer.placement=train:0-3,rollout:4-7", "trainer.n_gpus_per_node=8"), 2),
     ],
 )
 def test_the_old_global_micro_batch_is_shared_over_ranks(
     devices: tuple[str, ...], each: int
 ) -> None:
-    config = settle("critic.ppo_micro_batch_size=8", *devices).config
+    config = settle("critic.ppo_micro_batch_size=8", *devices, machine=with_gpus(8)).config
     assert config.critic.ppo_micro_batch_size_per_gpu == each
-    assert data_ranks(config, 8) == 8 // each
+    assert data_ranks(config) == 8 // each
 
 
 def test_a_global_micro_batch_that_ranks_cannot_share_is_refused() -> None:
@@ -114,16 +114,14 @@ MESH = ("distributed.data_parallel_size=4", "distributed.tensor_parallel_size=2"
     ],
 )
 def test_the_older_styles_mesh_is_the_trainers(
-    visible: int, extra: tuple[str, ...], gpus: int | None, workers: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("ppo_cli.config.placement.list_gpus", lambda environ: (H100,) * visible)
-    resolved = settle(*MESH, *extra)
-    trainer = resolved.config.trainer
+    visible: int, extra: tuple[str, ...], gpus: int | None, workers: int | None
+) -> None:
+    resolved = settle(*MESH, *extra, machine=with_gpus(visible))
+    trainer = resolved.asked.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
     assert trainer.tensor_parallel_size == 2
     assert resolved.config.rollout.tensor_model_parallel_size == 1
-    assert data_ranks(resolved.config, visible) == 4
+    assert data_ranks(resolved.config) == 4
     (note,) = (n for n in resolved.notes if n.startswith("override: distributed"))
     assert "the sampler has --rollout_tp" in note
 
@@ -196,8 +194,9 @@ def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> No
 
     def read(names: str, limits: str) -> str:
         overrides = settle(f"{at}.rollout_rs='{names}'", f"{at}.rollout_rs_threshold='{limits}'")
-        refused = missing_parts(overrides, gpus=0)
-        return refused[0] if refused else str(rejections(overrides.config))
+        refused = missing_parts(overrides)
+        correction = overrides.config.algorithm.rollout_correction
+        return refused[0] if refused else str(correction.rejections())
 
     assert read("token_k1,seq_max_k2", "0.6_1.6,0.3") == (
         "[('token_k1', 0.6, 1.6), ('seq_max_k2', None, 0.3)]"
@@ -229,7 +228,7 @@ def test_arguments_of_vllm_are_passed_on_but_not_those_that_have_settings() -> N
         ("tensor_parallel_size=2", "set rollout.tensor_model_parallel_size instead"),
         ("load_format=dummy", "leave it out"),
     ):
-        assert any(message in line for line in missing_parts(settle(f"{at}.{overrides}"), gpus=0))
+        assert any(message in line for line in missing_parts(settle(f"{at}.{overrides}")))
     assert "lower one of these" in refusal(f"{at}.max_model_len=100")
 
 
@@ -353,7 +352,7 @@ def test_the_over_long_penalty_of_dapo_is_ours(place: str) -> None:
     assert (shaping.overlong_buffer, shaping.overlong_penalty) == (64, 0.5)
     assert any("reward.shaping.overlong_buffer" in note for note in resolved.notes)
     off = settle(*overrides, f"{place}.enable=False")
-    assert (off.config.reward.shaping.overlong_buffer, missing_parts(off, gpus=0)) == (None, [])
+    assert (off.config.reward.shaping.overlong_buffer, missing_parts(off)) == (None, [])
     assert settle(*overrides).config.reward.shaping.overlong_buffer is None
 
 

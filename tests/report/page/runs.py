@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.plan import config_yaml
-from ppo_cli.config.resolve import resolve
+from ppo_cli.plan.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.report.tracker import Screen, Tracker, make_episode_fields
 from ppo_cli.run_folder.lines import append_line, read_lines, replace_lines, rollout_file
 from tests.rewards.scoring import sum_episode
+from tests.settings import config_yaml
 
 RAN = "window.ran=(window.ran||0)+1"
 HOSTILE = [

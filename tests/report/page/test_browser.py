@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.run import Config
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import render_report
 from ppo_cli.report.tracker import Screen, Tracker
@@ -34,6 +33,7 @@ from tests.report.page.runs import (
     make_run,
     serve,
 )
+from tests.settings import complete
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -315,7 +315,7 @@ def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
         until(lambda: (run / "labels.jsonl").exists() and texts(browser, "#kept")[0])
         (label,) = read_lines(run / "labels.jsonl")
         assert (label["label"], label["response"]) == (1, "answer 5 at 38 of the run")
-        tracker = Tracker(run, Screen(), (), 41, Config())
+        tracker = Tracker(run, Screen(), (), 41, complete({}))
         tracker.step(41, {"reward_mean": 0.9, "kl_divergence": 0.01})
         until(lambda: "in 41 steps" in texts(browser, ".sentence")[0])
         assert "nothing" not in texts(browser, "#state")[0]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.run import Config
 from ppo_cli.report.catalogue import MAIN_CARDS, METRICS, list_cards
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.page.rollouts import Rollouts, choose_sample
@@ -27,6 +26,7 @@ from ppo_cli.run_folder.lines import (
     rollout_file,
 )
 from tests.report.page.runs import HOSTILE, LIKE_A_KEY, RAN, add_tokens, make_run
+from tests.settings import complete
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_what_has_changed_is_read_again(tmp_path: Path) -> None:
     data = RunData(folder, "run")
     first = data.read()
     assert data.read() is first
-    tracker = Tracker(folder, Screen(), (), 5, Config())
+    tracker = Tracker(folder, Screen(), (), 5, complete({}))
     tracker.step(4, {"reward_mean": 0.9, "time/step_s": 1.0})
     assert read_metrics(folder)[-1]["perf/resumed"] == 1
     assert data.read()["steps"] == [1, 2, 3, 4]

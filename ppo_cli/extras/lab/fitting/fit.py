@@ -20,6 +20,7 @@ import torch
 from ppo_cli.atomic import atomic_replace, check_out_folder, replace_model
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.base import Sampling, build_sampler
 from ppo_cli.engine.checkpoint import model_files, write_files
@@ -122,7 +123,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         Path(model_folder(settings.model)).expanduser(),
         lambda other: replace_path(settings.model, str(other)),
     )
-    set_matmul_library(matmul_library(None))
+    set_matmul_library(matmul_library())
     # Load the model, ready for training.
     network = load_to_fit(
         model_folder(settings.model),
@@ -162,9 +163,10 @@ POLICY_ROWS = 16  # responses that are written to time the policy
 
 def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[Example]) -> float:
     """Return the seconds in which --model writes a response as long as those of the rows."""
-    config = Config.model_validate(
+    asked = Config.model_validate(
         {"model": {"path": settings.model, "dtype": settings.recipe.dtype}}
     )
+    config = settle(asked).config
     prompts = []
     for number, row in enumerate(rows):
         ids = tokenizer.apply_chat_template(

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any
 
-from ppo_cli.config.derived import quantised, uses_critic
-from ppo_cli.config.memory.devices import (
+from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.devices import (
     GIB,
     RESERVE,
     ModelShapes,
@@ -25,11 +27,10 @@ from ppo_cli.config.memory.devices import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.memory.plan import fill_memory_settings, format_size
-from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.plan.memory.plan import (
+    fit_memory,
+    format_size,
+)
 
 MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 
@@ -127,14 +128,14 @@ class Simulation:
 def require_simulation(config: Config) -> None:
     """Raise ConfigError if a run cannot be simulated."""
     problems = []
-    if not gpus_per_node(config):
+    if not config.trainer.n_gpus_per_node:
         problems.append(
             "--simulate is for runs on GPUs, and this one is on the CPU: add --n_gpus (GPUs need "
             "not be here), and --device_memory for what each has, such as 80GB."
         )
     # bitsandbytes has no kernels for fake tensors.
-    reasons = [f"{key} holds weights in 4 bits" for key in quantised(config)]
-    models = ("actor", "critic") if uses_critic(config) else ("actor",)
+    reasons = [f"{key} holds weights in 4 bits" for key in config.quantised]
+    models = ("actor", "critic") if config.uses_critic else ("actor",)
     reasons += [
         f"{model}.optim.optimizer is AdamW8bit"
         for model in models
@@ -149,31 +150,25 @@ def require_simulation(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def run_simulation(config: Config, report: Callable[[str], None]) -> Simulation:
-    """Simulate a run in a separate process.
+def run_simulation(asked: Config, machine: Machine, report: Callable[[str], None]) -> Simulation:
+    """Simulate a run in a separate process, which sees no GPU.
 
-    Raises the UserError with which the run would end before its first step.
+    `asked` has the settings before any rule decides. Raises the UserError with which the run would
+    end before its first step.
     """
-    config, memory = fill_memory_settings(config, lambda text: None), device_memory(config)
-    gpus, shapes = gpus_per_node(config), read_shapes(config)
+    config = fit_memory(asked, machine).config
+    gpus, shapes, memory = (
+        config.trainer.n_gpus_per_node, read_shapes(config), device_memory(config, machine),
+    )  # fmt: skip
     # The plan of the same settings, if it can be made.
     planned: Mapping[str, int] = {}
     beside, left_free = 0, int(RESERVE * (memory or 0))
     if isinstance(shapes, ModelShapes):
-        planned, place = count_learner(config, shapes), count_memory(config, shapes, memory)[0]
+        planned = count_learner(config, shapes, machine)
+        place = count_memory(config, shapes, machine)[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
-    # The process sees no GPU, from which it would derive these settings.
-    settled = with_settings(
-        config,
-        {
-            "trainer.n_gpus_per_node": gpus,
-            "trainer.engine": engine_name(config),
-            "rollout.name": sampler_name(config),
-        },
-    )
-    measured = _run_simulation(settled, report)
-    return Simulation(measured, planned, beside, memory, left_free, gpus)
+    return Simulation(_run_simulation(config, report), planned, beside, memory, left_free, gpus)
 
 
 def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:

@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
 from ppo_cli.algo.batch import TrainBatch
-from ppo_cli.config.derived import critic_mini_batch
-from ppo_cli.config.placement import data_ranks, learner_ranks
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine import learner
 from ppo_cli.engine.base import MiniBatch
@@ -40,6 +38,10 @@ from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
 from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.errors import PpoError
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
+from ppo_cli.plan.placement import (
+    data_ranks,
+    learner_ranks,
+)
 
 TURNS = 2  # micro-batches per rank: from the second one on there are gradients in memory
 
@@ -177,7 +179,7 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
     prompts = {
         "annotation": config.data.train_batch_size,
         "update of the actor": config.actor.ppo_mini_batch_size,
-        "update of the critic": critic_mini_batch(config),
+        "update of the critic": config.critic.ppo_mini_batch_size,
     }[phase]
     # Full rows: the longest prompt, and as many response tokens as fit.
     at_once, length = _choose_rows(config, prompts * n, budget)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,6 @@ import typer
 
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
-from ppo_cli.config.checks.models import damaged_models
-from ppo_cli.config.checks.rewards import missing_keys
-from ppo_cli.config.checks.runner import missing_inputs
-from ppo_cli.config.layers import Resolved
-from ppo_cli.config.placement import has_package
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import (
@@ -32,6 +28,10 @@ from ppo_cli.errors import (
     ppo,
     refuse_out_address,
 )
+from ppo_cli.plan.findings.models import damaged_models
+from ppo_cli.plan.findings.rewards import missing_keys
+from ppo_cli.plan.findings.runner import missing_inputs
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.secrets.redact import redact
 
@@ -121,7 +121,7 @@ def train_on_verl(arguments: Arguments) -> None:
     if rank == 0:
         files = _write_folder(folder, resolved, bridged)
         print("\n".join([*resolved.notes, next_steps(files, trainer.nnodes)[0]]), flush=True)
-    if missing := missing_verl([name for name in ("verl", "vllm") if has_package(name)]):
+    if missing := missing_verl([name for name in ("verl", "vllm") if find_spec(name)]):
         raise MissingPart(f"{missing} {folder} is written; start the training with: bash {script}")
     # The other nodes wait for the file.
     ends = time.monotonic() + trainer.node_timeout
@@ -186,7 +186,7 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
     # Everything but keys must be present here, as verl starts the reward in its own processes.
     allowed = missing_keys(config, os.environ)
-    yield from (line for line in missing_inputs(config) if line not in allowed)
+    yield from (line for line in missing_inputs(resolved) if line not in allowed)
     yield from damaged_models(config)
     yield from collect_problems(file_checks(config.reward))
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.atomic import atomic_replace
-from ppo_cli.config.derived import DataSplit, describe_missing_rows, split_files
-from ppo_cli.config.layers import Resolved
 from ppo_cli.config.mixture import judges_of, models_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES
-from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
 from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
+from ppo_cli.plan.batches import DataSplit, describe_missing_rows, split_files
+from ppo_cli.plan.config_file import config_yaml
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.scoring.sources import row_checks
@@ -204,7 +204,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
         write_rows(folder / name, rows, Path(name).stem)
     # The node scripts come last: a folder with a script has everything else.
     texts = {
-        "config.yaml": config_yaml(resolved),
+        "config.yaml": config_yaml(resolved, resolved.config, resolved.why),
         "overrides": "".join(f"{line}\n" for line in bridged.lines(folder)),
         "reward.py": REWARD.format(where=str(Path.cwd())),
         **node_scripts(config),

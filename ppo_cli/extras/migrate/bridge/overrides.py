@@ -16,12 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.derived import (
-    critic_mini_batch,
-    critic_path,
-    micro_batch_tokens,
-    sampler_seed,
-)
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
@@ -99,7 +93,10 @@ def _repeat_sharding(part: str, value: Any) -> Values:
 @_register_writer("model.path critic.model.path")
 def _write_models(config: Config) -> Values:
     """Write models as absolute paths; all use the actor's tokenizer."""
-    actor, critic = _resolve_model_path(config.model.path), _resolve_model_path(critic_path(config))
+    actor, critic = (
+        _resolve_model_path(config.model.path),
+        _resolve_model_path(config.critic.model.path),
+    )
     return {
         "actor_rollout_ref.model.path": actor,
         "actor_rollout_ref.model.tokenizer_path": actor,
@@ -177,10 +174,10 @@ def _write_micro_batches(config: Config) -> Values:
         size = part.ppo_micro_batch_size_per_gpu
         values[f"{name}.ppo_micro_batch_size_per_gpu"] = size
         values[f"{name}.use_dynamic_bsz"] = size is None
-        budget = micro_batch_tokens(config, part.ppo_max_token_len_per_gpu)
+        budget = part.ppo_max_token_len_per_gpu
         values[f"{name}.ppo_max_token_len_per_gpu"] = budget
     size = config.actor.ppo_micro_batch_size_per_gpu
-    budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
+    budget = config.ref.log_prob_max_token_len_per_gpu
     for name in ("actor_rollout_ref.ref", "actor_rollout_ref.rollout"):
         values[f"{name}.log_prob_use_dynamic_bsz"] = True
         values[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
@@ -197,8 +194,8 @@ def _write_clip_ratios(config: Config) -> Values:
     # verl always applies the dual clip, so "none" becomes a bound that is never reached.
     return {
         f"{actor}.clip_ratio": config.actor.clip_ratio,
-        f"{actor}.clip_ratio_low": config.actor.lower_clip,
-        f"{actor}.clip_ratio_high": config.actor.upper_clip,
+        f"{actor}.clip_ratio_low": config.actor.clip_ratio_low,
+        f"{actor}.clip_ratio_high": config.actor.clip_ratio_high,
         f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
     }
 
@@ -325,10 +322,10 @@ def _write_others(config: Config) -> Values:
         "data.prompt_key": "prompt",
         "data.reward_fn_key": "data_source",
         f"{sampler}.name": config.rollout.name or "vllm",
-        f"{sampler}.seed": sampler_seed(config),
+        f"{sampler}.seed": config.rollout.seed,
         f"{sampler}.val_kwargs.temperature": temperature,
         f"{sampler}.val_kwargs.do_sample": temperature > 0,
-        "critic.ppo_mini_batch_size": critic_mini_batch(config),
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
         # verl's actor starts training at step N, counted from 1.
         "trainer.critic_warmup": warmup + 1 if warmup else 0,
         "trainer.default_local_dir": "verl/checkpoints",

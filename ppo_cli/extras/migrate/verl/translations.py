@@ -6,6 +6,7 @@ configuration, or reports why the entry is refused. `TranslationState` collects 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.layers import Entry
-from ppo_cli.config.placement import default_gpus, gpu_count, read_placement
+from ppo_cli.config.device_roles import read_placement
+from ppo_cli.config.layers import (
+    Entry,
+)
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.values import NO, YES, is_unset, parse_list, read_switch
+from ppo_cli.machine.machine import Machine
 
 Lookup = Callable[[str], Any]  # dotted name -> value of the whole configuration
 
@@ -68,12 +72,12 @@ class TranslationState:
 
     def __init__(
         self,
-        environ: Mapping[str, str],
+        machine: Machine,
         problems: list[str],
         notes: list[str],
         verl: bool = False,
     ) -> None:
-        self.environ, self.verl = environ, verl
+        self.machine, self.verl = machine, verl
         self.problems, self.notes = problems, notes
         # Of all layers.
         self.expectations: list[Expectation] = []
@@ -250,7 +254,7 @@ def _translate_total_micro_batch(state: TranslationState, entry: Entry, total: i
         if state.dynamic.get(part):
             return None
         # Known only when all layers are translated.
-        ranks = _count_ranks(value, state.environ)
+        ranks = _count_ranks(value, state.machine)
         if total % ranks:
             raise ValueError(
                 f"{entry.name} {total} is not divisible by {ranks} ranks; set {target} instead."
@@ -298,7 +302,7 @@ def _translate_row_budget(state: TranslationState, entry: Entry, count: int) -> 
         longest = value("data.max_prompt_length") + value("data.max_response_length")
         if target != BUDGET:
             longest = value("reward.model.max_length") or longest
-        rows = max(1, count // _count_ranks(value, state.environ)) if shared else count
+        rows = max(1, count // _count_ranks(value, state.machine)) if shared else count
         return rows * int(longest)
 
     # The budget is shared by several computations, so say what has set it.
@@ -311,7 +315,7 @@ def _translate_row_budget(state: TranslationState, entry: Entry, count: int) -> 
     state.put(entry, target, DerivedValue(budget))
 
 
-def _count_ranks(value: Lookup, environ: Mapping[str, str]) -> int:
+def _count_ranks(value: Lookup, machine: Machine) -> int:
     """Return the ranks that share rows, from settings that are not yet a whole configuration."""
     gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
     # The same rules as in placement.py, on values that are not validated yet.
@@ -325,7 +329,7 @@ def _count_ranks(value: Lookup, environ: Mapping[str, str]) -> int:
         a_node = gpus
         if gpus is None:
             spans = ("rollout.tensor_model_parallel_size", "trainer.tensor_parallel_size")
-            a_node = default_gpus(gpu_count(environ), *(int(value(span)) for span in spans))
+            a_node = min(len(machine.gpus), math.lcm(*(int(value(span)) for span in spans)))
         ranks = max(1, int(a_node)) * int(value("trainer.nnodes"))
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
@@ -338,7 +342,7 @@ def _translate_data_parallel(state: TranslationState, entry: Entry, size: int) -
     or set, else worker processes.
     """
     # GPUs or worker processes, as this machine has them.
-    on_gpus = gpu_count(state.environ) > 0
+    on_gpus = bool(state.machine.gpus)
 
     # Computed late, because any layer may set devices, nodes or a placement.
     def ranks(value: Lookup) -> int:
@@ -526,7 +530,7 @@ def _translate_checkpoint_contents(
 def _translate_device(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Accept the device that this machine has."""
     # Only this machine's device is right; another one would be a mistake of the line.
-    device = "cuda" if gpu_count(state.environ) else "cpu"
+    device = "cuda" if state.machine.gpus else "cpu"
     if str(raw).strip() != device:
         state.problem(
             entry,
@@ -615,7 +619,7 @@ def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) ->
         state.problem(entry, f"{entry.name}={word} is not offered; {allowed}.")
         return
     # Without --dtype, GPUs compute in bfloat16.
-    usual = "bfloat16" if gpu_count(state.environ) else word
+    usual = "bfloat16" if state.machine.gpus else word
     state.demand(
         entry,
         lambda value: word in ("auto", value("model.dtype") or usual),

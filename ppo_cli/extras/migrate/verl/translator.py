@@ -20,7 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.layers import DEFAULT, Entry, Layers, Reset, merge_layers, read_entry
+from ppo_cli.config.layers import (
+    DEFAULT,
+    Entry,
+    Layers,
+    Reset,
+    merge_layers,
+    read_entry,
+)
 from ppo_cli.config.schema.keys import find_key, sections, table
 from ppo_cli.config.schema.values import is_unset
 from ppo_cli.errors import list_some
@@ -33,6 +40,7 @@ from ppo_cli.extras.migrate.verl.translations import (
     TranslationState,
     normalize,
 )
+from ppo_cli.machine.machine import Machine
 
 # verl puts model, actor, rollout and ref into this group.
 WRAPPER = "actor_rollout_ref."
@@ -189,7 +197,7 @@ def describe_defaults(generation: Generation) -> str:
     )
 
 
-def translate(layers: Layers, environ: Mapping[str, str]) -> None:
+def translate(layers: Layers, machine: Machine) -> None:
     """Replace the foreign names in the layers by our settings with plain values.
 
     If the settings are verl's, its defaults become the lowest layer. Layers with only our own names
@@ -198,7 +206,7 @@ def translate(layers: Layers, environ: Mapping[str, str]) -> None:
     if not any(_is_foreign(entry) for layer in layers.layers for entry in layer):
         return
     generation = detect_generation(layers.layers, layers.problems)
-    translator = Translator(environ, layers.problems, layers.notes, generation is not None)
+    translator = Translator(machine, layers.problems, layers.notes, generation is not None)
     if generation is not None:
         layers.foreign = True
         layers.layers.insert(0, default_layer(generation))

@@ -20,12 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ppo_cli.config.checks.judge_server import (
-    judge_fault,
-    longest_request,
-    server_environment,
-    vllm_python,
-)
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.models.weight_files import weight_files
@@ -34,6 +28,12 @@ from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.plan.findings.judge_server import (
+    judge_fault,
+    longest_request,
+    server_environment,
+    vllm_python,
+)
 from ppo_cli.processes.program import Program
 from ppo_cli.rewards.judge.providers import openai
 from ppo_cli.rewards.judge.providers.base import Key

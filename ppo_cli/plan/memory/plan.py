@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.allocator import find_jemalloc
-from ppo_cli.config.derived import (
-    compute_dtype,
-    micro_batch_tokens,
-    shares_prompts,
-    spreads_weights,
-    uses_critic,
-    uses_reference,
-    why_recompute_logprobs,
-)
-from ppo_cli.config.memory.devices import (
+from ppo_cli.config.models.remote_configs import find_config
+from ppo_cli.config.models.shape import FLOAT, Shape
+from ppo_cli.config.schema.keys import table, value_of, with_settings
+from ppo_cli.config.schema.run import Config, Sleep
+from ppo_cli.config.schema.unset import Fitted as FittedRule
+from ppo_cli.config.settle import settle
+from ppo_cli.errors import ppo
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.devices import (
     AMPLE,
     GIB,
     DeviceNeeds,
@@ -28,33 +27,39 @@ from ppo_cli.config.memory.devices import (
     count_vllm,
     counted_models,
     device_memory,
-    host_of_gpus,
     read_shapes,
     sampled_rows,
 )
-from ppo_cli.config.models.remote_configs import find_config
-from ppo_cli.config.models.shape import FLOAT, Shape
-from ppo_cli.config.placement import (
+from ppo_cli.plan.placement import (
     PlanPart,
     data_ranks,
-    engine_name,
-    gpus_per_node,
+    learner_ranks,
     placement_of,
-    sampler_name,
-    sleep_mode,
 )
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import ppo
-from ppo_cli.machine.device_record import is_proven
-from ppo_cli.machine.processor import matmul_library
 
 LORA_RANK = 16  # of the adapter that is suggested
 STEP_PHASES = ("annotation", "update")  # in which checkpointing and gathering matter
 SMALLEST_BUDGET = 1024  # tokens of a suggested micro-batch; fewer leave a device idle
 LARGEST_SHARE = 0.9  # of a GPU that is suggested for vLLM
 Settings = Mapping[str, Any]  # key -> value
+# Settings with the token budgets of micro-batches, and what they are unless they are set.
+TOKEN_BUDGETS = (
+    "actor.ppo_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu",
+)
+SMALL_BUDGET, LARGE_BUDGET = 2048, 16384
 UNKNOWN_STEP = "gradient checkpointing: on (the memory of a step is unknown here)"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Settings in which nothing is unset, the reasons of choices, and those of the memory plan."""
+
+    config: Config
+    why: dict[str, str]
+    lines: tuple[str, ...]
+    estimate: Estimate | None = None  # None: nothing can be counted here
 
 
 @dataclass(frozen=True)
@@ -75,40 +80,52 @@ class Estimate:
         return all(answers) and (self.host is None or self.host.fits is not False)
 
 
-def estimate_memory(
-    config: Config, shapes: ModelShapes, capacity: int | None, host: int | None = None
-) -> Estimate:
+def estimate_memory(config: Config, shapes: ModelShapes, machine: Machine) -> Estimate:
     """Count the memory of a run; unset settings trade memory for speed only if it is ample.
 
-    `capacity` is the size of a device, `host` that of the memory next to GPUs.
+    Of `config`, only the settings that are fitted to the memory may be unset.
     """
-    if _sleeps_in_host_memory(config) and config.rollout.sleep == "auto":
-        # A sampler that keeps its weights on the GPU saves a copy from host memory in each step.
-        keeping = estimate_memory(
-            with_settings(config, {"rollout.sleep": "keep"}), shapes, capacity, host
-        )
-        if keeping.fits:
-            return keeping
-    settled = _estimate_devices(config, shapes, capacity)
-    return replace(settled, host=count_host(settled.config, shapes, host))
+    if config.rollout.sleep is None:
+        sleep = _frugal_sleep(config, machine)
+        if sleep == "offload" and _has_sleepers(config):
+            # A sampler that keeps its weights on the GPU saves a copy from host memory in each
+            # step.
+            keeping = estimate_memory(
+                with_settings(config, {"rollout.sleep": "keep"}), shapes, machine
+            )
+            if keeping.fits:
+                return keeping
+        config = with_settings(config, {"rollout.sleep": sleep})
+    fitted = _estimate_devices(config, shapes, machine)
+    return replace(fitted, host=count_host(fitted.config, shapes, machine))
 
 
-def _sleeps_in_host_memory(config: Config) -> bool:
-    """Whether vLLM's weights move to host memory while their GPU trains."""
-    shared = gpus_per_node(config) and placement_of(config).sleepers
-    return bool(shared) and sampler_name(config) == "vllm" and sleep_mode(config) == "offload"
+def _frugal_sleep(config: Config, machine: Machine) -> Sleep:
+    """Return where vLLM's weights need no memory of the GPU while it trains.
+
+    They are discarded only where the self-test has proven that an engine samples correctly after it
+    gets its weights again.
+    """
+    proven = "sleep" in machine.proven and not config.model.publishes_adapter
+    return "discard" if proven else "offload"
 
 
-def _estimate_devices(config: Config, shapes: ModelShapes, capacity: int | None) -> Estimate:
+def _has_sleepers(config: Config) -> bool:
+    """Whether vLLM samples on GPUs that train."""
+    shared = config.trainer.n_gpus_per_node and placement_of(config).sleepers
+    return bool(shared) and config.rollout.name == "vllm"
+
+
+def _estimate_devices(config: Config, shapes: ModelShapes, machine: Machine) -> Estimate:
     """Return the fastest settings that fit into memory, with their estimate.
 
-    If none fits, or `capacity` is unknown, they are those that need the least memory.
+    If none fits, or the size of a device is unknown, they are those that need the least memory.
     """
     # The first mode that fits wins; the most frugal one is counted if none does.
-    ample = 0
-    for recompute, reshard in _modes_by_speed(config):
-        settled = _fill_unset(config, recompute=recompute, reshard=reshard)
-        places = count_memory(settled, shapes, capacity)
+    ample, capacity = 0, device_memory(config, machine)
+    for recompute, reshard in _modes_by_speed(config, machine):
+        settled = _fill_unset(config, machine, recompute=recompute, reshard=reshard)
+        places = count_memory(settled, shapes, machine)
         step = max(map(_step_bytes, places))
         if not recompute:
             ample = step
@@ -116,17 +133,17 @@ def _estimate_devices(config: Config, shapes: ModelShapes, capacity: int | None)
             continue
         # The estimate of activations may be wrong, that of weights and gradients is not.
         counted_well = recompute or config.model.enable_gradient_checkpointing is not None
-        if counted_well and gpus_per_node(config):
+        if counted_well and config.trainer.n_gpus_per_node:
             enough = all(place.fits for place in places)
         else:
             enough = step <= AMPLE * capacity
         if enough:
             return Estimate(settled, places, ample)
-    saving = _fill_unset(config, recompute=True, reshard=True)
-    return Estimate(saving, count_memory(saving, shapes, capacity), ample)
+    saving = _fill_unset(config, machine, recompute=True, reshard=True)
+    return Estimate(saving, count_memory(saving, shapes, machine), ample)
 
 
-def _modes_by_speed(config: Config) -> list[tuple[bool, bool]]:
+def _modes_by_speed(config: Config, machine: Machine) -> list[tuple[bool, bool]]:
     """Return pairs (recompute layers, reshard weights), the fastest first.
 
     Products take 6 FLOPs for each weight and token, and 2 more if layers are recomputed. Gathers
@@ -135,7 +152,7 @@ def _modes_by_speed(config: Config) -> list[tuple[bool, bool]]:
     16,384 tokens at 400 TFLOPS: 0.25 s).
     """
     # One rank, or an unproven feature: only recomputation can be chosen.
-    if not _may_keep_gathered(config):
+    if not _may_keep_gathered(config, machine):
         return [(False, True)]
     between = [(False, True), (True, False)]
     return [(False, False), *(between[::-1] if config.trainer.nnodes > 1 else between)]
@@ -146,35 +163,48 @@ def _step_bytes(place: DeviceNeeds) -> int:
     return max((n for name, n in place.phases.items() if name.startswith(STEP_PHASES)), default=0)
 
 
-def _may_keep_gathered(config: Config) -> bool:
+def _may_keep_gathered(config: Config, machine: Machine) -> bool:
     """Whether weights are sharded and may stay gathered through a step."""
     if data_ranks(config) == 1:
         return False
-    return not gpus_per_node(config) or is_proven("keep_gathered")
+    return not config.trainer.n_gpus_per_node or "keep_gathered" in machine.proven
 
 
-def _fill_unset(config: Config, *, recompute: bool, reshard: bool) -> Config:
-    """Fill in the unset settings of checkpointing and resharding."""
-    if config.model.enable_gradient_checkpointing is None:
-        config = with_settings(config, {"model.enable_gradient_checkpointing": recompute})
-    for part in ("actor", "critic") if _may_keep_gathered(config) else ():
-        sharding = getattr(config, part).fsdp_config
-        if sharding.reshard_after_forward is None:
-            # Weights are offloaded because the GPU is too small: they must not stay gathered.
-            frees = reshard or (sharding.param_offload and gpus_per_node(config) > 0)
-            config = with_settings(config, {f"{part}.fsdp_config.reshard_after_forward": frees})
-    return config
+def _fill_unset(config: Config, machine: Machine, *, recompute: bool, reshard: bool) -> Config:
+    """Fill in the unset settings of checkpointing and resharding, and the token budgets."""
+    gpus = config.trainer.n_gpus_per_node
+    switch = config.model.enable_gradient_checkpointing
+    values: dict[str, Any] = {
+        "model.enable_gradient_checkpointing": recompute,
+        "critic.model.enable_gradient_checkpointing": recompute if switch is None else switch,
+    }
+    # Weights are offloaded because the GPU is too small: they must not stay gathered.
+    may_keep = _may_keep_gathered(config, machine)
+    for part in ("actor", "critic"):
+        offloaded = getattr(config, part).fsdp_config.param_offload and gpus > 0
+        values[f"{part}.fsdp_config.reshard_after_forward"] = reshard or offloaded or not may_keep
+    config = _set_unset(config, values)
+    # On the CPU small batches are as fast and need less memory for activations
+    # (notes/lab_book.md), unless weights are gathered for each micro-batch.
+    gathered_once = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
+    budget = SMALL_BUDGET if gathered_once and not gpus else LARGE_BUDGET
+    return _set_unset(config, dict.fromkeys(TOKEN_BUDGETS, budget))
 
 
-def memory_plan(config: Config) -> PlanPart:
+def _set_unset(config: Config, values: Settings) -> Config:
+    return with_settings(config, {k: v for k, v in values.items() if value_of(config, k) is None})
+
+
+def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     """Return the memory section of the plan: needs of each device, whether they fit, advice.
 
     It has lines for people and facts for programs. Without a readable config.json of a model the
-    memory is unknown.
+    memory is unknown. `asked` has the settings before any rule decides.
     """
-    layout = tuple(_describe_layout(config))
-    shapes, capacity, host = read_shapes(config), device_memory(config), host_of_gpus()
-    checkpointing = config.model.enable_gradient_checkpointing
+    config, chosen = fitted.config, fitted.estimate
+    shapes = read_shapes(config)
+    layout = tuple(_describe_layout(asked, config))
+    checkpointing = asked.model.enable_gradient_checkpointing
     as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
     # Nothing can be counted if a model's config.json is not readable.
     if not isinstance(shapes, ModelShapes):
@@ -182,22 +212,22 @@ def memory_plan(config: Config) -> PlanPart:
             f"memory of {path}: unknown (no config.json here or at the hub, or not a plain decoder)"
             for path in shapes
         ]
-        lines += [UNKNOWN_STEP] if checkpointing is None else as_set
+        lines += fitted.lines if checkpointing is None else as_set
         return PlanPart(tuple(lines), {"unknown": list(shapes)}, layout)
-    chosen = estimate_memory(config, shapes, capacity, host)
-    judge = count_judge_server(config)
+    chosen = chosen or estimate_memory(config, shapes, machine)
+    judge = count_judge_server(config, machine)
     places = [*chosen.places, *filter(None, (judge, chosen.host))]
     lines = [line for place in places for line in _describe_device(place)]
     # What would make it fit, and how the unset settings were chosen.
     changes = None
     if chosen.fits is False:
-        changes = find_smallest_change(config, shapes, capacity, host)
+        changes = find_smallest_change(asked, shapes, machine)
         if changes is None:
             lines.append("no change of settings makes it fit: use a smaller --model")
         else:
             lines.append("the smallest change that makes it fit: " + _format_overrides(changes))
     lines += as_set if checkpointing is not None else []
-    lines += _explain_choices(config, chosen, capacity)
+    lines += fitted.lines
     # Shapes that are not read from the model's own files on this machine.
     sources = {path: find_config(path)[1] for path in counted_models(config)}
     sources = {path: source for path, source in sources.items() if source}
@@ -206,15 +236,16 @@ def memory_plan(config: Config) -> PlanPart:
         "fits": chosen.fits,
         "devices": [place.facts() for place in places],
         "gradient_checkpointing": chosen.config.model.enable_gradient_checkpointing,
+        "choices": list(fitted.lines),
         "changes": changes,
         "shapes": sources,
     }
     return PlanPart(tuple(lines), facts, layout)
 
 
-def _describe_layout(config: Config) -> Iterator[str]:
+def _describe_layout(asked: Config, config: Config) -> Iterator[str]:
     """Yield the plan's lines about how rows, log-probs and products are computed."""
-    model = config.model
+    model = asked.model
     if model.packing is None:
         yield "packing: on if a trial at start-up gives the same numbers as padded rows"
     else:
@@ -224,70 +255,75 @@ def _describe_layout(config: Config) -> Iterator[str]:
     else:
         yield "attention: sdpa if the trial gives the same numbers, else eager"
     if config.rollout.n > 1 and model.packing is not False:
-        once = shares_prompts(config, on_gpu=gpus_per_node(config) > 0)
         why = " (model.share_prompts)" if model.share_prompts is None else ", as set"
-        yield f"prompt computed once for its packed responses: {'yes' if once else 'no'}{why}"
-    why = why_recompute_logprobs(config)
-    source = f"from the actor ({why})" if why else "from the sampler (it uses the actor's weights)"
-    yield f"old log-probs: {source}"
-    yield from cpu_plan(config, jemalloc=find_jemalloc() is not None)
-    if compute_dtype(config) == "bfloat16":
-        spreads = spreads_weights(config, "cuda" if gpus_per_node(config) else "cpu")
+        shared = "yes" if config.model.share_prompts else "no"
+        yield f"prompt computed once for its packed responses: {shared}{why}"
+    old = "sampler" if config.algorithm.rollout_correction.bypass_mode else "actor"
+    yield f"old log-probs: from the {old}"
+    yield from cpu_plan(asked, config, jemalloc=find_jemalloc() is not None)
+    if config.model.dtype == "bfloat16":
         why = " (model.spread_weights)" if model.spread_weights is None else ", as set"
-        result = "spread, so that small updates count" if spreads else "trained as loaded"
+        spread = config.model.spread_weights
+        result = "spread, so that small updates count" if spread else "trained as loaded"
         yield f"weights that are exact in bfloat16: {result}{why}"
 
 
-def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
+def cpu_plan(asked: Config, config: Config, *, jemalloc: bool) -> list[str]:
     """Return the plan's lines about the matrix library and the allocator on the CPU."""
-    if gpus_per_node(config):
+    if config.trainer.n_gpus_per_node:
         return []
     lines = []
-    if compute_dtype(config) == "bfloat16":
-        why = ", as set" if config.model.dtype else " (faster on this processor)"
+    if config.model.dtype == "bfloat16":
+        why = ", as set" if asked.model.dtype else " (faster on this processor)"
         lines.append(f"matrix products: bfloat16{why}")
     else:
-        setting = config.model.float32_matmul
-        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(setting)]
-        lines.append(f"matrix products: float32 by {library}{', as set' if setting else ''}")
-    if jemalloc and engine_name(config) == "local":
+        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[config.model.float32_matmul]
+        why = ", as set" if asked.model.float32_matmul else ""
+        lines.append(f"matrix products: float32 by {library}{why}")
+    if jemalloc and config.trainer.engine == "local":
         lines.append("allocator: jemalloc")
     return lines
 
 
-def fill_dtype(config: Config) -> Config:
-    """Set an unset `model.dtype` to the computed one, unless it is the device's default."""
-    chosen = compute_dtype(config)
-    if config.model.dtype or (chosen == "bfloat16") == bool(gpus_per_node(config)):
-        return config
-    return with_settings(config, {"model.dtype": chosen})
-
-
-def fill_memory_settings(config: Config, tell: Callable[[str], None]) -> Config:
-    """Fill in unset settings that trade memory for speed, and report why."""
-    shapes, capacity = read_shapes(config), device_memory(config)
-    if not isinstance(shapes, ModelShapes) or capacity is None:
-        return _fill_unset(config, recompute=True, reshard=True)
-    chosen = estimate_memory(config, shapes, capacity, host_of_gpus())
-    for line in _explain_choices(config, chosen, capacity):
-        tell(f"Memory: {line}")
-    return chosen.config
+def fit_memory(asked: Config, machine: Machine) -> Fitted:
+    """Decide all settings, also those that trade memory for speed: nothing unset is left."""
+    settled = settle(asked, machine)
+    config, estimate, lines = settled.config, None, []
+    shapes = read_shapes(config)
+    if isinstance(shapes, ModelShapes) and device_memory(config, machine) is not None:
+        estimate = estimate_memory(config, shapes, machine)
+        config = estimate.config
+        lines = list(_explain_choices(asked, estimate, machine))
+    else:
+        sleep = config.rollout.sleep or _frugal_sleep(config, machine)
+        config = _fill_unset(
+            with_settings(config, {"rollout.sleep": sleep}), machine, recompute=True, reshard=True
+        )
+        if asked.model.enable_gradient_checkpointing is None:
+            lines = [UNKNOWN_STEP]
+    unset = (k for k, key in table().items() if isinstance(key.rule, FittedRule))
+    why = {k: "by the memory plan" for k in unset if value_of(asked, k) is None}
+    return Fitted(config, settled.why | why, tuple(lines), estimate)
 
 
 def find_smallest_change(
-    config: Config, shapes: ModelShapes, capacity: int | None, host: int | None = None
+    asked: Config, shapes: ModelShapes, machine: Machine
 ) -> dict[str, Any] | None:
     """Return the first change that makes a run fit, from harmless to costly; else a few together.
 
-    None if all changes together do not make it fit.
+    None if all changes together do not make it fit. `asked` has the settings before any rule
+    decides: a change may lead to other choices.
     """
 
     def fits(changes: list[Settings]) -> bool:
         merged = {key: value for candidate in changes for key, value in candidate.items()}
-        return bool(estimate_memory(with_settings(config, merged), shapes, capacity, host).fits)
+        changed = settle(with_settings(asked, merged), machine).config
+        return bool(estimate_memory(changed, shapes, machine).fits)
 
     # One change may be enough; otherwise changes are added until the run fits.
-    offered = list(_memory_saving_changes(config, shapes.actor, capacity))
+    config = estimate_memory(settle(asked, machine).config, shapes, machine).config
+    capacity = device_memory(config, machine)
+    offered = list(_memory_saving_changes(asked, config, shapes.actor, capacity))
     tried: list[Settings] = []
     chosen = next(([candidate] for candidate in offered if fits([candidate])), None)
     for candidate in offered if chosen is None else ():
@@ -306,53 +342,48 @@ def find_smallest_change(
 
 
 def _memory_saving_changes(
-    config: Config, shape: Shape, capacity: int | None
+    asked: Config, config: Config, shape: Shape, capacity: int | None
 ) -> Iterator[Settings]:
     """Yield settings that save memory; those that only cost speed come first."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     # Smaller micro-batches, and recomputed layers.
-    set_budgets = {
-        "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
-        "ref.log_prob_max_token_len_per_gpu": config.ref.log_prob_max_token_len_per_gpu,
-    }
-    if uses_critic(config):
-        set_budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-    budgets = {key: micro_batch_tokens(config, tokens) for key, tokens in set_budgets.items()}
+    keys = TOKEN_BUDGETS if config.uses_critic else (TOKEN_BUDGETS[0], TOKEN_BUDGETS[2])
+    budgets = {key: value_of(config, key) for key in keys}
     tokens = max(budgets.values()) // 2
     while tokens >= max(longest, SMALLEST_BUDGET):
         yield {key: tokens for key, now in budgets.items() if tokens < now}
         tokens //= 2
-    if config.model.enable_gradient_checkpointing is False:
+    if asked.model.enable_gradient_checkpointing is False:
         yield {"model.enable_gradient_checkpointing": True}
     # Less memory for sampling.
-    if sampler_name(config) == "hf":
+    if config.rollout.name == "hf":
         rows = sampled_rows(config)
         while rows > 8:
             rows //= 2
             yield {"rollout.max_num_seqs": rows}
-    elif gpus_per_node(config) and capacity:
+    elif config.trainer.n_gpus_per_node and capacity:
         least = _smallest_vllm_share(
-            sum(count_vllm(config, shape, 2 if compute_dtype(config) == "bfloat16" else FLOAT)),
+            sum(count_vllm(config, shape, 2 if config.model.dtype == "bfloat16" else FLOAT)),
             capacity,
         )
         share = config.rollout.gpu_memory_utilization
         if share > max(0.3, least) or share < least <= LARGEST_SHARE:
             yield {"rollout.gpu_memory_utilization": max(0.3, least)}
-    if sampler_name(config) == "vllm" and gpus_per_node(config):
+    if config.rollout.name == "vllm" and config.trainer.n_gpus_per_node:
         yield from _wider_tensor_parallelism(config, shape)
     # Offloading to the host, then training fewer weights, then more devices.
-    if gpus_per_node(config):
-        if uses_reference(config) and not config.model.lora_rank:
+    if config.trainer.n_gpus_per_node:
+        if config.uses_reference and not config.model.lora_rank:
             yield {"ref.param_offload": True}
-        models = ("actor", "critic") if uses_critic(config) else ("actor",)
+        models = ("actor", "critic") if config.uses_critic else ("actor",)
         for what in ("optimizer_offload", "param_offload"):
             yield {f"{model}.fsdp_config.{what}": True for model in models}
     if not config.model.lora_rank:
         yield {"model.lora_rank": LORA_RANK}
-    if uses_critic(config) and not config.critic.model.lora_rank:
+    if config.uses_critic and not config.critic.model.lora_rank:
         yield {"critic.model.lora_rank": LORA_RANK}
-    if gpus_per_node(config):
-        yield from _more_devices(config)
+    if config.trainer.n_gpus_per_node:
+        yield from _more_devices(asked, config)
 
 
 def _smallest_vllm_share(size: int, capacity: int) -> float:
@@ -363,7 +394,7 @@ def _smallest_vllm_share(size: int, capacity: int) -> float:
 def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings]:
     """Yield samplers over more GPUs: each has fewer weights, in rollout and transfer."""
     # Heads must divide evenly among the GPUs of a sampler.
-    span, gpus = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
+    span, gpus = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     keys = shape.keys * shape.heads // shape.queries  # key-value heads
     while config.trainer.placement is None and 2 * span <= gpus:
         span *= 2
@@ -371,12 +402,12 @@ def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings
             yield {"rollout.tensor_model_parallel_size": span}
 
 
-def _more_devices(config: Config) -> Iterator[Settings]:
+def _more_devices(asked: Config, config: Config) -> Iterator[Settings]:
     """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
-    if config.trainer.placement is not None or config.trainer.engine == "local":
+    if config.trainer.placement is not None or asked.trainer.engine == "local":
         return
     # Up to 8 GPUs in one node, then nodes of 8.
-    nodes, now = config.trainer.nnodes, gpus_per_node(config)
+    nodes, now = config.trainer.nnodes, config.trainer.n_gpus_per_node
     rows = config.actor.ppo_mini_batch_size * config.rollout.n
     for count in (2, 4, 8, 16, 32, 64):
         if count <= nodes * now or rows % (count // config.trainer.tensor_parallel_size or 1):
@@ -418,20 +449,18 @@ def _describe_device(place: DeviceNeeds) -> Iterator[str]:
             yield f"{role}: {', '.join(parts)}"
 
 
-def _explain_choices(config: Config, chosen: Estimate, capacity: int | None) -> Iterator[str]:
+def _explain_choices(asked: Config, chosen: Estimate, machine: Machine) -> Iterator[str]:
     """Yield lines about the choice of unset settings, with the numbers behind it."""
-    if config.model.enable_gradient_checkpointing is None:
-        if capacity is None:
-            yield UNKNOWN_STEP
-        else:
-            recompute = chosen.config.model.enable_gradient_checkpointing
-            yield (
-                f"gradient checkpointing: {'on' if recompute else 'off'} (a step with all "
-                f"activations needs about {format_size(chosen.ample)} of {format_size(capacity)})"
-            )
-    if data_ranks(config) == 1 or config.actor.fsdp_config.reshard_after_forward is not None:
+    config, capacity = chosen.config, device_memory(chosen.config, machine)
+    if asked.model.enable_gradient_checkpointing is None:
+        recompute = config.model.enable_gradient_checkpointing
+        yield (
+            f"gradient checkpointing: {'on' if recompute else 'off'} (a step with all "
+            f"activations needs about {format_size(chosen.ample)} of {format_size(capacity or 0)})"
+        )
+    if data_ranks(config) == 1 or asked.actor.fsdp_config.reshard_after_forward is not None:
         return
-    if not _may_keep_gathered(config):
+    if not _may_keep_gathered(config, machine):
         yield (
             "weights are gathered and gradients reduced in each micro-batch: "
             f"`{ppo('doctor --self-test')}` has not proven the faster way (once a step) here"

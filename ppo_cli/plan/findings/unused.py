@@ -8,14 +8,15 @@ from functools import cache
 from typing import Final
 
 from ppo_cli.algo.estimators import POLICY_LOSSES
-from ppo_cli.config.derived import compute_dtype, rollout_is, uses_critic, uses_reference
-from ppo_cli.config.layers import DEFAULT, Resolved
+from ppo_cli.config.layers import (
+    DEFAULT,
+)
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
-from ppo_cli.config.placement import engine_name, gpus_per_node, sampler_name
-from ppo_cli.config.schema.keys import table, value_of, with_settings
+from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _runs_no_code(config: Config) -> bool:
 
 def _one_process(config: Config) -> bool:
     """Whether the run is one process."""
-    return engine_name(config) == "local"
+    return config.trainer.engine == "local"
 
 
 # By the name that a setting's declaration gives as `unused`.
@@ -220,12 +221,12 @@ UNUSED: Final[dict[str, Unused]] = {
     # Samplers and devices: these concern memory and speed, so most of them are only remarked on.
     "hf_sampler": Unused(
         "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
-        lambda c: sampler_name(c) == "hf",
+        lambda c: c.rollout.name == "hf",
         tuning=True,
     ),
     "on_gpus": Unused(
         "on GPUs it follows from their number and --rollout_tp; leave it out",
-        lambda c: gpus_per_node(c) > 0,
+        lambda c: c.trainer.n_gpus_per_node > 0,
     ),
     "nothing_sharded": Unused(
         "one process holds whole models and shards nothing; leave it out", _one_process, tuning=True
@@ -235,17 +236,17 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "nothing_to_offload": Unused(
         "in one process without a GPU everything is in host memory; leave it out",
-        lambda c: _one_process(c) and gpus_per_node(c) == 0,
+        lambda c: _one_process(c) and c.trainer.n_gpus_per_node == 0,
         tuning=True,
     ),
     "nothing_in_float32": Unused(
         "it is for models that compute in float32 on the CPU; leave it out",
-        lambda c: gpus_per_node(c) > 0 or compute_dtype(c) == "bfloat16",
+        lambda c: c.trainer.n_gpus_per_node > 0 or c.model.dtype == "bfloat16",
         tuning=True,
     ),
     "nothing_to_spread": Unused(
         "weights are spread where matrices are multiplied in bfloat16 (--dtype bfloat16)",
-        lambda c: compute_dtype(c) == "float32",
+        lambda c: c.model.dtype == "float32",
         tuning=True,
     ),
     "nothing_to_share": Unused(
@@ -270,13 +271,20 @@ UNUSED: Final[dict[str, Unused]] = {
         "with one node it changes nothing; leave it out", lambda c: c.trainer.nnodes == 1
     ),
     # Estimators and losses without such a parameter.
+    "no_scale_factor": Unused(
+        "it divides losses with loss_agg_mode=seq-mean-token-sum-norm; set that, or leave it out",
+        lambda c: "seq-mean-token-sum-norm" not in (c.actor.loss_agg_mode, c.critic.loss_agg_mode),
+    ),
     "no_critic": Unused(
         "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
-        lambda c: not uses_critic(c),
+        lambda c: not c.uses_critic,
     ),
     "no_lam": Unused(
         "only the estimator gae uses it, until lam_alpha and critic.lam replace it; leave it out",
-        lambda c: not uses_critic(c) or None not in (c.algorithm.lam_alpha, c.critic.lam),
+        lambda c: (
+            not c.uses_critic
+            or (c.algorithm.lam_alpha is not None and c.critic.lam != c.algorithm.lam)
+        ),
     ),
     "not_grpo": Unused(
         "only the estimators grpo and gdpo use it; set --adv_estimator grpo, or leave it out",
@@ -329,12 +337,12 @@ UNUSED: Final[dict[str, Unused]] = {
     "no_reference": Unused(
         "no reference is used; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true, or "
         "leave it out",
-        lambda c: not uses_reference(c),
+        lambda c: not c.uses_reference,
     ),
     "no_importance_weights": Unused(
         "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
         "leave it out",
-        lambda c: rollout_is(c) is None,
+        lambda c: c.algorithm.rollout_correction.rollout_is is None,
     ),
     "no_validation": Unused(
         "there are no validation prompts; name them with --val_files, or leave it out",
@@ -343,19 +351,17 @@ UNUSED: Final[dict[str, Unused]] = {
 }
 
 
-def find_unused(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
+def find_unused(resolved: Resolved) -> tuple[list[str], list[str]]:
     """Return what to refuse, and what only to remark on, of settings that have no effect."""
     config = resolved.config
-    # With the number of GPUs filled in, no condition has to count them.
-    counted = with_settings(config, {"trainer.n_gpus_per_node": gpus_per_node(config, gpus)})
     # (origin, text) -> settings, so that one sentence names them all.
     refused: dict[tuple[str, str], list[str]] = {}
     remarked: dict[tuple[str, str], list[str]] = {}
-    applies = cache(lambda name: UNUSED[name].applies(counted))
+    applies = cache(lambda name: UNUSED[name].applies(config))
     for name, key in table().items():
         origin = resolved.origins[name]
         # Nobody chose a default; a value that equals the default changes nothing.
-        if origin.startswith(DEFAULT) or value_of(config, name) == key.default:
+        if origin.startswith(DEFAULT) or value_of(resolved.asked, name) == key.default:
             continue
         # The setting's own condition first, then those of its sections.
         condition = next(filter(applies, key.unused), None)

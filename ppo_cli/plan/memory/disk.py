@@ -11,14 +11,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.derived import pretrain_steps, uses_critic
-from ppo_cli.config.memory.devices import read_shapes
-from ppo_cli.config.memory.model import EIGHT_BITS
-from ppo_cli.config.memory.plan import format_size
 from ppo_cli.config.models.shape import FLOAT, Shape
-from ppo_cli.config.placement import PlanPart
 from ppo_cli.config.schema.algorithm import Actor, Critic
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.devices import read_shapes
+from ppo_cli.plan.memory.model import EIGHT_BITS
+from ppo_cli.plan.memory.plan import (
+    format_size,
+)
+from ppo_cli.plan.placement import (
+    PlanPart,
+)
 
 
 def plan_disk(config: Config, steps: int | None) -> PlanPart:
@@ -64,7 +67,7 @@ def _checkpoint_bytes(config: Config) -> int | None:
     if isinstance(shapes, tuple):
         return None
     size = _model_bytes(shapes.actor, config.model, config.actor, head=True)
-    if uses_critic(config):
+    if config.uses_critic:
         size += _model_bytes(shapes.critic, config.critic.model, config.critic, head=False)
     return size
 
@@ -88,5 +91,5 @@ def _count_checkpoints(config: Config, steps: int | None) -> int | None:
     saves = math.ceil(steps / trainer.save_freq) if trainer.save_freq > 0 else 1
     saves += math.ceil(steps / trainer.test_freq) if best and trainer.test_freq > 0 else 0
     # One more, before the first step, has the pretrained critic.
-    first = pretrain_steps(config) > 0
+    first = config.pretrain_steps > 0
     return min(steps + first, saves + first, *([] if keep is None else [keep + best]))

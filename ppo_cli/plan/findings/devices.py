@@ -4,72 +4,63 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from ppo_cli.config.checks.judge_server import check_judge_server
-from ppo_cli.config.derived import critic_mini_batch, quantised, shares_prompts, uses_critic
-from ppo_cli.config.memory.devices import ASSUMED_MEMORY
-from ppo_cli.config.placement import (
-    Roles,
+from ppo_cli.config.device_roles import Roles, format_devices, read_placement
+from ppo_cli.config.schema.keys import Clash, Scene, value_of
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.errors import plural, ppo
+from ppo_cli.machine.device_record import FEATURES
+from ppo_cli.machine.gpus import explain_hidden_gpus, has_bfloat16
+from ppo_cli.machine.machine import Machine
+from ppo_cli.machine.processor import count_cores
+from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.plan.findings.judge_server import check_judge_server
+from ppo_cli.plan.placement import (
     data_ranks,
-    engine_name,
-    fastest_transfer,
-    format_devices,
-    gpus_per_node,
-    has_package,
     hosts_reward,
     learner_ranks,
     local_judge,
-    publishes_adapter,
-    read_placement,
-    sampler_name,
     shared_samplers,
-    sleep_mode,
     train_devices,
-    visible_gpus,
-    weight_transfer,
 )
-from ppo_cli.config.schema.keys import Clash, Scene, value_of
-from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import plural, ppo
-from ppo_cli.machine.gpus import explain_hidden_gpus, has_bfloat16, list_gpus
-from ppo_cli.machine.processor import count_cores
-from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.plan.resolved import Resolved
 
 
-def missing_packages(config: Config, gpus: int) -> Iterator[str]:
+def missing_packages(resolved: Resolved) -> Iterator[str]:
     """Name the packages that this run needs and Python does not find; nothing is imported."""
+    config = resolved.config
     # Features of the run that come from optional packages.
-    lora = config.model.lora_rank or (uses_critic(config) and config.critic.model.lora_rank)
+    lora = config.model.lora_rank or (config.uses_critic and config.critic.model.lora_rank)
     optims = {"actor": config.actor.optim, "critic": config.critic.optim}
     in_bits = [
         f"{name}.optim.optimizer AdamW8bit"
         for name, optim in optims.items()
         if optim.optimizer == "AdamW8bit"
     ]
-    in_bits += [f"{key} nf4" for key in quantised(config)]
+    in_bits += [f"{key} nf4" for key in config.quantised]
     span = config.rollout.tensor_model_parallel_size
     vllm = f"`{VLLM_SETUP}`, or use --rollout_"
     # Package, whether this run needs it, who needs it, and what to do.
     needs = (
-        ("ray", engine_name(config, gpus) == "ray", "Several processes need", "pip install ray"),
+        ("ray", config.trainer.engine != "local", "Several processes need", "pip install ray"),
         ("peft", lora, "LoRA needs", "pip install peft"),
         ("bitsandbytes", in_bits, f"{' and '.join(in_bits)} needs",
          "pip install bitsandbytes, or leave that out"),
         ("vllm", config.rollout.name == "vllm", "The vLLM sampler needs", f"run {vllm}name hf"),
-        ("vllm", config.rollout.name != "vllm" and span > 1, f"A sampler of {span} GPUs needs",
+        ("vllm", config.rollout.name == "hf" and span > 1, f"A sampler of {span} GPUs needs",
          f"run {vllm}tp 1"),
     )  # fmt: skip
     for name, needed, who, mend in needs:
-        if needed and not has_package(name):
+        if needed and name not in resolved.machine.packages:
             yield f"{who} the package {name}, which is not installed: {mend}."
 
 
-def missing_gpus(
-    config: Config, gpus: int | None = None, environ: Mapping[str, str] = os.environ
-) -> list[str]:
+def missing_gpus(resolved: Resolved, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return why a number of GPUs is not available; the nodes of a Ray cluster are not checked."""
-    present = visible_gpus(gpus)
-    configured = config.trainer.n_gpus_per_node
+    present = len(resolved.machine.gpus)
+    configured = resolved.asked.trainer.n_gpus_per_node
     if (
         configured is None
         or 0 < configured <= present
@@ -78,7 +69,7 @@ def missing_gpus(
     ):
         return []
     # With an assumed memory the plan is for GPUs of another machine.
-    if configured and ASSUMED_MEMORY.get() is not None:
+    if configured and resolved.machine.gpu_bytes is not None:
         return []
     if configured == 0:
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
@@ -88,19 +79,20 @@ def missing_gpus(
     return [f"trainer.n_gpus_per_node is {configured}, but {visible}; {mend}."]
 
 
-def unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
+def unusable_gpus(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield why torch cannot use the GPUs of this machine; Ray checks those of other nodes."""
+    config = resolved.config
     if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
         return
-    used = gpus_per_node(config, gpus)
+    used = config.trainer.n_gpus_per_node
     if (fault := find_gpu_fault(used, environ)) is not None:
         yield str(fault)
     # vLLM refuses bfloat16 on older GPUs, where torch emulates it.
-    if config.model.dtype == "bfloat16" and sampler_name(config, gpus) == "vllm":
+    if config.model.dtype == "bfloat16" and config.rollout.name == "vllm":
         yield from (
             f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "
             "sample with --rollout_name hf."
-            for gpu in list_gpus(environ)[:used]
+            for gpu in resolved.machine.gpus[:used]
             if not has_bfloat16([gpu])
         )
 
@@ -108,21 +100,21 @@ def unusable_gpus(config: Config, gpus: int, environ: Mapping[str, str]) -> Iter
 KEY = "rollout.weight_transfer"
 
 
-def _check_transfer(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_transfer(config: Config) -> Iterator[Clash]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
     way, shared = config.rollout.weight_transfer, shared_samplers(config)
-    if way in ("auto", "memory"):
+    if way == "memory":
         return
     # Only the first problem is reported: sampler, adapter, devices, sharing.
-    if sampler_name(config, gpus) != "vllm":
+    if config.rollout.name != "vllm":
         key = "rollout.name"
         problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
-    elif publishes_adapter(config):
+    elif config.model.publishes_adapter:
         key = "model.lora_merge"
         problem = "needs full weights, but only the LoRA adapter is sent; use model.lora_merge=true"
     elif way == "gloo":
         return
-    elif gpus_per_node(config, gpus) == 0:
+    elif config.trainer.n_gpus_per_node == 0:
         key = "trainer.n_gpus_per_node"
         problem = "goes from GPU to GPU, and none is used; use memory or gloo"
     elif shared != (expected := {"ipc": "all", "nccl": "none"}[way]):
@@ -147,7 +139,7 @@ def check_devices(scene: Scene) -> Iterator[Clash]:
     There are none for the engine verl, whose bridge checks these settings. Checks that need a valid
     placement are skipped if counts or placement clash.
     """
-    config, gpus = scene.config, scene.gpus
+    config, asked = scene.config, scene.asked
     if config.trainer.engine == "verl":
         return  # ppo_cli/extras/migrate/bridge checks these settings
     # An existing Ray cluster may have nodes that are not known here.
@@ -155,20 +147,20 @@ def check_devices(scene: Scene) -> Iterator[Clash]:
     yield from _check_nodes(config, joined)
     if not joined:  # nodes of a Ray cluster may have more cores than this one
         yield from _check_threads(config)
-    yield from _check_quantization(config, gpus)
+    yield from _check_quantization(config)
     # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
-        *_check_worker_counts(config, gpus),
-        *_check_local_engine(config),
-        *_check_placement(config, gpus),
+        *_check_worker_counts(asked, scene.machine),
+        *_check_local_engine(asked),
+        *_check_placement(config, asked),
     ]
     yield from broken
     if not broken:
-        yield from check_judge_server(config, gpus)
-        yield from _check_tensor_parallel(config, gpus)
-        yield from _check_sampler_span(config, gpus)
-        yield from _check_async(config, gpus)
-        yield from _check_transfer(config, gpus)
+        yield from check_judge_server(config)
+        yield from _check_tensor_parallel(config)
+        yield from _check_sampler_span(config)
+        yield from _check_async(config)
+        yield from _check_transfer(config)
 
 
 def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
@@ -206,10 +198,10 @@ def _check_threads(config: Config) -> Iterator[Clash]:
         )
 
 
-def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_worker_counts(asked: Config, machine: Machine) -> Iterator[Clash]:
     """Refuse a count of CPU workers together with GPUs."""
-    trainer = config.trainer
-    used = gpus if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
+    trainer = asked.trainer
+    used = len(machine.gpus) if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
         yield Clash(
             ("trainer.num_workers", "trainer.n_gpus_per_node"),
@@ -218,9 +210,9 @@ def _check_worker_counts(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def _check_local_engine(config: Config) -> Iterator[Clash]:
+def _check_local_engine(asked: Config) -> Iterator[Clash]:
     """Refuse settings that need a second process or device with --engine local."""
-    trainer = config.trainer
+    config, trainer = asked, asked.trainer
     if trainer.engine != "local":
         return
     # Each setting that asks for a second process or device.
@@ -245,9 +237,9 @@ def _check_local_engine(config: Config) -> Iterator[Clash]:
         )
 
 
-def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_quantization(config: Config) -> Iterator[Clash]:
     """Check weights in 4 bits: they are frozen, and FSDP2 cannot shard them (two share a byte)."""
-    for key in quantised(config):
+    for key in config.quantised:
         # The settings of the same model: LoRA rank and offloading.
         part = key.removesuffix("model.quantization") or "actor."
         rank, away = key.replace("quantization", "lora_rank"), f"{part}fsdp_config.param_offload"
@@ -255,7 +247,7 @@ def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
             yield Clash(
                 (key, rank), f"{key} holds frozen weights, and none are without {rank}: set it."
             )
-        if engine_name(config, gpus) != "local":
+        if config.trainer.engine != "local":
             yield Clash(
                 (key,),
                 f"{key} works in one process on one device (--engine local): weights in 4 bits "
@@ -267,7 +259,7 @@ def _check_quantization(config: Config, gpus: int) -> Iterator[Clash]:
             )
 
 
-def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_placement(config: Config, asked: Config) -> Iterator[Clash]:
     """Yield clashes of --placement: its text, missing roles, and devices that do not fit."""
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
@@ -286,13 +278,14 @@ def _check_placement(config: Config, gpus: int) -> Iterator[Clash]:
                 f"{PLACEMENT} has no device for {role}; use train:0-3,rollout:4-7 for separate "
                 "devices, or train:0-7,rollout:0-7 for shared ones.",
             )
-    yield from _check_devices_exist(config, roles, gpus)
-    yield from _check_slots(config, roles, gpus)
+    yield from _check_devices_exist(config, roles)
+    if not config.trainer.n_gpus_per_node:
+        yield from _check_slots(asked, roles)
 
 
-def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
+def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Clash]:
     """Check that the placement names GPUs of this run and whole samplers on one node."""
-    trainer, per_node = config.trainer, gpus_per_node(config, gpus)
+    trainer, per_node = config.trainer, config.trainer.n_gpus_per_node
     total = per_node * trainer.nnodes
     # Devices beyond the last GPU of the run.
     highest = max((devices[-1] for devices in roles.values()), default=-1)
@@ -324,14 +317,12 @@ def _check_devices_exist(config: Config, roles: Roles, gpus: int) -> Iterator[Cl
             )
 
 
-def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
+def _check_slots(asked: Config, roles: Roles) -> Iterator[Clash]:
     """Check that process counts agree with the placement; on the CPU both may be set."""
-    if gpus_per_node(config, gpus):
-        return
     # Setting, its count, and the slots of that role.
     counts = (
-        ("trainer.num_workers", config.trainer.num_workers, roles.get("train", ())),
-        ("rollout.num_samplers", config.rollout.num_samplers, roles.get("rollout", ())),
+        ("trainer.num_workers", asked.trainer.num_workers, roles.get("train", ())),
+        ("rollout.num_samplers", asked.rollout.num_samplers, roles.get("rollout", ())),
     )
     for key, count, slots in counts:
         if count is not None and slots and count != len(slots):
@@ -341,34 +332,34 @@ def _check_slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
             )
 
 
-def _check_tensor_parallel(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_tensor_parallel(config: Config) -> Iterator[Clash]:
     """Check that the learner ranks divide into tensor-parallel groups and sharding groups."""
-    ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
+    ranks, tensor = learner_ranks(config), config.trainer.tensor_parallel_size
     # The next multiple is suggested as well as the divisors.
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
         yield Clash(
-            ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
+            ("trainer.tensor_parallel_size", *_rank_keys(config)),
             f"{ranks} learner rank(s) cannot be split into groups of "
             f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
             "ranks (train in --placement, else --n_gpus on each node, or without GPUs "
             "--num_workers).",
         )
         return
-    yield from _check_sharding(config, gpus)
+    yield from _check_sharding(config)
 
 
-def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_sharding(config: Config) -> Iterator[Clash]:
     """Check the sharding groups, which must be equal: actor and critic use one mesh of ranks."""
-    ranks = data_ranks(config, gpus)
+    ranks = data_ranks(config)
     # The critic follows the actor unless its size is set.
     sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
-    if uses_critic(config) and config.critic.fsdp_config.fsdp_size != -1:
+    if config.uses_critic and config.critic.fsdp_config.fsdp_size != -1:
         sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
     for key, size in sizes.items():
-        if size > 0 and ranks % size and engine_name(config, gpus) == "ray":
+        if size > 0 and ranks % size and config.trainer.engine != "local":
             yield Clash(
-                (key, "trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
+                (key, "trainer.tensor_parallel_size", *_rank_keys(config)),
                 f"{ranks} rank(s) that share the rows cannot be split into sharding groups of "
                 f"{key} {size}; use a divisor of {ranks}, or -1 for one group.",
             )
@@ -381,17 +372,17 @@ def _check_sharding(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def _rank_keys(config: Config, gpus: int) -> tuple[str, ...]:
+def _rank_keys(config: Config) -> tuple[str, ...]:
     """Return the settings that determine the number of learner ranks."""
     if config.trainer.placement is not None:
         return (PLACEMENT,)
-    count = "n_gpus_per_node" if gpus_per_node(config, gpus) else "num_workers"
+    count = "n_gpus_per_node" if config.trainer.n_gpus_per_node else "num_workers"
     return (f"trainer.{count}", "trainer.nnodes")
 
 
-def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_sampler_span(config: Config) -> Iterator[Clash]:
     """Check `rollout.tensor_model_parallel_size` against the GPUs and the sampler."""
-    span, per_node = config.rollout.tensor_model_parallel_size, gpus_per_node(config, gpus)
+    span, per_node = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     if span == 1:
         return
     # A span above 1 needs GPUs, vLLM, and a number of GPUs that it divides.
@@ -415,7 +406,7 @@ def _check_sampler_span(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
+def _check_async(config: Config) -> Iterator[Clash]:
     """Check that sampling ahead has devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
     if steps == 0:
@@ -430,7 +421,7 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
                 f"{format_devices(shared)} to both; use separate GPUs, or --async_steps 0.",
             )
     # Without a placement, about a quarter of the GPUs sample.
-    elif not train_devices(config, gpus):
+    elif not train_devices(config):
         span = config.rollout.tensor_model_parallel_size
         yield Clash(
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
@@ -439,22 +430,20 @@ def _check_async(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """Remark on devices and versions that may surprise; `gpus` are those visible on this node."""
-    trainer = config.trainer
+def device_remarks(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[str]:
+    """Remark on devices and versions that may surprise."""
+    config, asked, machine = resolved.config, resolved.asked, resolved.machine
     if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
         yield idle
     # GPUs that are visible and not used.
-    if gpus > 1 and trainer.n_gpus_per_node is None:
-        used = gpus_per_node(config, gpus)
-        if used < gpus:
-            yield (
-                f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
-                f"--n_gpus {gpus} uses them all."
-            )
+    visible, used = len(machine.gpus), config.trainer.n_gpus_per_node
+    if visible > 1 and asked.trainer.n_gpus_per_node is None and used < visible:
+        yield (
+            f"{visible} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
+            f"--n_gpus {visible} uses them all."
+        )
     # GPUs without bfloat16.
-    used_gpus = list_gpus(environ)[: gpus_per_node(config, gpus)]
-    old = [gpu for gpu in used_gpus if not has_bfloat16([gpu])]
+    old = [gpu for gpu in machine.gpus[:used] if not has_bfloat16([gpu])]
     if old and config.model.dtype == "bfloat16":
         yield f"A {old[0].name} emulates bfloat16: float32, the default there, is faster."
     elif old:
@@ -462,7 +451,7 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "fsdp":
             yield f"{who}.strategy fsdp is FSDP2 here."
-    if engine_name(config, gpus) == "local":
+    if config.trainer.engine == "local":
         if environ.get("RAY_ADDRESS"):
             yield (
                 "RAY_ADDRESS is set, but this run is one process and needs no Ray; --engine ray "
@@ -470,38 +459,38 @@ def device_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Ite
             )
         return
     # From here on: several processes.
-    yield from _rank_remarks(config, gpus)
-    on_gpus = gpus_per_node(config, gpus) > 0
-    if on_gpus and config.rollout.name is None and not has_package("vllm"):
+    yield from _rank_remarks(config)
+    if used and asked.rollout.name is None and "vllm" not in machine.packages:
         yield (
             "vLLM is not installed, so the hf sampler is used, which is much slower: "
             f"`{VLLM_SETUP}` installs it."
         )
-    if trainer.async_steps and config.algorithm.rollout_correction.rollout_is is None:
+    steps = config.trainer.async_steps
+    if steps and asked.algorithm.rollout_correction.rollout_is is None:
         yield (
-            f"With --async_steps {trainer.async_steps} responses come from older weights, so "
+            f"With --async_steps {steps} responses come from older weights, so "
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
     yield from _partial_remarks(config)
-    yield from _self_test_remarks(config, gpus)
+    if used:
+        yield from _self_test_remarks(asked, config, machine)
     # Roles of the placement that nothing uses.
-    roles = read_placement(trainer.placement or "")
+    roles = read_placement(config.trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
 
 
-def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
+def _self_test_remarks(asked: Config, config: Config, machine: Machine) -> Iterator[str]:
     """Name what is slower until the self-test has passed on these GPUs."""
-    if gpus_per_node(config, gpus) == 0:
-        return
-    slow = list(_slow_sampler(config, gpus)) if sampler_name(config, gpus) == "vllm" else []
-    # Prompts are shared only where the self-test has passed.
+    slow = []
+    if config.rollout.name == "vllm":
+        slow = list(_slow_sampler(asked, config, machine))
     if (
-        config.model.share_prompts is None
+        asked.model.share_prompts is None
         and config.rollout.n > 1
-        and not shares_prompts(config, on_gpu=True)
+        and not config.model.share_prompts
     ):
         slow.append("each response computes its prompt again")
     if slow:
@@ -511,18 +500,15 @@ def _self_test_remarks(config: Config, gpus: int) -> Iterator[str]:
         )
 
 
-def _slow_sampler(config: Config, gpus: int) -> Iterator[str]:
+def _slow_sampler(asked: Config, config: Config, machine: Machine) -> Iterator[str]:
     """Yield what a vLLM sampler does more slowly without a passed self-test."""
-    way, fastest = weight_transfer(config, gpus), fastest_transfer(config, gpus)
-    if config.rollout.weight_transfer == "auto" and way != fastest:
+    fully_proven = replace(machine, proven=frozenset(FEATURES))
+    fastest = settle(asked, fully_proven).config.rollout.weight_transfer
+    way = config.rollout.weight_transfer
+    if way != fastest:
         yield f"new weights travel by {way}, not by {fastest}"
-    shared, sends_weights = shared_samplers(config) != "none", not publishes_adapter(config)
-    if (
-        config.rollout.sleep == "auto"
-        and shared
-        and sends_weights
-        and sleep_mode(config) != "discard"
-    ):
+    sleeps = shared_samplers(config) != "none" and not config.model.publishes_adapter
+    if asked.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
         yield "vLLM's weights are kept while the learner works"
 
 
@@ -557,13 +543,13 @@ def _partial_remarks(config: Config) -> Iterator[str]:
         )
 
 
-def _rank_remarks(config: Config, gpus: int) -> Iterator[str]:
+def _rank_remarks(config: Config) -> Iterator[str]:
     """Remark on ranks that have no rows, and on layers split over two nodes."""
     # Mini-batches with fewer rows than ranks.
-    ranks, tensor = data_ranks(config, gpus), config.trainer.tensor_parallel_size
+    ranks, tensor = data_ranks(config), config.trainer.tensor_parallel_size
     sizes = {"actor": config.actor.ppo_mini_batch_size}
-    if uses_critic(config):
-        sizes["critic"] = critic_mini_batch(config)
+    if config.uses_critic:
+        sizes["critic"] = config.critic.ppo_mini_batch_size
     for who, prompts in sizes.items():
         rows = prompts * config.rollout.n
         if rows < ranks:
@@ -572,7 +558,7 @@ def _rank_remarks(config: Config, gpus: int) -> Iterator[str]:
                 "nothing to do in each step. Fewer ranks, or more prompts, use them better."
             )
             break
-    per_node = gpus_per_node(config, gpus)
+    per_node = config.trainer.n_gpus_per_node
     if per_node and per_node % tensor:
         yield (
             f"trainer.tensor_parallel_size {tensor} does not divide the {per_node} GPU(s) of a "

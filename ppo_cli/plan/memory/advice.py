@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ppo_cli.config.derived import gen_batch, uses_critic, uses_reference
-from ppo_cli.config.memory.plan import LORA_RANK
-from ppo_cli.config.placement import gpus_per_node, learner_ranks, sampler_name
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.plan import (
+    LORA_RANK,
+)
+from ppo_cli.plan.placement import (
+    learner_ranks,
+)
 
 Cause = Literal["weights", "sequence", "step", "sampling"]
 
@@ -21,7 +24,7 @@ def advise_memory(config: Config, cause: Cause) -> str:
     """Return one sentence with what to add to the command, the least costly first."""
     # Settings first, then more devices, then a smaller model.
     ways = [*_suggestions(config, cause)]
-    if gpus_per_node(config) and cause != "sampling":
+    if config.trainer.n_gpus_per_node and cause != "sampling":
         ways.append("use more GPUs (--n_gpus, --nnodes)")
     elif cause != "sampling" and (ranks := learner_ranks(config)) > 1:
         if ranks > config.trainer.nnodes:
@@ -41,7 +44,7 @@ def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
         yield "lower --max_response_length or --max_prompt_length"
         if config.model.enable_gradient_checkpointing is False:
             yield "add model.enable_gradient_checkpointing=true"
-    if not gpus_per_node(config):
+    if not config.trainer.n_gpus_per_node:
         yield from _suggest_training_less(config)
         return
     if cause in ("weights", "sequence") and _has_separate_reference(config):
@@ -59,12 +62,12 @@ def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
 def _suggest_training_less(config: Config) -> Iterator[str]:
     """Suggest training fewer weights, which changes what is learned."""
     ranks = {"model.lora_rank": config.model.lora_rank}
-    if uses_critic(config):
+    if config.uses_critic:
         ranks["critic.model.lora_rank"] = config.critic.model.lora_rank
     full_keys = [key for key, rank in ranks.items() if not rank]
     if full_keys:
         yield "add " + " ".join(f"{key}={LORA_RANK}" for key in full_keys)
-    if uses_critic(config):
+    if config.uses_critic:
         # GRPO needs several responses to a prompt.
         group = " rollout.n=4" if config.rollout.n < 2 else ""
         yield f"add algorithm.adv_estimator=grpo{group} (trains no critic)"
@@ -73,19 +76,19 @@ def _suggest_training_less(config: Config) -> Iterator[str]:
 def _has_separate_reference(config: Config) -> bool:
     """Whether the reference is a separate model that stays on the device."""
     shared = config.model.lora_rank > 0 and config.ref.path is None
-    return uses_reference(config) and not shared and not config.ref.param_offload
+    return config.uses_reference and not shared and not config.ref.param_offload
 
 
 def _suggest_offload(config: Config, what: str) -> Iterator[str]:
-    parts = ("actor", "critic") if uses_critic(config) else ("actor",)
+    parts = ("actor", "critic") if config.uses_critic else ("actor",)
     missing = [name for name in parts if not getattr(getattr(config, name).fsdp_config, what)]
     if missing:
         yield "add " + " ".join(f"{name}.fsdp_config.{what}=true" for name in missing)
 
 
 def _suggest_for_sampling(config: Config) -> Iterator[str]:
-    rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
-    if sampler_name(config) == "vllm" and gpus_per_node(config):
+    rows = min(config.rollout.max_num_seqs, config.data.gen_batch_size * config.rollout.n)
+    if config.rollout.name == "vllm" and config.trainer.n_gpus_per_node:
         yield "lower --gpu_memory_utilization"
     if rows > 1:
         yield f"add rollout.max_num_seqs={rows // 2}"

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ppo_cli.config.derived import loads_reference_once, micro_batch_tokens
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
-from ppo_cli.config.placement import data_ranks
 from ppo_cli.config.schema.algorithm import Actor, Critic, Sharding
 from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.placement import (
+    data_ranks,
+)
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.
@@ -88,7 +89,7 @@ class ModelOnRank:
         # One process, and ranks with shards of a reference, move offloaded weights to the device
         # for the whole pass.
         stays_on_device = self.device.shards == 1 or (
-            self.part is None and loads_reference_once(self.config)
+            self.part is None and self.config.loads_reference_once
         )
         fetched = (self.weights - rest if stays_on_device else 0) + self.gathered_once
         host = RoleBytes(parameters=self.weights - rest)
@@ -244,7 +245,7 @@ class ModelOnRank:
         """Bytes of a forward pass without gradients, in addition to `rest` and `fetched`."""
         config, shape, device = self.config, self.shape, self.device
         longest = _longest(config)
-        budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
+        budget = config.ref.log_prob_max_token_len_per_gpu
         all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
         tokens = min(all_rows * longest, max(longest, budget))
         inner = ADAPTED_FORWARD_INNER if self.lora_rank else FORWARD_INNER
@@ -282,7 +283,7 @@ class ModelOnRank:
         longest, rows = _longest(self.config), self._rows
         if self.part.ppo_micro_batch_size_per_gpu is not None:
             rows = min(rows, self.part.ppo_micro_batch_size_per_gpu)
-        budget = micro_batch_tokens(self.config, self.part.ppo_max_token_len_per_gpu)
+        budget = self.part.ppo_max_token_len_per_gpu
         return min(rows * longest, max(longest, budget))
 
     @property
@@ -297,10 +298,7 @@ class ModelOnRank:
     def recomputes(self) -> bool:
         """Whether layers are recomputed in the backward pass (gradient checkpointing)."""
         model = self.config.critic.model if self.is_critic else self.config.model
-        switch = model.enable_gradient_checkpointing
-        if switch is None:
-            switch = self.config.model.enable_gradient_checkpointing
-        return switch is not False
+        return model.enable_gradient_checkpointing
 
     @property
     def activations(self) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.addresses import refuse_address
-from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
 from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.models.folder import (
@@ -31,7 +30,6 @@ from ppo_cli.config.models.limits import (
     length_problem,
 )
 from ppo_cli.config.models.weight_files import read_json
-from ppo_cli.config.placement import sampler_name
 from ppo_cli.config.schema.keys import Clash, Scene, table
 from ppo_cli.config.schema.reward import DEVICE, check_address
 from ppo_cli.config.schema.run import Config
@@ -79,9 +77,9 @@ def check_heads(scene: Scene) -> Iterator[Clash]:
 def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
     """Yield key and path of each model that this run loads for training."""
     yield "model.path", config.model.path
-    if uses_critic(config):
-        yield "critic.model.path", critic_path(config)
-    if uses_reference(config) and config.ref.path:
+    if config.uses_critic:
+        yield "critic.model.path", config.critic.model.path
+    if config.uses_reference and config.ref.path:
         yield "ref.path", config.ref.path
 
 
@@ -124,7 +122,7 @@ def broken_models(config: Config) -> list[str]:
             problems.append(folder_problem(folder, flag, tokenizer=tokenizer, head=head))
         problems.append(attention_problem(written, path, config.model.attn_implementation))
         problems.append(length_problem(written, path, config.data))
-        if path == config.model.path and sampler_name(config) == "hf":
+        if path == config.model.path and config.rollout.name == "hf":
             problems.append(column_problem(written, path, config.data))
         problems.append(_describe_other_tokens(config.model.path, path, flag))
     return [problem for problem in problems if problem]
@@ -167,7 +165,7 @@ def damaged_models(config: Config) -> list[str]:
 
 def critic_remarks(config: Config) -> list[str]:
     """Remark that the head of the critic's checkpoint is not used."""
-    remark = describe_unused_head(critic_path(config)) if uses_critic(config) else ""
+    remark = describe_unused_head(config.critic.model.path) if config.uses_critic else ""
     return [remark] if remark else []
 
 
@@ -190,7 +188,7 @@ def check_reward_models(scene: Scene) -> Iterator[Clash]:
         if model.settings.path is not None:
             yield from _check_path(model)
             yield from _check_protocol(model)
-            yield from _check_device(model, scene.gpus)
+            yield from _check_device(model, len(scene.machine.gpus))
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:

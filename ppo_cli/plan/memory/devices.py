@@ -8,46 +8,29 @@ drivers is not counted: RESERVE is left free for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.derived import (
-    compute_dtype,
-    critic_mini_batch,
-    critic_path,
-    gen_batch,
-    uses_critic,
-    uses_reference,
-    why_recompute_logprobs,
-)
-from ppo_cli.config.memory.model import ModelBytes, ModelOnRank, RoleBytes
-from ppo_cli.config.memory.publishing import publish_bytes
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.models.weight_files import read_json, weight_files
-from ppo_cli.config.placement import (
-    data_ranks,
-    engine_name,
-    gpus_per_node,
-    judge_devices,
-    local_judge,
-    placement_of,
-    sampler_name,
-    sleep_mode,
-    weight_transfer,
-)
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
 from ppo_cli.machine import processor
-from ppo_cli.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.machine.memory import host_memory
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.model import ModelBytes, ModelOnRank, RoleBytes
+from ppo_cli.plan.memory.publishing import publish_bytes
+from ppo_cli.plan.placement import (
+    data_ranks,
+    judge_devices,
+    local_judge,
+    placement_of,
+)
 
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # Activations are kept if a step with them needs at most this share of the memory: the estimate may
@@ -61,8 +44,6 @@ GIB = 1 << 30
 AWAKE = ("rollout", "publishing")  # phases in which samplers work
 # Float32 copies of a chunk's logits when a token is sampled.
 DRAWN_LOGITS = 4
-# Size of a GPU, in bytes, in a plan for another machine (`ppo plan --device_memory`).
-ASSUMED_MEMORY: ContextVar[int | None] = ContextVar("assumed_memory", default=None)
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ class ModelShapes:
 
 def sampled_prompts(config: Config) -> int:
     """Count the prompts of one sampler: a prompt's rows are not split over samplers."""
-    return -(-gen_batch(config) // max(1, len(placement_of(config).rollout)))
+    return -(-config.data.gen_batch_size // max(1, len(placement_of(config).rollout)))
 
 
 def sampled_rows(config: Config) -> int:
@@ -153,13 +134,13 @@ def _count_sampler(
     """Count a sampler on one of its devices: vLLM claims a share of it, ours only its needs."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = sampled_rows(config)
-    if sampler_name(config) == "vllm":
+    if config.rollout.name == "vllm":
         weights, least = count_vllm(config, shape, device.width)
         claimed = int(config.rollout.gpu_memory_utilization * (capacity or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
         return ModelBytes(RoleBytes(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
     # The hf sampler: one process samples with the actor's weights, others have a copy.
-    alone = engine_name(config) == "local"
+    alone = config.trainer.engine == "local"
     resident = 0 if alone else (device.width if device.gpu else FLOAT) * shape.parameters()
     layer = 2 * device.width * shape.keys * rows * longest
     # A step copies one layer's cache; on a GPU masked attention repeats keys for all heads.
@@ -177,13 +158,14 @@ def _count_sampler(
     return ModelBytes(share, resident, 0, cast + cache + max(logits, states))
 
 
-def _count_rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> ModelBytes:
+def _count_rewards(
+    config: Config, shapes: Iterable[Shape], gpu: bool, usual_half: bool
+) -> ModelBytes:
     """Count all reward models that the run hosts, each with its batch."""
     weights = states = rest = 0
     local = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
     for settings, shape in zip(local, shapes, strict=False):
-        usual = gpu and has_bfloat16(list_gpus()[:1])
-        half = settings.dtype == "bfloat16" or (settings.dtype is None and usual)
+        half = settings.dtype == "bfloat16" or (settings.dtype is None and gpu and usual_half)
         width = 2 if half else FLOAT
         model_bytes = width * shape.parameters(head=False)
         weights += model_bytes
@@ -203,14 +185,14 @@ class _RoleNeeds:
     rewards: ModelBytes
 
     @classmethod
-    def count(cls, config: Config, shapes: ModelShapes, capacity: int | None) -> _RoleNeeds:
-        """Count each role by itself; `capacity` is the size of a device."""
-        gpu, rows = gpus_per_node(config) > 0, data_ranks(config)
+    def count(cls, config: Config, shapes: ModelShapes, machine: Machine) -> _RoleNeeds:
+        """Count each role by itself."""
+        gpu, rows = config.trainer.n_gpus_per_node > 0, data_ranks(config)
         ranks = max(1, len(placement_of(config).train))
         size = config.actor.fsdp_config.fsdp_size
-        frees = ranks > 1 and config.model.enable_gradient_checkpointing is not False
+        frees = ranks > 1 and config.model.enable_gradient_checkpointing
         device = Device(
-            half=compute_dtype(config) == "bfloat16",
+            half=config.model.dtype == "bfloat16",
             gpu=gpu,
             shards=rows if size == -1 else min(size, rows),
             tensor=ranks // rows,
@@ -220,30 +202,30 @@ class _RoleNeeds:
         sharding = config.actor.fsdp_config
         mini = config.actor.ppo_mini_batch_size
         models = {"actor": ModelOnRank(config, device, shapes.actor, config.actor, mini, sharding)}
-        if uses_critic(config):
-            mini, spread = critic_mini_batch(config), config.critic.fsdp_config
+        if config.uses_critic:
+            mini, spread = config.critic.ppo_mini_batch_size, config.critic.fsdp_config
             models["critic"] = ModelOnRank(
                 config, device, shapes.critic, config.critic, mini, spread
             )
-        if uses_reference(config) and not (config.model.lora_rank and config.ref.path is None):
+        if config.uses_reference and not (config.model.lora_rank and config.ref.path is None):
             sharding = sharding.model_copy(update={"param_offload": config.ref.param_offload})
             models["reference"] = ModelOnRank(config, device, shapes.reference, None, 0, sharding)
         return cls(
             device,
             {name: model.count() for name, model in models.items()},
-            _count_sampler(config, shapes.actor, device, capacity),
-            _count_rewards(config, shapes.rewards, gpu),
+            _count_sampler(config, shapes.actor, device, device_memory(config, machine)),
+            _count_rewards(config, shapes.rewards, gpu, machine.has_bfloat16(1)),
         )
 
     def phases(self, config: Config) -> dict[str, int]:
         """Return the bytes on a learner rank in each phase, without samplers and reward models."""
         works = self.works
         rest = sum(work.rest for work in works.values())
-        recomputes = why_recompute_logprobs(config)
+        recomputes = not config.algorithm.rollout_correction.bypass_mode
         annotating = [work for name, work in works.items() if name != "actor" or recomputes]
         annotation = max((work.annotate for work in annotating), default=0)
         # The sampler of a single process needs the actor's weights on the device.
-        read_by_sampler = works["actor"].fetched if engine_name(config) == "local" else 0
+        read_by_sampler = works["actor"].fetched if config.trainer.engine == "local" else 0
         phases = {
             "rollout": rest + read_by_sampler,
             "annotation": rest + sum(work.fetched for work in annotating) + annotation,
@@ -255,16 +237,15 @@ class _RoleNeeds:
         return phases | {phase: size for phase, size in updates.items() if size > rest}
 
 
-def count_learner(config: Config, shapes: ModelShapes) -> dict[str, int]:
+def count_learner(config: Config, shapes: ModelShapes, machine: Machine) -> dict[str, int]:
     """Return the bytes on a learner rank in each phase, without samplers and reward models."""
-    return _RoleNeeds.count(config, shapes, None).phases(config)
+    return _RoleNeeds.count(config, shapes, machine).phases(config)
 
 
-def count_memory(
-    config: Config, shapes: ModelShapes, capacity: int | None
-) -> tuple[DeviceNeeds, ...]:
-    """Count the needs of each kind of device; `capacity` is its size (without GPUs, the host's)."""
-    placement, roles = placement_of(config), _RoleNeeds.count(config, shapes, capacity)
+def count_memory(config: Config, shapes: ModelShapes, machine: Machine) -> tuple[DeviceNeeds, ...]:
+    """Count the needs of each kind of device."""
+    placement, capacity = placement_of(config), device_memory(config, machine)
+    roles = _RoleNeeds.count(config, shapes, machine)
     sampler, rewards, phases = roles.sampler, roles.rewards, roles.phases(config)
     shares = {name: work.share for name, work in roles.works.items()}
     if shapes.rewards:
@@ -292,7 +273,7 @@ def count_memory(
         d for sampler_gpus in placement.rollout for d in sampler_gpus
     }
     scored = training & {*placement.reward} or placement.alone
-    vllm = sampler_name(config) == "vllm"
+    vllm = config.rollout.name == "vllm"
     awake = sampler.share.parameters if vllm else 0  # in addition to its bytes at rest
     started = {}
     if vllm and capacity is not None:
@@ -302,7 +283,7 @@ def count_memory(
         published = publish_bytes(config, shapes.actor, roles.device)
         phases["publishing"] = sum(work.rest for work in roles.works.values()) + published.learner
     # The GPUs that train, with the sampler and the reward model if they share them.
-    asleep = awake if shared and sleep_mode(config) == "keep" else 0
+    asleep = awake if shared and config.rollout.sleep == "keep" else 0
     places = []
     if shared:
         phases = {name: need + sampler.rest for name, need in phases.items()}
@@ -311,7 +292,7 @@ def count_memory(
     if shared and not placement.alone:
         # With transfer "memory" the learner has finished before the sampler's weights wake up.
         wakes = awake + published.sampler
-        alone = published.learner if weight_transfer(config) == "memory" else 0
+        alone = published.learner if config.rollout.weight_transfer == "memory" else 0
         phases["publishing"] += max(0, wakes - alone)
     if shapes.rewards and scored:
         phases = {name: need + rewards.rest for name, need in phases.items()}
@@ -352,7 +333,7 @@ def _count_cpu_node(
     return DeviceNeeds("this machine" if nodes == 1 else "a node", capacity, shares, totals)
 
 
-def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> DeviceNeeds | None:
+def count_host(config: Config, shapes: ModelShapes, machine: Machine) -> DeviceNeeds | None:
     """Count the host memory of the fullest node with GPUs; None if the run uses no GPU.
 
     Counted are offloaded weights, gradients and moments; a checkpoint, whose float32 copies are
@@ -362,7 +343,7 @@ def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> Dev
     placement = placement_of(config)
     if not placement.devices_per_node:
         return None
-    roles = _RoleNeeds.count(config, shapes, None)
+    roles = _RoleNeeds.count(config, shapes, machine)
     nodes, ranks = placement.nodes, len(placement.train)
     learners, samplers = -(-ranks // nodes), -(-len(placement.rollout) // nodes)
     # Offloaded parts of all roles, added field by field.
@@ -376,29 +357,30 @@ def count_host(config: Config, shapes: ModelShapes, capacity: int | None) -> Dev
     always = sum(astuple(away)) + sum(astuple(checkpoint))
     phases = {"training": always}
     weights = roles.device.width * shapes.actor.parameters()
-    if sampler_name(config) == "vllm" and placement.sleepers and sleep_mode(config) == "offload":
+    if config.rollout.name == "vllm" and placement.sleepers and config.rollout.sleep == "offload":
         phases["training"] += samplers * weights
         shares["sleeping samplers"] = RoleBytes(parameters=samplers * weights)
     if not placement.alone:
         phases["publishing"] = always + publish_bytes(config, shapes.actor, roles.device).host
     # The first rank loads one model at a time.
-    used = (shapes.actor, *([shapes.critic] if uses_critic(config) else ()))
+    used = (shapes.actor, *([shapes.critic] if config.uses_critic else ()))
     phases["loading"] = sum(astuple(away)) + FLOAT * max(shape.parameters() for shape in used)
     name = "the host's memory" if nodes == 1 else "the memory of a node"
+    capacity = machine.host_bytes if machine.gpus else None
     return DeviceNeeds(name, capacity, {k: v for k, v in shares.items() if any(astuple(v))}, phases)
 
 
 def model_paths(config: Config) -> dict[str, str]:
     """Return the folders or hub names of actor, critic and reference, used or not, by role."""
-    paths = {"actor": config.model.path, "critic": critic_path(config)}
+    paths = {"actor": config.model.path, "critic": config.critic.model.path}
     return paths | {"reference": config.ref.path or config.model.path}
 
 
 def counted_models(config: Config) -> list[str]:
     """Return the folders or hub names of the models that take memory in a run, each once."""
     used = {"actor"}
-    used |= {"critic"} if uses_critic(config) else set()
-    used |= {"reference"} if uses_reference(config) else set()
+    used |= {"critic"} if config.uses_critic else set()
+    used |= {"reference"} if config.uses_reference else set()
     needed = [path for name, path in model_paths(config).items() if name in used]
     rewards = [str(model.settings.path) for model in models_of(config.reward)]
     return list(dict.fromkeys([*needed, *(path for path in rewards if not is_url(path))]))
@@ -422,46 +404,33 @@ def read_shapes(config: Config) -> ModelShapes | tuple[str, ...]:
     )
 
 
-def device_memory(config: Config) -> int | None:
-    """Return the bytes of the smallest GPU that is used, or of this machine without GPUs.
+def device_memory(config: Config, machine: Machine) -> int | None:
+    """Return the bytes of the smallest GPU that is used, or of the machine without GPUs.
 
-    None: the run uses GPUs and this machine has none.
+    None: the run uses GPUs and the machine has none.
     """
-    per_node = gpus_per_node(config)
+    per_node = config.trainer.n_gpus_per_node
     if not per_node:
-        return host_memory()
-    if (assumed := ASSUMED_MEMORY.get()) is not None:
-        return assumed
-    return min((gpu.memory_bytes for gpu in list_gpus()[:per_node]), default=None)
+        return machine.host_bytes
+    if machine.gpu_bytes is not None:
+        return machine.gpu_bytes
+    return min((gpu.memory_bytes for gpu in machine.gpus[:per_node]), default=None)
 
 
-@contextmanager
-def assume_gpu_memory(text: str | None) -> Iterator[None]:
-    """Plan for GPUs of this size, such as 80GB, instead of this machine's (None)."""
-    count = None
-    if text is not None:
-        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
-        if size is None or not float(size[1]):
-            raise ConfigError(f"--device_memory {text} is not a size: write 80GB, or 24564MiB.")
-        unit = (1024 if size[3] else 1000) ** ("MG".index(size[2].upper()) + 2)
-        count = int(float(size[1]) * unit)
-    token = ASSUMED_MEMORY.set(count)
-    try:
-        yield
-    finally:
-        ASSUMED_MEMORY.reset(token)
-
-
-def host_of_gpus() -> int | None:
-    """Return the host's bytes next to the GPUs of a plan; None if these are in another machine."""
-    return host_memory() if ASSUMED_MEMORY.get() is None and list_gpus() else None
+def read_memory_size(text: str) -> int:
+    """Return the bytes of a size such as 80GB; ConfigError for another text."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
+    if size is None or not float(size[1]):
+        raise ConfigError(f"--device_memory {text} is not a size: write 80GB, or 24564MiB.")
+    unit = (1024 if size[3] else 1000) ** ("MG".index(size[2].upper()) + 2)
+    return int(float(size[1]) * unit)
 
 
 KV_GB = 1  # GiB of the KV cache of a judge's server on the CPU
 OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32
 
 
-def count_judge_server(config: Config) -> DeviceNeeds | None:
+def count_judge_server(config: Config, machine: Machine) -> DeviceNeeds | None:
     """Count the judge's server on one of its devices; None if its weights are not here."""
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
@@ -473,8 +442,8 @@ def count_judge_server(config: Config) -> DeviceNeeds | None:
         weights = 0
     if not weights:
         return None
-    capacity, devices = device_memory(config), judge_devices(config)
-    if not gpus_per_node(config):
+    capacity, devices = device_memory(config, machine), judge_devices(config)
+    if not config.trainer.n_gpus_per_node:
         if (
             not processor.has_bfloat16()
             and read_json(folder / "config.json").get("dtype") == "bfloat16"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.placement import publishes_adapter, weight_transfer
 from ppo_cli.config.schema.run import Config
 
 # Tensors are sent in chunks of about this size; vLLM's default of 1 GiB is large next to a learner.
@@ -44,7 +43,7 @@ def publish_bytes(config: Config, shape: Shape, device: Device) -> PublishBytes:
     A rank gathers one layer at a time, and the embedding alone. vLLM loads each module into new
     memory before it copies it to the address that its CUDA graphs expect.
     """
-    if publishes_adapter(config):  # it is one small file in host memory
+    if config.model.publishes_adapter:  # it is one small file in host memory
         return PublishBytes(
             0, 0, 4 * shape.adapter(config.model.lora_rank, config.model.target_modules)
         )
@@ -55,7 +54,7 @@ def publish_bytes(config: Config, shape: Shape, device: Device) -> PublishBytes:
     module = max(largest, experts or fused) // span
     pieces = largest // (device.shards * device.tensor) if device.shards * device.tensor > 1 else 0
     all_weights = width * shape.parameters()
-    way = weight_transfer(config)
+    way = config.rollout.weight_transfer
     if way == "ipc":
         buffer = ipc_buffer_bytes(largest)
         # The embedding is not freed yet while the next layer is gathered.

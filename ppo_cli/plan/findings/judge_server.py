@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
-from ppo_cli.config.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.models.weight_files import read_json, text_config
-from ppo_cli.config.placement import gpus_per_node, has_package, judge_devices, local_judge
 from ppo_cli.config.schema.keys import Clash, with_settings
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
@@ -27,6 +26,12 @@ from ppo_cli.machine.torch_build import (
     find_gpu_fault,
     read_build,
 )
+from ppo_cli.plan.memory.devices import GIB, KV_GB, count_judge_server
+from ppo_cli.plan.placement import (
+    judge_devices,
+    local_judge,
+)
+from ppo_cli.plan.resolved import Resolved
 
 # Tokens of a request and its answer: judges need no more, and more would take memory.
 MAX_REQUEST_TOKENS = 8192
@@ -36,7 +41,7 @@ def vllm_python(environ: Mapping[str, str]) -> str | None:
     """Return the Python that has vLLM: a named one, this one, or that of `scripts/setup judge`."""
     if named := environ.get("PPO_VLLM_PYTHON", "").strip():
         return named
-    if has_package("vllm"):
+    if find_spec("vllm"):
         return sys.executable
     # The environment that `scripts/setup judge` makes, unless PPO_JUDGE_VENV names another.
     usual = ROOT / ".venv-judge"
@@ -70,7 +75,7 @@ def longest_request(model: str) -> int | None:
     return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
 
 
-def check_judge_server(config: Config, gpus: int) -> Iterator[Clash]:
+def check_judge_server(config: Config) -> Iterator[Clash]:
     """Clashes of settings with a judge that the run starts."""
     # The run starts one server.
     local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
@@ -101,8 +106,8 @@ def check_judge_server(config: Config, gpus: int) -> Iterator[Clash]:
                 "--rm_api_type local, or use --rm_api_type openai.",
             )
     # Its GPUs must be on the node where the run starts.
-    per_node = gpus_per_node(config, gpus)
-    devices = judge_devices(config, gpus)
+    per_node = config.trainer.n_gpus_per_node
+    devices = judge_devices(config)
     if per_node and not devices:
         yield Clash(
             ("trainer.placement", *judge.keys("type")),
@@ -117,8 +122,9 @@ def check_judge_server(config: Config, gpus: int) -> Iterator[Clash]:
         )
 
 
-def missing_for_judge_server(config: Config, environ: Mapping[str, str]) -> list[str]:
+def missing_for_judge_server(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
     """Return what a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
+    config = resolved.config
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return []
@@ -128,7 +134,7 @@ def missing_for_judge_server(config: Config, environ: Mapping[str, str]) -> list
             f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`, or on a machine "
             "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
         )
-    elif gpus_per_node(config) and (fault := judge_fault(environ)):
+    elif config.trainer.n_gpus_per_node and (fault := judge_fault(environ)):
         problems.append(str(fault))
     # The model: an instruct model in a folder, or a hub name.
     name = judge.settings.model
@@ -142,7 +148,7 @@ def missing_for_judge_server(config: Config, environ: Mapping[str, str]) -> list
             )
     elif name.startswith((".", "/", "~")):
         problems.append(f"The judge {name} is no model folder: it has no config.json.")
-    place = count_judge_server(config)
+    place = count_judge_server(config, resolved.machine)
     if place is not None and place.capacity is not None and place.fits is False:
         problems.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "

@@ -14,16 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from ppo_cli.addresses import cache_folder, check_store, restore
-from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.checks.runner import find_clashes
-from ppo_cli.config.derived import describe_lowered_batches, fit_batches, train_rows
 from ppo_cli.config.layers import (
     DEFAULT,
     REWARD_FILE,
     RUN_ORIGIN,
     Entry,
     Layers,
-    Resolved,
     find_reward_files,
     find_run_code,
     merge_layers,
@@ -33,6 +29,7 @@ from ppo_cli.config.layers import (
 from ppo_cli.config.mixture import read_judge
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import (
+    Scene,
     describe_range,
     find_key,
     nest_values,
@@ -44,7 +41,12 @@ from ppo_cli.config.schema.keys import (
 )
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import NO
+from ppo_cli.config.settle import settle
 from ppo_cli.errors import ConfigError, is_address, plural
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.batches import describe_lowered_batches, fit_batches, train_rows
+from ppo_cli.plan.findings.runner import find_clashes
+from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.secrets.known import hide_settings
 from ppo_cli.secrets.redact import redact, redact_url
@@ -62,32 +64,39 @@ def resolve(
     environ: Mapping[str, str],
     origins: Mapping[str, str] | None = None,
     run: Path | None = None,
+    machine: Machine | None = None,
 ) -> Resolved:
-    """Merge the layers and check the result; raises one ConfigError with every problem.
+    """Merge the layers, decide what is unset, and check the result.
 
-    The settings of a `run` folder are defaults, without those that only people may allow. `origins`
+    Raises one ConfigError with every problem. `machine` is this one unless it is given. The
+    settings of a `run` folder are defaults, without those that only people may allow. `origins`
     names where variables in `environ` really come from, such as SLURM.
     """
-    sources = (flags, preset, config_files, overrides, environ, origins)
-    draft = _merge_layers(read_layers(*sources, run=run), environ)
+    machine = machine or Machine.here(environ)
+    sources = (flags, preset, config_files, overrides, environ, machine, origins)
+    draft = _merge_layers(read_layers(*sources, run=run), machine)
     config = _build_config(draft)
     # Only the merged settings tell whether a judge or a reward model wants its file in this folder.
     if files := find_reward_files(config.reward, named=REWARD_FILE in draft.entries):
-        draft = _merge_layers(read_layers(*sources, reward_files=files, run=run), environ)
+        draft = _merge_layers(read_layers(*sources, reward_files=files, run=run), machine)
         config = _build_config(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
-    # Clashes are looked for in the final sizes, and secrets are hidden before anything is shown.
+    # Clashes are looked for in what holds, and secrets are hidden before anything is shown.
     config = _fit_batches(draft, config)
     hide_settings(nest_values(draft.texts))
+    settled = settle(config, machine)
     # A clash of settings that could not be read would only repeat that problem.
-    for clash in find_clashes(config, environ):
+    for clash in find_clashes(Scene(settled.config, config, machine, environ)):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_origins_of(draft, clash.keys)}: {clash.text}")
     draft.problems += find_run_code(draft.entries, draft.values, run) if run else ()
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     notes = tuple(dict.fromkeys(draft.notes))
-    return Resolved(config, _list_origins(draft.entries), notes, foreign=draft.foreign)
+    return Resolved(
+        config, settled.config, _list_origins(draft.entries), settled.why, machine, notes,
+        foreign=draft.foreign,
+    )  # fmt: skip
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:
@@ -138,13 +147,13 @@ class _Draft:
         return {name: v for name, v in self.values.items() if isinstance(v, str | tuple | dict)}
 
 
-def _merge_layers(layers: Layers, environ: Mapping[str, str]) -> _Draft:
+def _merge_layers(layers: Layers, machine: Machine) -> _Draft:
     """Let readers rewrite foreign names, then each layer win over those before it."""
     readers, broken = load_all("readers")
     layers.notes += broken
     for reader in readers:
         if reader.layers:
-            import_name(reader.layers)(layers, environ)
+            import_name(reader.layers)(layers, machine)
     entries = merge_layers([list(_accept_entries(layer, layers)) for layer in layers.layers])
     return _Draft(entries, layers.problems, layers.notes, layers.broken, layers.foreign)
 
@@ -179,7 +188,6 @@ def _build_config(draft: _Draft) -> Config:
         _read_value(draft, entry)
     _split_cascade(draft)
     _default_judge_model(draft)
-    _default_kl_in_reward(draft)
     _default_environment_reward(draft)
     _place_run_folder(draft)
     _check_free_keys(draft)
@@ -228,16 +236,6 @@ def _default_judge_model(draft: _Draft) -> None:
         return
     _set_default(draft, "reward.api.model", model, f"default of {kind}")
     draft.notes.append(f"The judge is {model} ({kind}); --rm_model names another.")
-
-
-def _default_kl_in_reward(draft: _Draft) -> None:
-    """With a KL loss or gdpo, the KL is not in the reward as well unless it is set."""
-    name, estimator = "algorithm.use_kl_in_reward", _get_value(draft, "algorithm.adv_estimator")
-    # These two change the default only; a setting of the user's stays.
-    parts = estimator in ESTIMATORS and ESTIMATORS[estimator].parts
-    if (_get_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
-        why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
-        _set_default(draft, name, "false", why)
 
 
 # What scores responses: a run with an environment and none of these has the environment's reward.
@@ -298,11 +296,13 @@ def _get_value(draft: _Draft, name: str) -> Any:
 
 def _read_value(draft: _Draft, entry: Entry) -> None:
     """Store the typed value of an entry; report one that cannot be read, with the range."""
+    key = find_key(entry.name)
+    assert key is not None
     try:
         draft.values[entry.name] = read_entry(entry)
+        if draft.values[entry.name] is None and key.rule is not None:
+            del draft.values[entry.name]  # the rule decides
     except ValueError as error:
-        key = find_key(entry.name)
-        assert key is not None
         # The range helps with numbers; choices are in the message already.
         allowed = describe_range(key)
         tail = f" ({allowed})" if allowed and not (key.choices or "UTF-8" in str(error)) else ""

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import (
-    critic_mini_batch,
-    rejections,
-    uses_critic,
-    why_recompute_logprobs,
-)
+from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.keys import Clash, Scene
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import Settling
+from ppo_cli.plan.resolved import Resolved
 
 
 def kl_remarks(config: Config) -> Iterator[str]:
@@ -36,7 +33,7 @@ def gspo_remarks(config: Config) -> Iterator[str]:
     if actor.policy_loss.loss_mode != "gspo":
         return
     # Clip ranges, then the aggregation of the loss.
-    if (actor.clip_ratio_high or actor.clip_ratio) > 0.05:
+    if actor.clip_ratio_high > 0.05:
         yield (
             "GSPO's ratio is a mean over the sequence and stays near 1, so wide ranges rarely "
             "clip. Its paper has actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4."
@@ -74,8 +71,9 @@ VLLM_ARGUMENTS: Final = {
 }  # fmt: skip
 
 
-def unsupported_settings(config: Config) -> Iterator[str]:
+def unsupported_settings(resolved: Resolved) -> Iterator[str]:
     """Yield a sentence for each setting that no machine can honour."""
+    config = resolved.config
     # Arguments of vLLM that the program sets itself.
     for name in config.rollout.engine_kwargs.vllm.keys() & VLLM_ARGUMENTS.keys():
         setting_name = VLLM_ARGUMENTS[name]
@@ -83,11 +81,11 @@ def unsupported_settings(config: Config) -> Iterator[str]:
         yield f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}."
     # Settings of the rollout correction that contradict each other.
     try:
-        rejections(config)
+        config.algorithm.rollout_correction.rejections()
     except ValueError as error:
         yield str(error)
     correction = config.algorithm.rollout_correction
-    if correction.bypass_mode and (why := why_recompute_logprobs(config)):
+    if correction.bypass_mode and (why := why_recompute(Settling(config, resolved.machine))):
         yield (
             "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
             f"{why}; leave it out."
@@ -126,10 +124,9 @@ def check_batches(scene: Scene) -> Iterator[Clash]:
     """
     config = scene.config
     batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    # The critic's size follows the actor's unless it is set, so only a set one is checked.
     sizes = [("actor.ppo_mini_batch_size", mini)]
-    if uses_critic(config) and config.critic.ppo_mini_batch_size is not None:
-        sizes.append(("critic.ppo_mini_batch_size", critic_mini_batch(config)))
+    if config.uses_critic and config.critic.ppo_mini_batch_size != mini:
+        sizes.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
     for key, size in sizes:
         keys = (key, "data.train_batch_size")
         if size > batch:

@@ -1,0 +1,223 @@
+"""How unset settings are chosen from others and from the machine: one function for each choice.
+
+The declarations in `schema/` name these functions. Each returns the value and the reason, which the
+plan shows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.config.device_roles import Roles, read_placement
+from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
+from ppo_cli.config.models.weight_files import text_config
+from ppo_cli.config.schema.unset import Choice, Settings
+
+# Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
+MIN_BFLOAT16_WIDTH: Final = 320
+DEFAULT_PRETRAIN_STEPS: Final = 50  # at most, if only a target is set
+
+
+def choose_gpus(settings: Settings) -> Choice:
+    """Choose the GPUs of a node: as many as one sampler and one split of each layer need."""
+    if settings.is_set("trainer.num_workers"):
+        return Choice(0, "trainer.num_workers counts ranks without GPUs")
+    visible = len(settings.machine.gpus)
+    if not visible:
+        return Choice(0, "no GPU is visible")
+    spans = settings["rollout.tensor_model_parallel_size"], settings["trainer.tensor_parallel_size"]
+    needed = math.lcm(*spans)
+    why = "one unless it is set" if needed == 1 else "what one sampler and one layer need"
+    return Choice(min(visible, needed), why)
+
+
+def choose_engine(settings: Settings) -> Choice:
+    """Choose one process where one can do the job, else several under Ray."""
+    gpus = settings["trainer.n_gpus_per_node"]
+    # Anything that one process on one device cannot do.
+    several = {
+        "several GPUs": gpus > 1,
+        "several nodes": settings["trainer.nnodes"] > 1,
+        "several learners": settings.is_set("trainer.num_workers")
+        and settings["trainer.num_workers"] > 1,
+        "several samplers": not gpus
+        and settings.is_set("rollout.num_samplers")
+        and settings["rollout.num_samplers"] > 1,
+        "vLLM has separate processes": settings.is_set("rollout.name")
+        and settings["rollout.name"] == "vllm",
+        "trainer.placement is set": settings["trainer.placement"] is not None,
+        "trainer.async_steps is set": settings["trainer.async_steps"] > 0,
+    }
+    reasons = [why for why, applies in several.items() if applies]
+    return Choice("ray", ", ".join(reasons)) if reasons else Choice("local", "one device")
+
+
+def _runs_alone(settings: Settings) -> bool:
+    return bool(settings["trainer.engine"] == "local")
+
+
+def choose_workers(settings: Settings) -> Choice:
+    """Choose the learner processes on CPUs."""
+    if settings["trainer.n_gpus_per_node"]:
+        return Choice(None, "learners are on GPUs")
+    if _runs_alone(settings):
+        return Choice(1, "one process")
+    if slots := _placed(settings).get("train"):
+        return Choice(len(slots), "as trainer.placement")
+    return Choice(settings["trainer.nnodes"], "one per node")
+
+
+def choose_samplers(settings: Settings) -> Choice:
+    """Choose the sampler processes on CPUs."""
+    if settings["trainer.n_gpus_per_node"]:
+        return Choice(None, "samplers are on GPUs")
+    slots = () if _runs_alone(settings) else _placed(settings).get("rollout", ())
+    return Choice(len(slots), "as trainer.placement") if slots else Choice(1, "one")
+
+
+def _placed(settings: Settings) -> Roles:
+    """Return the devices of each role that --placement names; empty if it cannot be read."""
+    try:
+        return read_placement(settings["trainer.placement"] or "")
+    except ValueError:  # refused where placements are checked
+        return {}
+
+
+def choose_sampler(settings: Settings) -> Choice:
+    """Choose vLLM where it can run: in separate processes on GPUs."""
+    if not settings["trainer.n_gpus_per_node"]:
+        return Choice("hf", "no GPU is used")
+    if _runs_alone(settings):
+        return Choice("hf", "vLLM needs a separate process")
+    if "vllm" not in settings.machine.packages:
+        return Choice("hf", "vLLM is not installed")
+    return Choice("vllm", "it is installed, and samplers are separate processes on GPUs")
+
+
+def choose_transfer(settings: Settings) -> Choice:
+    """Choose how weights reach vLLM: the fastest way that the self-test has proven here."""
+    if settings["rollout.name"] != "vllm":
+        return Choice("memory", "the hf sampler shares the weights, or reads them from memory")
+    if settings["model.lora_rank"] and not settings["model.lora_merge"]:
+        return Choice("memory", "only the LoRA adapter is sent")
+    if not settings["trainer.n_gpus_per_node"]:
+        return Choice("memory", "no GPU is used")
+    # Shared GPUs exchange handles (IPC), separate ones use NCCL; a mixture can do neither.
+    roles = _placed(settings)
+    train, rollout = {*roles.get("train", ())}, {*roles.get("rollout", ())}
+    if not roles:
+        shared = not settings["trainer.async_steps"]
+    elif train & rollout and not rollout <= train:
+        return Choice("memory", "only some GPUs of the samplers train")
+    else:
+        shared = bool(train & rollout)
+    # Other ways may hang on GPUs where nothing has tried them.
+    way = "ipc" if shared else "nccl"
+    if way == "ipc" and "transfer_ipc" in settings.machine.proven:
+        return Choice("ipc", "the self-test has proven it, and GPUs are shared")
+    if way == "nccl" and "transfer_nccl" in settings.machine.proven:
+        return Choice("nccl", "the self-test has proven it, and samplers have their own GPUs")
+    return Choice("memory", f"no self-test has proven {way} here")
+
+
+def choose_dtype(settings: Settings) -> Choice:
+    """Choose the precision of matrix products: the faster one that trains as well.
+
+    That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
+    for a model that is wide enough (notes/lab_book.md).
+    """
+    if gpus := settings["trainer.n_gpus_per_node"]:
+        name = settings.machine.gpus[0].name if settings.machine.gpus else "the GPU"
+        if settings.machine.has_bfloat16(gpus):
+            return Choice("bfloat16", f"{name} has it")
+        return Choice("float32", f"{name} has no bfloat16")
+    # On the CPU: one process, whole weights, a processor with bfloat16 units.
+    if not _runs_alone(settings):
+        return Choice("float32", "several processes on the CPU")
+    if settings["model.quantization"]:
+        return Choice("float32", "weights are in 4 bits")
+    if not settings.machine.fast_bfloat16:
+        return Choice("float32", "this processor is not faster in bfloat16")
+    text = text_config(read_config(settings["model.path"]))
+    width = text.get("hidden_size") or text.get("n_embd")
+    if isinstance(width, int) and width >= MIN_BFLOAT16_WIDTH:
+        return Choice("bfloat16", "faster on this processor")
+    return Choice("float32", "the model is narrow")
+
+
+def choose_matmul(settings: Settings) -> Choice:
+    """Choose the library that multiplies float32 matrices faster on this processor."""
+    return Choice(settings.machine.matmul, "the faster one on this processor")
+
+
+def choose_spread(settings: Settings) -> Choice:
+    """Choose to spread weights on the CPU: on GPUs it was not measured, and others do not do it."""
+    if settings["trainer.n_gpus_per_node"]:
+        return Choice(False, "on GPUs it was not measured")
+    return Choice(True, "on the CPU small updates count from the first step")
+
+
+def choose_shared_prompts(settings: Settings) -> Choice:
+    """Choose whether packed rows compute a shared prompt once."""
+    if not settings["trainer.n_gpus_per_node"]:
+        return Choice(True, "on the CPU")
+    if "shared_prompts" in settings.machine.proven:
+        return Choice(True, "the self-test has proven it")
+    return Choice(False, "no self-test has proven it on these GPUs")
+
+
+def choose_bypass(settings: Settings) -> Choice:
+    """Choose whether the sampler's log-probs are the old ones.
+
+    They are equal up to rounding when the sampler uses the actor's weights in float32. In bfloat16,
+    with 4-bit weights or with experts rounding differs more, and may send a token to another
+    expert.
+    """
+    if why := why_recompute(settings):
+        return Choice(False, why)
+    if settings["model.dtype"] == "bfloat16":
+        return Choice(False, "in bfloat16 sampler and trainer round differently")
+    if settings["model.quantization"]:
+        return Choice(False, "with 4-bit weights sampler and trainer round differently")
+    text = text_config(read_config(settings["model.path"]))
+    if any(text.get(name) for name in EXPERT_KEYS):
+        return Choice(False, "rounding may send a token to another expert")
+    return Choice(True, "the sampler uses the actor's weights")
+
+
+def why_recompute(settings: Settings) -> str:
+    """Return why the sampler's log-probs cannot be the old ones; "" when they can be."""
+    correction = "algorithm.rollout_correction"
+    if not _runs_alone(settings):
+        return "the sampler has separate weights"
+    full = settings["algorithm.kl_penalty"] == "full"
+    if full and settings["algorithm.use_kl_in_reward"]:
+        return "the full KL needs the actor's whole vocabulary"
+    if settings[f"{correction}.rollout_is"] or settings[f"{correction}.rollout_rs"]:
+        return "rollout_is and rollout_rs compare them with the sampler's"
+    return ""
+
+
+def choose_importance_weights(settings: Settings) -> Choice:
+    """Choose weights per token if responses may be of older weights."""
+    if settings["trainer.async_steps"]:
+        return Choice("token", "sampling runs ahead of training")
+    return Choice(None, "responses are of the newest weights")
+
+
+def choose_kl_in_reward(settings: Settings) -> Choice:
+    """Choose the KL in the reward, unless it is in the loss or the estimator reads parts."""
+    if ESTIMATORS[settings["algorithm.adv_estimator"]].parts:
+        return Choice(False, "gdpo reads the parts of the reward")
+    if settings["actor.use_kl_loss"]:
+        return Choice(False, "the KL is in the loss")
+    return Choice(True, "no KL is in the loss")
+
+
+def choose_pretrain_steps(settings: Settings) -> Choice:
+    """Choose at most how many steps pretrain the critic."""
+    if settings["critic.pretrain_until"] is None:
+        return Choice(0, "no target is set")
+    return Choice(DEFAULT_PRETRAIN_STEPS, "at most, until critic.pretrain_until is reached")

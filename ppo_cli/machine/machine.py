@@ -1,0 +1,54 @@
+"""What a plan needs to know about the machine that a run is for: read once, or assumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Final, Literal
+
+from ppo_cli.machine.device_record import Feature, read_record
+from ppo_cli.machine.gpus import Gpu, has_bfloat16, list_gpus
+from ppo_cli.machine.memory import host_memory
+from ppo_cli.machine.processor import count_cores, has_fast_bfloat16, matmul_library
+
+# Optional packages that choices and checks of settings look for; none of them is imported.
+PACKAGES: Final = ("bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that a run may use, the processor, the memory, packages, and what is proven here."""
+
+    gpus: tuple[Gpu, ...] = ()
+    proven: frozenset[Feature] = frozenset()  # by the self-test on these GPUs
+    packages: frozenset[str] = frozenset()  # those of PACKAGES that are installed
+    cores: int = 1
+    host_bytes: int | None = None  # None: GPUs of another machine are assumed
+    fast_bfloat16: bool = False  # the processor multiplies in bfloat16 faster than in float32
+    matmul: Literal["blas", "onednn"] = "blas"  # the faster library for float32 on the processor
+    gpu_bytes: int | None = None  # of each GPU, if GPUs of another machine are assumed
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] = os.environ) -> Machine:
+        """Read this machine as a process with these variables sees it."""
+        gpus = list_gpus(environ)
+        record = read_record() if gpus else None
+        return cls(
+            gpus=gpus,
+            proven=frozenset(record.proven if record else ()),
+            packages=frozenset(name for name in PACKAGES if find_spec(name)),
+            cores=count_cores(),
+            host_bytes=host_memory(),
+            fast_bfloat16=has_fast_bfloat16(environ),
+            matmul=matmul_library(environ),
+        )
+
+    def assume_memory(self, gpu_bytes: int) -> Machine:
+        """Return this machine with GPUs of another size, which are in another machine."""
+        return replace(self, gpu_bytes=gpu_bytes, host_bytes=None)
+
+    def has_bfloat16(self, gpus: int) -> bool:
+        """Whether the first `gpus` GPUs compute in bfloat16; True if they are not here."""
+        return has_bfloat16(self.gpus[:gpus])

@@ -1,0 +1,41 @@
+"""The outcome of `resolve`: what was set, what holds here, where each value came from, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
+from ppo_cli.machine.machine import Machine
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, where each value came from, and remarks to print.
+
+    `asked` has what was set; `config` what holds on `machine`, but for the settings that the memory
+    plan decides; `why` the reasons of decisions. `function` is the Python function that was called
+    with them, "" for a command line.
+    """
+
+    asked: Config
+    config: Config
+    origins: dict[str, str]
+    why: dict[str, str]
+    machine: Machine
+    notes: tuple[str, ...] = ()
+    foreign: bool = False
+    function: str = ""
+
+    def amend(self, values: Mapping[str, Any], origin: str | None = None) -> Resolved:
+        """Return the settings with these values, and with what follows from them."""
+        asked = with_settings(self.asked, values)
+        settled = settle(asked, self.machine)
+        origins = {} if origin is None else dict.fromkeys(values, origin)
+        return replace(
+            self, asked=asked, config=settled.config, why=settled.why,
+            origins=self.origins | origins,
+        )  # fmt: skip

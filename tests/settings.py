@@ -1,0 +1,40 @@
+"""Settings in which nothing is unset, as engines and pages get them, and machines for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.device_record import Feature
+from ppo_cli.machine.gpus import Gpu
+from ppo_cli.machine.machine import PACKAGES, Machine
+from ppo_cli.plan import config_file
+from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.plan.resolved import Resolved
+
+GIB = 1 << 30
+CPU = Machine(packages=frozenset(PACKAGES), cores=4, host_bytes=64 * GIB)
+
+
+def with_gpus(
+    gpus: int, size: int = 80 * GIB, *, proven: Collection[Feature] = (),
+    packages: Collection[str] = PACKAGES, host_bytes: int | None = 2000 * GIB,
+) -> Machine:  # fmt: skip
+    """A machine with this many equal GPUs of `size` bytes."""
+    card = Gpu("NVIDIA H100 80GB HBM3", "GPU-h1000", size, (9, 0))
+    return Machine(
+        gpus=(card,) * gpus, proven=frozenset(proven), packages=frozenset(packages), cores=4,
+        host_bytes=host_bytes,
+    )  # fmt: skip
+
+
+def complete(settings: Config | Mapping[str, Any], machine: Machine = CPU) -> Config:
+    """These settings with all others decided for a machine."""
+    return fit_memory(Config.model_validate(settings), machine).config
+
+
+def config_yaml(resolved: Resolved) -> str:
+    """The config.yaml that a run with these settings writes."""
+    fitted = fit_memory(resolved.asked, resolved.machine)
+    return config_file.config_yaml(resolved, fitted.config, fitted.why)
