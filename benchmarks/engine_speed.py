@@ -29,12 +29,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
+from ppo_cli.config.memory.plan import fit_memory
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.machine.machine import Machine
 
 QWEN_0_5B = {
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -109,7 +111,7 @@ def read_options() -> argparse.Namespace:
 def settings(options: argparse.Namespace, folder: str, packing: bool) -> Config:
     """A run with all three models in one layout."""
     budget = {"ppo_max_token_len_per_gpu": options.tokens}
-    return Config.model_validate({
+    return fit_memory(Config.model_validate({
         "model": {
             "path": folder, "dtype": options.dtype, "packing": packing,
             "attn_implementation": options.attention,
@@ -119,7 +121,7 @@ def settings(options: argparse.Namespace, folder: str, packing: bool) -> Config:
         "critic": budget,
         "ref": {"log_prob_max_token_len_per_gpu": options.tokens},
         "data": {"max_prompt_length": 512, "max_response_length": 1024},
-    })  # fmt: skip
+    }), Machine.here()).config  # fmt: skip
 
 
 def measure(config: Config, batch: Batch, turns: int) -> tuple[dict[str, list[float]], str]:

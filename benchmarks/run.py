@@ -159,7 +159,7 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
     config = fit_memory(
         Config.model_validate({
-            "model": {"path": str(folder), "dtype": "float32" if quick else None},
+            "model": {"path": str(folder)} | ({"dtype": "float32"} if quick else {}),
             "actor": {"use_kl_loss": True},
             "data": {"max_prompt_length": 256, "max_response_length": 1024},
         }),

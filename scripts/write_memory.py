@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.memory.devices import RESERVE, ModelShapes
+from ppo_cli.config.memory.plan import estimate_memory
 from ppo_cli.config.models.remote_configs import read_table
 from ppo_cli.config.models.shape import Shape
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.devices import RESERVE, ModelShapes
-from ppo_cli.plan.memory.plan import (
-    estimate_memory,
-    with_settings,
-)
+from ppo_cli.config.settle import settle
+from ppo_cli.machine.machine import Machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 MODELS = {
@@ -195,14 +195,17 @@ def way(name: str, devices: int, size: int) -> str:
     """The first way in which a model trains on these GPUs."""
     shape = shape_of(name)
     shapes, config = ModelShapes(shape, shape, shape), settings(name, devices)
-    there = size * 10**9
+    there = Machine().assume_memory(size * 10**9)
+
+    def fits(changes: dict[str, Any]) -> bool | None:
+        changed = settle(with_settings(config, changes), there).config
+        return estimate_memory(changed, shapes, there).fits
+
     found = (
         letter
         for letter, how in WAYS.items()
         for share in SHARES
-        if estimate_memory(
-            with_settings(config, how | {"rollout.gpu_memory_utilization": share}), shapes, there
-        ).fits
+        if fits(how | {"rollout.gpu_memory_utilization": share})
     )
     return next(found, "-")
 
@@ -210,8 +213,8 @@ def way(name: str, devices: int, size: int) -> str:
 def needs(name: str, devices: int) -> str:
     """What the heaviest phase of training takes of each GPU, beside the sampler."""
     shape = shape_of(name)
-    config = settings(name, devices)
-    (place,) = estimate_memory(config, ModelShapes(shape, shape, shape), None).places
+    config = settle(settings(name, devices), Machine()).config
+    (place,) = estimate_memory(config, ModelShapes(shape, shape, shape), Machine()).places
     sampling = ("rollout", "publishing")
     most = max(need for phase, need in place.phases.items() if phase not in sampling)
     return f"{most / 1e9:.0f}"

@@ -12,6 +12,9 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from ppo_cli.config.placement import placement_of
+from ppo_cli.config.plan import make_plan
+from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
 from ppo_cli.plan.placement import (
@@ -75,7 +78,7 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             flags={}, preset="embedded", config_files=(), overrides=args,
             environ={name: os.environ[name] for name in environ},
         )  # fmt: skip
-        assemble.train(resolved, seen.screen, cluster)
+        assemble.train(make_plan(resolved), seen.screen, cluster)
         return seen
 
     return build
