@@ -36,7 +36,7 @@ from ppo_cli.plan.memory.plan import (
 )
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import annotated, make_batch, scored
-from tests.settings import complete
+from tests.settings import CPU, complete
 
 PROMPT, RESPONSE, ROWS = 16, 48, 4
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 256}
@@ -103,7 +103,7 @@ def settings(path: str, tokens: int, others: dict[str, Any]) -> Config:
         "rollout": {"name": "hf", "n": ROWS // prompts},
         "trainer": {"engine": "local"},
     }  # fmt: skip
-    return with_settings(complete(sections), others)
+    return complete(with_settings(Config.model_validate(sections), others))
 
 
 def batch() -> TrainBatch:
@@ -146,7 +146,7 @@ def measure(config: Config) -> dict[str, int]:
     train(config, 2)
     shapes = read_shapes(config)
     assert isinstance(shapes, ModelShapes)
-    (host,) = count_memory(config, shapes, None)
+    (host,) = count_memory(config, shapes, CPU)
     return {"measured": status("VmHWM") - baseline, "counted": host.needed}
 
 

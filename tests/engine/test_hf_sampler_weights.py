@@ -21,6 +21,7 @@ from ppo_cli.plan.resolve import resolve
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.small_samplers import logprob_gap
+from tests.settings import complete
 
 SAMPLING = Sampling(n=3, max_tokens=16)
 PATH = model_folder("embedded")
@@ -28,7 +29,8 @@ PATH = model_folder("embedded")
 
 def read_config(*args: str) -> Config:
     settings = ["rollout.name=hf", "model.path=embedded", *args]
-    return resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={}).config
+    resolved = resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={})
+    return complete(resolved.asked, resolved.machine)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from ppo_cli.plan.resolve import resolve
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.small_samplers import logprob_gap
 from tests.engine.tiny_families import save_model
+from tests.settings import complete
 
 TOLERANCE = 1e-4
 LONGEST = 128
@@ -46,7 +47,8 @@ LORA = ("model.lora_rank=4", "model.lora_alpha=8")
 def read_config(*args: str) -> Config:
     settings = ["rollout.name=vllm", "data.max_prompt_length=64", "data.max_response_length=64",
                 "rollout.max_num_seqs=32", "model.path=embedded", *args]  # fmt: skip
-    return resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={}).config
+    resolved = resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={})
+    return complete(resolved.asked, resolved.machine)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.samplers.vllm import VLLMSampler
+from ppo_cli.machine.machine import Machine
 from tests.engine.second_device_runs import prompts_of
 from tests.settings import complete
 
@@ -31,7 +32,7 @@ def main(mode: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(path)
     rollout = {"name": "vllm", "sleep": mode, "enforce_eager": True, "gpu_memory_utilization": 0.3}
     data = {"max_prompt_length": 64, "max_response_length": 16}
-    config = complete({"model": {"path": path}, "rollout": rollout, "data": data})
+    config = complete({"model": {"path": path}, "rollout": rollout, "data": data}, Machine.here())
     sampler = build_sampler(config, tokenizer)
     assert isinstance(sampler, VLLMSampler)
     model = load_policy(path).model

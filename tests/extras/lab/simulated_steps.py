@@ -32,7 +32,7 @@ from ppo_cli.plan.memory.plan import (
     with_settings,
 )
 from tests.engine.tiny_families import FAMILIES, SIZE
-from tests.settings import complete
+from tests.settings import complete, with_gpus
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KEYS = 4096, 256, 512, 2, 4, 2
 RANK, WIDE_RANK = 4, 256
@@ -61,7 +61,8 @@ def make_config(path: str, ranks: int, **settings: Any) -> Config:
     trainer = {"n_gpus_per_node": ranks, "engine": "ray" if ranks > 1 else "local"}
     rollout = {"name": "vllm" if ranks > 1 else "hf"}
     sections = BASE | {"model": model, "trainer": trainer, "rollout": rollout}
-    return with_settings(complete(sections), settings)
+    asked = with_settings(Config.model_validate(sections), settings)
+    return complete(asked, with_gpus(ranks))
 
 
 def measure(config: Config) -> dict[str, Any]:
