@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ppo_cli.config.memory.plan import fit_memory
 from ppo_cli.config.models.bundled import EMBEDDED_TOOLS, model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampling
@@ -25,6 +24,7 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run.episodes import start_episodes
 

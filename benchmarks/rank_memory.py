@@ -84,7 +84,6 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
     import torch
 
     from ppo_cli.algo.batch import TrainBatch
-    from ppo_cli.config.memory.plan import fit_memory
     from ppo_cli.config.models.bundled import model_folder
     from ppo_cli.config.schema.run import Config
     from ppo_cli.engine.base import MiniBatch
@@ -92,6 +91,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
     from ppo_cli.engine.models import load_tokenizer
     from ppo_cli.engine.ranks import ALONE, join_ranks
     from ppo_cli.machine.machine import Machine
+    from ppo_cli.plan.memory.plan import fit_memory
 
     torch.set_num_threads(1)
     if rank < 0:

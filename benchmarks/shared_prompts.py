@@ -21,13 +21,13 @@ from engine_speed import with_scores
 from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import Batch, build_batch, merge_annotations
-from ppo_cli.config.memory.plan import fit_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 
 

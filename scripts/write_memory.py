@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.memory.devices import RESERVE, ModelShapes
-from ppo_cli.config.memory.plan import estimate_memory
 from ppo_cli.config.models.remote_configs import read_table
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.devices import RESERVE, ModelShapes
+from ppo_cli.plan.memory.plan import estimate_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 MODELS = {

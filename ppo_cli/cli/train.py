@@ -44,9 +44,7 @@ from ppo_cli.plan.findings.rewards import missing_keys
 from ppo_cli.plan.findings.runner import refused_settings, remarks
 from ppo_cli.plan.memory.devices import read_memory_size
 from ppo_cli.plan.memory.disk import find_disk_shortage
-from ppo_cli.plan.placement import (
-    PlanPart,
-)
+from ppo_cli.plan.placement import PlanPart
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plan.run_plan import RunPlan, make_plan
 from ppo_cli.plan.second_judge import add_second_judge

@@ -52,12 +52,8 @@ from ppo_cli.loop import run
 from ppo_cli.plan.batches import DataSplit, describe_missing_rows, split_files
 from ppo_cli.plan.config_file import config_yaml
 from ppo_cli.plan.findings.judge_server import with_judge_devices
-from ppo_cli.plan.memory.plan import (
-    cpu_plan,
-)
-from ppo_cli.plan.placement import (
-    placement_of,
-)
+from ppo_cli.plan.memory.plan import cpu_plan
+from ppo_cli.plan.placement import placement_of
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.plan.second_judge import restore_second_judge

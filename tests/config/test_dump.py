@@ -9,9 +9,7 @@ from typing import Any, get_args, get_origin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.layers import (
-    read_yaml,
-)
+from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.schema.keys import Key, table
 from ppo_cli.errors import ConfigError
 from ppo_cli.plan.resolved import Resolved

@@ -11,9 +11,7 @@ import pytest
 
 from ppo_cli.errors import ConfigError
 from ppo_cli.plan.findings.runner import missing_inputs, refused_settings
-from ppo_cli.plan.memory.plan import (
-    cpu_plan,
-)
+from ppo_cli.plan.memory.plan import cpu_plan
 from tests.config.settling import problems, settle
 from tests.rewards.models import twins
 from tests.settings import with_gpus

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.memory.plan import fit_memory
 from ppo_cli.config.schema.keys import nest_values, table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.unset import Fitted, Follows
 from ppo_cli.config.settle import Settling, settle
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
 from tests.settings import CPU, with_gpus
 
 MACHINES = {"cpu": CPU, "gpu": with_gpus(1), "gpus": with_gpus(8, proven=FEATURES)}

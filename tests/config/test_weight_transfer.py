@@ -6,12 +6,8 @@ import pytest
 
 from ppo_cli.machine.device_record import FEATURES, Feature
 from ppo_cli.plan.findings.devices import device_remarks
-from ppo_cli.plan.memory.plan import (
-    fit_memory,
-)
-from ppo_cli.plan.placement import (
-    plan_devices,
-)
+from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.plan.placement import plan_devices
 from tests.config.settling import settle
 from tests.settings import with_gpus
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.layers import (
-    read_yaml,
-)
+from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.schema.values import Quoted
 from ppo_cli.errors import ConfigError
 

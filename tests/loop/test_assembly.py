@@ -12,15 +12,11 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from ppo_cli.config.placement import placement_of
-from ppo_cli.config.plan import make_plan
-from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
-from ppo_cli.plan.placement import (
-    placement_of,
-)
+from ppo_cli.plan.placement import placement_of
 from ppo_cli.plan.resolve import resolve
+from ppo_cli.plan.run_plan import make_plan
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import EngineFactory, start_engine
 from ppo_cli.step.state import RunState

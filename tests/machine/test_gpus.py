@@ -19,9 +19,7 @@ from ppo_cli.machine.gpus import (
 )
 from ppo_cli.plan.findings.devices import device_remarks
 from ppo_cli.plan.memory.devices import device_memory
-from ppo_cli.plan.placement import (
-    plan_devices,
-)
+from ppo_cli.plan.placement import plan_devices
 from tests.config.settling import settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 from tests.settings import complete

@@ -8,9 +8,7 @@ from functools import cache
 from typing import Final
 
 from ppo_cli.algo.estimators import POLICY_LOSSES
-from ppo_cli.config.layers import (
-    DEFAULT,
-)
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.keys import table, value_of

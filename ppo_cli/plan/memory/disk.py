@@ -16,12 +16,8 @@ from ppo_cli.config.schema.algorithm import Actor, Critic
 from ppo_cli.config.schema.run import Config
 from ppo_cli.plan.memory.devices import read_shapes
 from ppo_cli.plan.memory.model import EIGHT_BITS
-from ppo_cli.plan.memory.plan import (
-    format_size,
-)
-from ppo_cli.plan.placement import (
-    PlanPart,
-)
+from ppo_cli.plan.memory.plan import format_size
+from ppo_cli.plan.placement import PlanPart
 
 
 def plan_disk(config: Config, steps: int | None) -> PlanPart:

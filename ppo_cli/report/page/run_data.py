@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.layers import (
-    describe_fork,
-)
+from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
-from ppo_cli.plan.memory.plan import (
-    with_settings,
-)
+from ppo_cli.plan.memory.plan import with_settings
 from ppo_cli.plan.resolve import resolve
+from ppo_cli.plan.resolved import Resolved
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # A preset and the config.json of its model.
@@ -34,16 +33,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_config(preset: str | None, flags: dict[str, str]) -> Config:
+def make_settings(preset: str | None, flags: dict[str, str]) -> Resolved:
     """The settings of a line."""
     typed = {name: (value, "flag") for name, value in flags.items()}
-    return resolve(
-        flags=typed, preset=preset, config_files=(), overrides=(), environ={}
-    ).config  # fmt: skip
+    return resolve(flags=typed, preset=preset, config_files=(), overrides=(), environ={})
 
 
 def test_what_cannot_be_simulated_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    config = make_config(None, {"trainer.n_gpus_per_node": "8"})
+    config = make_settings(None, {"trainer.n_gpus_per_node": "8"}).config
     for settings, fragment in {
         "trainer.n_gpus_per_node=0": "--simulate is for runs on GPUs",
         "actor.optim.optimizer=AdamW8bit": "actor.optim.optimizer is AdamW8bit",
@@ -90,8 +87,8 @@ def test_the_plan_of_a_preset_is_within_10_percent_of_its_simulation(
     desk: Path, preset: str
 ) -> None:
     (desk / "config.json").write_text(json.dumps(PRESETS[preset]))
-    config = make_config(preset, {"model.path": str(desk), "trainer.n_gpus_per_node": "8"})
-    simulation = run_simulation(config, print).as_dict()
+    resolved = make_settings(preset, {"model.path": str(desk), "trainer.n_gpus_per_node": "8"})
+    simulation = run_simulation(resolved.asked, resolved.machine, print).as_dict()
     far = {
         name: phase["planned_bytes"] / phase["peak_bytes"] - 1
         for name, phase in simulation["phases"].items()

@@ -12,9 +12,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.flags import describe_unknown_flags, list_flag_keys
-from ppo_cli.config.layers import (
-    DATA_FOLDER,
-)
+from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.flags import (

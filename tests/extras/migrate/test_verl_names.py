@@ -11,9 +11,7 @@ from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import foreign_names
 from ppo_cli.plan.batches import batch_arithmetic
 from ppo_cli.plan.findings.runner import missing_parts, remarks
-from ppo_cli.plan.placement import (
-    data_ranks,
-)
+from ppo_cli.plan.placement import data_ranks
 from tests.config.settling import load_table, problems, settle
 from tests.settings import with_gpus
 

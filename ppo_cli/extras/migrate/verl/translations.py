@@ -15,9 +15,7 @@ from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.device_roles import read_placement
-from ppo_cli.config.layers import (
-    Entry,
-)
+from ppo_cli.config.layers import Entry
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.values import NO, YES, is_unset, parse_list, read_switch
 from ppo_cli.machine.machine import Machine
