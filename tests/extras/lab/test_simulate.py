@@ -13,7 +13,6 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
-from ppo_cli.plan.memory.plan import with_settings
 from ppo_cli.plan.resolve import resolve
 from ppo_cli.plan.resolved import Resolved
 
