@@ -1,4 +1,0 @@
-import no_such_package
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0

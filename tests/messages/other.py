@@ -1,2 +1,0 @@
-def compute_scores(a, b, c):
-    return 1.0

@@ -1,1 +1,0 @@
-compute_score = 3
