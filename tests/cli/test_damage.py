@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.digests import find_damage
 from tests.forked import run_forked
 
 RUN = (
@@ -91,7 +92,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+# A resume needs two runs for each.
+RESUMED = ("a bit of a weight", "an empty folder")
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "an empty folder"])
+def test_each_damage_is_found(newest: Path, damage: str) -> None:
+    change, name, message = DAMAGES[damage]
+    change(newest / name)
+    (problem,) = find_damage(newest)
+    assert problem.startswith(name) and re.search(message, problem)
+
+
+@pytest.mark.parametrize("damage", RESUMED)
 def test_a_resume_names_the_file_and_goes_on_from_the_checkpoint_before(
     newest: Path, damage: str
 ) -> None:
@@ -119,7 +132,12 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("line", LOADS)
+QUICK = ("eval run@3", f"generate {ACTOR}", "export run", f"train --model {ACTOR}")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOADS]
+)
 def test_each_command_that_loads_weights(newest: Path, line: str) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo(*line.split(), *LOADS[line].split(), exit_code=2).stderr
@@ -136,6 +154,7 @@ def test_export_takes_another_checkpoint_by_its_flag(newest: Path) -> None:
     assert "(step 2)" in out
 
 
+@pytest.mark.slow
 def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     flip_bit(newest / MOMENTS)
     message = f"{newest} is damaged: {MOMENTS} is not what was saved."
@@ -148,6 +167,7 @@ def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     assert "Going on after step 2" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MOMENTS, "state/run.json"])
 def test_checkpoints_that_are_damaged_too_are_passed_over(newest: Path, name: str) -> None:
     flip_bit(newest / name)
@@ -169,6 +189,7 @@ def test_a_checkpoint_of_a_version_without_digests_still_loads(newest: Path) -> 
     assert "Going on after step 3" in ppo(*RUN, "--max_steps", "4", exit_code=0).stdout
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_copied_elsewhere_is_compared_too(newest: Path, desk: Path) -> None:
     shutil.copytree(newest, desk / "copy")
     flip_bit(desk / "copy" / WEIGHTS)

@@ -16,6 +16,7 @@ from ppo_cli import load_run
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_trains_and_shows(desk: Path) -> None:
     pytest.importorskip("ipykernel", reason="the dev extra has a kernel")
     shutil.copy(NOTEBOOK, "notebook.ipynb")
