@@ -31,6 +31,7 @@ KINDS = {
     "losses": "policy loss", "estimators": "advantage estimator", "rules": "rule",
     "providers": "judge provider", "environments": "environment", "commands": "command",
     "readers": "reader of foreign settings", "engines": "engine",
+    "plan_sections": "section of the plan",
 }  # fmt: skip
 # Sections of the settings that name plug-ins of a kind.
 SECTIONS = {
@@ -51,6 +52,20 @@ class Command:
     help: str
     section: str = "Plug-ins"
     order: int = 100
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    """What a switch of `ppo plan` adds to the plan.
+
+    `measure` is MODULE:FUNCTION: it gets the `Resolved` of the run, and returns what --json prints
+    under `key` and the lines of the section with this title.
+    """
+
+    flag: str  # without dashes
+    help: str
+    key: str
+    measure: str
 
 
 @dataclass

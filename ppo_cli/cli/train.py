@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -49,7 +47,7 @@ from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plan.run_plan import RunPlan, make_plan
 from ppo_cli.plan.second_judge import add_second_judge
 from ppo_cli.plan.text import format_plan
-from ppo_cli.plugins import import_name, load_all
+from ppo_cli.plugins import PlanSection, import_name, load_all
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
@@ -57,7 +55,6 @@ from ppo_cli.run_folder.store import find_source_anywhere
 from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
-    from ppo_cli.extras.lab.simulation.simulate import Simulation
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.refusals import PromptReader
 
@@ -93,40 +90,28 @@ def plan(arguments: Arguments) -> None:
 def _show_plan(
     run_plan: RunPlan, read: PromptReader, arguments: Arguments, problems: Sequence[str]
 ) -> None:
-    """Print the plan as JSON or text, with a simulation if `--simulate` asks for one.
+    """Print the plan as JSON or text, with the sections of plug-ins that switches ask for.
 
     Problems are printed later, so they are left out of the text.
     """
     plan_of_run, judge = _add_forecasts(run_plan, read)
     extras = arguments.extras  # `ppo train --dry_run` has none of a plan's
+    sections = [section for section in PLAN_SECTIONS if extras.get(section.flag)]
     if extras.get("json"):
         from ppo_cli.cli.screen import print_json
 
         facts = plan_of_run.as_dict() | judge.facts
-        if extras["simulate"]:
-            facts["simulation"] = _simulate(run_plan.resolved).as_dict()
+        for section in sections:
+            facts[section.key] = import_name(section.measure)(run_plan.resolved)[0]
         print_json(facts | {"problems": problems})
         return
     left_out = {*problems, *(NO_FORECAST + problem for problem in problems)}
     every = bool(extras.get("all"))
     lines = format_plan(plan_of_run, judge, every=every, debug=arguments.debug, left_out=left_out)
     print("\n".join(lines), flush=True)
-    if extras.get("simulate"):  # it takes minutes
-        lines = _simulate(run_plan.resolved).lines()
-        print("\n".join(["\nSimulation", *(f"  {line}" for line in lines)]))
-
-
-def _simulate(resolved: Resolved) -> Simulation:
-    """Simulate a step of the learner on tensors without data; progress goes to stderr."""
-    from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
-
-    require_simulation(resolved.config)
-    began = time.monotonic()
-
-    def report(text: str) -> None:
-        print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
-
-    return run_simulation(resolved.asked, resolved.machine, report)
+    for section in sections:  # one may take minutes
+        lines = import_name(section.measure)(run_plan.resolved)[1]
+        print("\n".join([f"\n{section.key.capitalize()}", *(f"  {line}" for line in lines)]))
 
 
 def resolve_with_fork(arguments: Arguments) -> Resolved:
@@ -283,6 +268,8 @@ FORK = make_flag(
     "fork", str, None, "Start a new run from a checkpoint of another run.",
     "RUN[@STEP]",
 )  # fmt: skip
+# What packages add to a plan; those that do not load are left out.
+PLAN_SECTIONS: list[PlanSection] = load_all("plan_sections")[0]
 plan_app = App()
 add_command(
     plan_app,
@@ -292,10 +279,7 @@ add_command(
         make_switch("all", "Also show settings at their default."),
         FORK,
         make_switch("json", "Print JSON."),
-        make_switch(
-            "simulate",
-            "Also measure the GPU memory of a step (minutes).",
-        ),
+        *(make_switch(section.flag, section.help) for section in PLAN_SECTIONS),
         make_flag(
             "device_memory", str, None, "Plan for GPUs with this memory, such as 80GB.",
             "SIZE",

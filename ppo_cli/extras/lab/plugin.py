@@ -1,6 +1,6 @@
-"""What the entry points of pyproject.toml name: the commands of extras/lab."""
+"""What the entry points of pyproject.toml name: commands, and a section of the plan."""
 
-from ppo_cli.plugins import Command
+from ppo_cli.plugins import Command, PlanSection
 
 _COMMANDS = "ppo_cli.extras.lab.commands"
 prompts = Command(
@@ -12,4 +12,10 @@ calibrate = Command(
 fit = Command(
     f"{_COMMANDS}.fit:app",
     "Train a reward model from pairs of responses (Bradley-Terry), or a judge from labels.",
+)
+simulate = PlanSection(
+    flag="simulate",
+    help="Also measure the GPU memory of a step (minutes).",
+    key="simulation",
+    measure="ppo_cli.extras.lab.simulation.simulate:measure",
 )

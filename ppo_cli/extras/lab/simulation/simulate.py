@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -27,10 +28,8 @@ from ppo_cli.plan.memory.devices import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.plan.memory.plan import (
-    fit_memory,
-    format_size,
-)
+from ppo_cli.plan.memory.plan import fit_memory, format_size
+from ppo_cli.plan.resolved import Resolved
 
 MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 
@@ -123,6 +122,18 @@ class Simulation:
             "and cuBLAS, fragmentation"
         )
         return lines
+
+
+def measure(resolved: Resolved) -> tuple[dict[str, Any], list[str]]:
+    """Return the simulation of a run's step, as JSON and as lines; progress goes to stderr."""
+    require_simulation(resolved.config)
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+
+    simulation = run_simulation(resolved.asked, resolved.machine, report)
+    return simulation.as_dict(), simulation.lines()
 
 
 def require_simulation(config: Config) -> None:
