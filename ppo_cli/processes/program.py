@@ -14,11 +14,13 @@ class Program(subprocess.Popen[bytes]):
     """A command under a reaper. A run that is killed removes `folder` as well."""
 
     def __init__(
-        self, command: Sequence[str], *, environ: Mapping[str, str], log: BinaryIO, folder: Path
-    ) -> None:
+        self, command: Sequence[str], *, environ: Mapping[str, str], folder: Path,
+        stdin: int = subprocess.DEVNULL, log: BinaryIO | int = subprocess.DEVNULL,
+        cwd: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
-            supervised(command, folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, env=environ,
+            supervised(command, folder), stdin=stdin, stdout=log, stderr=log, env=environ, cwd=cwd,
+            start_new_session=True,
         )  # fmt: skip
 
     def end(self) -> None:

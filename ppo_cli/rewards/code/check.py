@@ -44,7 +44,6 @@ from ppo_cli.rewards.code.processes import (
     MAX_FILE_MB,
     Process,
     describe_broken_limit,
-    end_process,
     remove_folder,
 )
 from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
@@ -102,14 +101,14 @@ class SandboxPair:
         """
         folder = "/"
         if self._sandbox.uses_folder:
-            folder = tempfile.mkdtemp(prefix="ppo-code-")
+            folder = tempfile.mkdtemp(prefix="ppo-code-", dir=self._sandbox.folder)
             self._stack.callback(remove_folder, folder)
             # Only the candidate's folder is checked; it is launched first.
             self._folder = self._folder or folder
         limits = [memory_mb, self._settings.cpu_seconds, MAX_FILE_MB]
         program = command(role, [*limits, int(self._sandbox.needs_own_filter)])
         process = self._sandbox.start(program, streams=streams, folder=folder)
-        self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
+        self._stack.callback(process.end, alone=self._sandbox.name == "bwrap")
         return process
 
     def _wait_for_closed_channels(self) -> None:

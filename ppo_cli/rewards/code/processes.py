@@ -4,11 +4,10 @@ Processes, threads and files of a response are counted and removed. A response m
 files while they are counted, and leave folders of any depth.
 
 The launcher is a separate program, which imports the package sandlock once, then forks.
-`sandboxes.Launcher` starts it with a socket as standard input. Each message there is a folder,
-with the descriptors of a channel and of three streams. A fork reads from the channel what to run.
-The channel returns the process's pid and exit code. When the channel closes, the process is
-killed, and only then reaped, so that its pid is not reused meanwhile. When the trainer exits,
-all channels close; the launcher then removes the remaining folders and exits.
+`sandboxes.Launcher` starts it under a reaper, with a socket as standard input. Each message there
+has the descriptors of a channel and of three streams. The fork, a watcher, reads from the channel
+what to run, and writes its pid and the exit code of the command there. When the channel closes, it
+kills what the command has left, and only then ends, so that its pid is not reused meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import errno
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import stat
@@ -28,7 +26,6 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,20 +46,36 @@ class Process(ABC):
     pid: int
 
     @abstractmethod
-    def poll(self) -> int | None:
-        """Return the exit code (negative: the signal), or None while it runs."""
-
-    @abstractmethod
     def wait(self, timeout: float) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
+
+    @abstractmethod
+    def end(self, *, alone: bool) -> None:
+        """Kill it and everything that it has started, and wait for that.
+
+        `alone`: nothing else can outlive it (it has a process namespace, or may not start
+        processes), so its descendants are not searched.
+        """
 
     def launcher_died(self) -> bool:
         """Whether it was killed because its launcher died, which is not its fault."""
         return False
 
-    def release(self) -> None:
-        """Allow the pid to be reused, once the process is dead."""
-        return
+
+class ChildProcess(subprocess.Popen[bytes], Process):
+    """A process that is our child."""
+
+    def end(self, *, alone: bool) -> None:
+        """Kill it and everything that it has started, and wait for that."""
+        # Descendants that left the session are found by parentage, before they are orphans.
+        kin = [] if alone or self.poll() is not None else list_process_tree(self.pid)[1:]
+        if self.poll() is None:
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            _kill_processes(kin)
+        self.wait(KILL_TIMEOUT_S)
+        if not alone:
+            kill_session(self.pid)
 
 
 def list_process_tree(pid: int) -> list[int]:
@@ -87,31 +100,10 @@ def count_threads(pids: list[int]) -> int:
     return total
 
 
-def end_process(process: Process, *, alone: bool) -> int:
-    """Kill a process and everything it has started; returns its exit code.
-
-    `alone`: nothing else can outlive it (it has a process namespace, or may not start processes),
-    so its descendants are not searched.
-    """
-    try:
-        if process.poll() is None:
-            # Descendants that left the session are found by parentage, before they are orphans.
-            kin = [] if alone else list_process_tree(process.pid)[1:]
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _kill_processes(kin)
-        code = process.wait(KILL_TIMEOUT_S)
-        if not alone:
-            kill_session(process.pid)
-        return code
-    finally:
-        process.release()
-
-
 def kill_session(leader: int) -> None:
-    """Kill all processes of the session of `leader`, which may be dead but must not be reaped."""
+    """Kill all other processes of the session of `leader`, whose pid must not be in use again."""
     for _ in range(MAX_ATTEMPTS):
-        survivors = _list_session(leader)
+        survivors = [pid for pid in _list_session(leader) if pid != os.getpid()]
         if not survivors:
             break
         _kill_processes(survivors)
@@ -223,7 +215,6 @@ DENIED = (
     "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
     "utime", "utimes", "utimensat", "futimesat",
 )  # fmt: skip
-_MAX_PATH_BYTES = 4096
 # Numbers of prctl, capset, unshare and mount, from the kernel's headers.
 _DIE_WITH_PARENT, _DROP_BOUNDING, _AMBIENT, _CLEAR_AMBIENT = 1, 24, 47, 4
 _CAPABILITIES_3 = 0x20080522
@@ -232,153 +223,80 @@ _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _PRIVATE_TREE, _NO_SUID_NO_DEVICES = 0x00044000, 0x6
 
 
-@dataclass(frozen=True)
-class ForkedCommand:
-    """A forked watcher process, whose child runs the command; `exit` is a pidfd of it."""
-
-    pid: int
-    exit: int
-    channel: int
-
-    def send(self, number: int) -> None:
-        """Send a number to the trainer, unless it has closed the connection to this command."""
-        with suppress(OSError):
-            os.write(self.channel, INT64.pack(number))
-
-    def exit_code(self) -> int:
-        """Return the exit code as `subprocess` does, without reaping the process."""
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
-        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-    def end(self, *, has_ended: bool) -> None:
-        """Kill it and its command if they still run, and reap it."""
-        if not has_ended:
-            # A command whose sandbox is not complete yet does not die with its watcher.
-            kill_session(self.pid)
-            os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self.exit)
-        os.close(self.channel)
-
-
-class ForkServer:
-    """Forks watcher processes on request, until the trainer closes the socket or dies."""
-
-    def __init__(self, control: socket.socket, trainer: int) -> None:
-        self._control = control
-        self._trainer = trainer
-        self._limits_files = can_mount_limited_tmpfs()
-        self._poll = select.poll()
-        # poll() reports in the order of registration: a descriptor that this round closes and
-        # reuses is then reported only in the next round.
-        self._poll.register(control, select.POLLIN)
-        self._poll.register(trainer, select.POLLIN)
-        self._exits: dict[int, ForkedCommand] = {}
-        self._channels: dict[int, ForkedCommand] = {}
-        self._folders: list[str] = []
-
-    def serve(self) -> None:
-        """Serve until the end, then end all commands and remove all folders."""
-        while self._serve_round():
-            pass
-        for launch in self._channels.values():
-            launch.end(has_ended=launch.exit not in self._exits)
-        # A trainer that was killed has not removed them.
-        for folder in self._folders:
-            remove_folder(folder)
-
-    def _serve_round(self) -> bool:
-        """Wait for events and handle them: new commands, exits, and closed connections of commands.
-
-        Returns False when the trainer has ended or closed its socket.
-        """
-        for fd, _ in self._poll.poll():
-            if fd == self._trainer or (fd == self._control.fileno() and not self._accept()):
-                return False
-            if fd in self._exits:
-                launch = self._exits.pop(fd)
-                self._poll.unregister(fd)
-                launch.send(launch.exit_code())
-            elif fd in self._channels:  # the trainer has closed this channel
-                launch = self._channels.pop(fd)
-                self._poll.unregister(fd)
-                lives = self._exits.pop(launch.exit, None) is not None
-                if lives:
-                    self._poll.unregister(launch.exit)
-                launch.end(has_ended=not lives)
-        return True
-
-    def _accept(self) -> bool:
-        """Receive one request and fork for it; False when the trainer has closed the socket."""
-        folder, fds, _, _ = socket.recv_fds(
-            self._control, _MAX_PATH_BYTES, 4, socket.MSG_CMSG_CLOEXEC
-        )
-        if not folder:
-            return False
+def serve(control: socket.socket) -> None:
+    """Fork a watcher for each request, until the trainer closes the socket."""
+    limits_files = can_mount_limited_tmpfs()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for watchers
+    control.send(READY)
+    launcher = os.getpid()
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 4, socket.MSG_CMSG_CLOEXEC)
+        if not fds:
+            return
+        channel, *streams = fds
         try:
-            if len(fds) == 4:
-                self._fork(os.fsdecode(folder), fds[0], fds[1:])
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return True
-
-    def _fork(self, folder: str, channel: int, streams: list[int]) -> None:
-        """Fork a watcher process for a command, and send its pid, or the negative errno."""
-        launcher = os.getpid()
-        try:
-            pid = os.fork()
+            if os.fork() == 0:
+                watch_command(launcher, channel, streams, limits_files)
         except OSError as error:
             with suppress(OSError):
                 os.write(channel, INT64.pack(-(error.errno or errno.EAGAIN)))
-            return
-        if pid == 0:
-            watch_command(launcher, channel, streams, self._limits_files)
-        launch = ForkedCommand(pid, os.pidfd_open(pid), os.dup(channel))
-        self._folders = [path for path in self._folders if os.path.lexists(path)] + [folder]
-        self._exits[launch.exit] = self._channels[launch.channel] = launch
-        self._poll.register(launch.exit, select.POLLIN)
-        # Watch the channel for its end only: its data is for the fork.
-        self._poll.register(launch.channel, 0)
-        launch.send(pid)
+        for fd in fds:
+            os.close(fd)
 
 
 def watch_command(launcher: int, channel: int, streams: list[int], limits_files: bool) -> NoReturn:
-    """Run one command as its watcher process, and exit as the command exits; never returns."""
+    """Run one command as its watcher, until the trainer releases it; never returns."""
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == launcher:
-            # The request: a length, then that many bytes of JSON.
-            with open(channel, "rb", closefd=False) as file:
-                plan, command = json.loads(file.read(*INT64.unpack(file.read(INT64.size))))
-            if limits_files:
-                mount_limited_tmpfs(plan["cwd"])
-            drop_privileges()
-            for number, stream in enumerate(streams):
-                os.dup2(stream, number)
-            # Close the launcher's descriptors: an open copy would keep their channels alive.
-            for name in os.listdir("/proc/self/fd"):
-                if int(name) > 2:
-                    with suppress(OSError):
-                        os.close(int(name))
-            code = run(plan, command)
+        if os.getppid() != launcher:
+            os._exit(1)
+        os.write(channel, INT64.pack(os.getpid()))
+        # The request: a length, then that many bytes of JSON.
+        with open(channel, "rb", closefd=False) as file:
+            plan, command = json.loads(file.read(*INT64.unpack(file.read(INT64.size))))
+        if limits_files:
+            mount_limited_tmpfs(plan["cwd"])
+        drop_privileges()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        # Close the launcher's descriptors: an open copy would keep their channels alive.
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) != channel:
+                with suppress(OSError):
+                    os.close(int(name))
+        code = run(plan, command, channel)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code & 0xFF)
+        with suppress(OSError):
+            os.write(channel, INT64.pack(code))
+        _end_at_release(channel)
 
 
-def run(plan: dict[str, Any], command: list[str]) -> int:
+def _end_at_release(channel: int) -> NoReturn:
+    """Wait until the trainer closes the channel, then kill what is left, and exit."""
+    with suppress(OSError):
+        os.read(channel, 1)
+    _kill_processes(list_process_tree(os.getpid())[1:])
+    kill_session(os.getpid())
+    os._exit(0)
+
+
+def run(plan: dict[str, Any], command: list[str], channel: int) -> int:
     """Run the command in a sandbox, on the streams of this process; returns a shell's exit code."""
+    import threading
+
     from sandlock import Sandbox
 
     sandbox = Sandbox(
         **plan, clean_env=True, max_processes=1, no_coredump=True, extra_deny_syscalls=DENIED
     )
-    result = sandbox.popen(command).wait()
+    process = sandbox.popen(command)
+    threading.Thread(target=_end_at_release, args=(channel,), daemon=True).start()
+    result = process.wait()
     if result.signal > 0:
         return 128 + int(result.signal)
     # The package reports -1 without a signal number when it was SIGKILL.
@@ -433,11 +351,8 @@ def drop_privileges() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the trainer, whose pid is the argument; it must be the parent."""
+    """Serve the trainer."""
     control = socket.socket(fileno=0)
-    trainer = os.pidfd_open(int(arguments[0]))
-    if os.getppid() != int(arguments[0]):
-        return
     try:
         # Import once for all forks. A fork copies no threads, so the import must not start any.
         import sandlock  # noqa: F401
@@ -448,6 +363,4 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         control.send(f"{type(error).__name__}: {error}".encode())
         return
-    server = ForkServer(control, trainer)
-    control.send(READY)
-    server.serve()
+    serve(control)

@@ -34,17 +34,19 @@ from typing import Any, Literal
 
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
+from ppo_cli.processes.program import Program
 from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.probe import SECRET
 from ppo_cli.rewards.code.processes import (
     INT64,
+    KILL_TIMEOUT_S,
     MAX_FILE_MB,
     MAX_FILES_MB,
     READY,
+    ChildProcess,
     Process,
     describe_broken_limit,
-    end_process,
     remove_folder,
 )
 
@@ -108,53 +110,50 @@ def _pack_modules(role: Role) -> str:
 
 
 LAUNCHER_TIMEOUT_S = 60.0
-LAUNCHER_CLOSE_TIMEOUT_S = 60.0
 _MAX_GREETING_BYTES = 4096
 
 
 class ForkedProcess(Process):
-    """A process forked by the launcher, not our child. Its pid is not reused before `release`."""
+    """A process forked by the launcher, not our child. Its pid is not reused before `end`."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self._channel = channel
         self._code: int | None = None
         self._launcher_died = False
-        channel.setblocking(False)
 
-    def poll(self) -> int | None:
-        """Return the exit code (negative: the signal), or None while it runs."""
+    def wait(self, timeout: float) -> int:
+        """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
         if self._code is None:
-            try:
-                data = self._channel.recv(INT64.size)
-            except BlockingIOError:
-                return None
-            except ConnectionError:
-                data = b""
-            # The launcher sends the exit code; the end of the channel means that it has died.
+            data = self._receive(timeout)
+            # The watcher sends the exit code; the end of the channel means that it has died.
             self._launcher_died = not data
             self._code = int(INT64.unpack(data)[0]) if data else -signal.SIGKILL
         return self._code
 
-    def wait(self, timeout: float) -> int:
-        """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
-        if self.poll() is None:
-            listener = select.poll()
-            listener.register(self._channel, select.POLLIN)
-            listener.poll(1000 * timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("sandlock", timeout)
-        return code
-
     def launcher_died(self) -> bool:
         """Whether it was killed because its launcher died, which is not its fault."""
-        self.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
         return self._launcher_died
 
-    def release(self) -> None:
-        """Let the launcher kill what still runs, and reap it."""
-        self._channel.close()
+    def end(self, *, alone: bool = False) -> None:
+        """Let the watcher kill what still runs, and wait until it has ended."""
+        with self._channel, contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+            while self._receive(KILL_TIMEOUT_S):
+                pass
+
+    def _receive(self, timeout: float) -> bytes:
+        """Return the next message, b"" at the end; subprocess.TimeoutExpired without one."""
+        listener = select.poll()
+        listener.register(self._channel, select.POLLIN)
+        if not listener.poll(1000 * timeout):
+            raise subprocess.TimeoutExpired("sandlock", timeout)
+        try:
+            return self._channel.recv(INT64.size)
+        except ConnectionError:
+            return b""
 
 
 class Launcher:
@@ -162,43 +161,48 @@ class Launcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
         self._control: socket.socket | None = None
+        self._folder: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder for files of commands, which is removed at the end, also of a killed run."""
+        with self._lock:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="ppo-code-"))
+            return self._folder
 
     def fork(
-        self,
-        command: Sequence[str],
-        plan: dict[str, Any],
-        *,
-        streams: tuple[int, int, int],
-        folder: str,
+        self, command: Sequence[str], plan: dict[str, Any], *, streams: tuple[int, int, int]
     ) -> ForkedProcess:
-        """Start a command; raises OSError when the launcher dies twice during the start.
-
-        The launcher removes the folder when the command is released.
-        """
+        """Start a command; raises OSError when the launcher dies twice during the start."""
         order = json.dumps([plan, list(command)]).encode()
         for _ in range(2):
             process = self._ensure_running()
             try:
-                return self._request_fork(INT64.pack(len(order)) + order, streams, folder)
+                return self._request_fork(INT64.pack(len(order)) + order, streams)
             except (ConnectionError, TimeoutError, struct.error):
                 # End a launcher that does not answer, unless another thread has replaced it.
                 with self._lock:
                     if self._process is process:
-                        self._end(0.0)
+                        self._end()
         raise OSError("the launcher of sandlock has died twice over one start")
 
     def close(self) -> None:
         """End the launcher and everything it has forked; the next `fork` starts another."""
         with self._lock:
-            self._end(LAUNCHER_CLOSE_TIMEOUT_S)
+            self._end()
+            if self._folder is not None:
+                remove_folder(str(self._folder))
+                self._folder = None
 
-    def _ensure_running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> Program:
         """Return the launcher process, which is started if there is none.
 
         Raises OSError if it does not start.
         """
+        folder = self.folder
         with self._lock:
             if self._process is None:
                 try:
@@ -206,16 +210,10 @@ class Launcher:
                         socket.AF_UNIX, socket.SOCK_SEQPACKET
                     )
                     with launcher_end:
-                        # The launcher watches this process by a pidfd. (A parent-death signal
-                        # would fire when the thread that started it ends.)
-                        self._process = subprocess.Popen(
-                            [sys.executable, "-I", *program("launcher", [os.getpid()])],
-                            stdin=launcher_end.fileno(),
-                            stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL,
-                            cwd="/",
-                            env=ENVIRONMENT,
-                            start_new_session=True,
+                        command = [sys.executable, "-I", *program("launcher")]
+                        stdin = launcher_end.fileno()
+                        self._process = Program(
+                            command, environ=ENVIRONMENT, folder=folder, stdin=stdin, cwd="/"
                         )
                     # It sends READY, or the reason why it cannot start.
                     self._control.settimeout(LAUNCHER_TIMEOUT_S)
@@ -224,14 +222,12 @@ class Launcher:
                         problem = greeting.decode("utf-8", "replace")
                         raise OSError(problem or "its launcher exits at once")
                 except BaseException:
-                    self._end(0.0)
+                    self._end()
                     raise
             return self._process
 
-    def _request_fork(
-        self, order: bytes, streams: tuple[int, int, int], folder: str
-    ) -> ForkedProcess:
-        """Return the process of a command that the launcher forks in `folder`.
+    def _request_fork(self, order: bytes, streams: tuple[int, int, int]) -> ForkedProcess:
+        """Return the process of a command that the launcher forks.
 
         Raises ConnectionError if the launcher has ended, OSError if it cannot fork.
         """
@@ -241,8 +237,7 @@ class Launcher:
             with launcher_end, self._lock:
                 if self._control is None:
                     raise ConnectionError("another thread has ended the launcher")
-                fds = [launcher_end.fileno(), *streams]
-                socket.send_fds(self._control, [os.fsencode(folder)], fds)
+                socket.send_fds(self._control, [b"."], [launcher_end.fileno(), *streams])
             pid = int(INT64.unpack(channel.recv(INT64.size))[0])
             if pid < 0:
                 raise OSError(-pid, f"sandlock cannot fork: {os.strerror(-pid)}")
@@ -252,16 +247,12 @@ class Launcher:
             raise
         return ForkedProcess(pid, channel)
 
-    def _end(self, patience: float) -> None:
-        """Close the launcher's socket, and kill the launcher after `patience` seconds."""
+    def _end(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-            self._process.kill()
-            self._process.wait(LAUNCHER_CLOSE_TIMEOUT_S)
+            self._process.end()
             self._process = None
 
 
@@ -283,6 +274,11 @@ class Sandbox(ABC):
     uses_folder = False
     needs_own_filter = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Where folders for its processes are made; None: with other temporary files."""
+        return None
+
     def missing(self) -> str:
         """Return why it cannot be used on this machine at all; '' when it can be tried."""
         return ""
@@ -300,10 +296,6 @@ class Sandbox(ABC):
     def close(self) -> None:
         """Free what starting has needed; the next `start` creates it again."""
         return
-
-
-class ChildProcess(subprocess.Popen[bytes], Process):
-    """A process that is our child."""
 
 
 def _start(
@@ -408,6 +400,11 @@ class Sandlock(Sandbox):
         self._memory_mb = memory_mb
         self._launcher = Launcher()
 
+    @property
+    def folder(self) -> Path:
+        """Where folders for its processes are made."""
+        return self._launcher.folder
+
     def missing(self) -> str:
         """Say why it cannot be used here at all; empty when it can be tried."""
         if importlib.util.find_spec("sandlock") is None:
@@ -427,7 +424,7 @@ class Sandlock(Sandbox):
             "cwd": folder,
             "env": {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
         }
-        return self._launcher.fork(command, plan, streams=streams, folder=folder)
+        return self._launcher.fork(command, plan, streams=streams)
 
     def separate(self) -> Sandlock:
         """Return a sandbox with a separate launcher."""
@@ -542,7 +539,7 @@ def _find_leak(sandbox: Sandbox, what: str, facts: list[object]) -> str:
         program = command("probe", [what, *_PROBE_LIMITS, int(sandbox.needs_own_filter), *facts])
         streams = (nothing.fileno(), output.fileno(), output.fileno())
         process = sandbox.start(program, streams=streams, folder=folder)
-        stack.callback(end_process, process, alone=False)
+        stack.callback(process.end, alone=False)
         code = _wait_for_exit(sandbox, process, folder)
         output.seek(0)
         text = output.read().decode("utf-8", "replace")

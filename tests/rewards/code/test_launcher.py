@@ -15,7 +15,6 @@ import pytest
 
 from ppo_cli.records import Score
 from ppo_cli.rewards.code.check import Check
-from ppo_cli.rewards.code.processes import end_process
 from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, ForkedProcess, Sandbox, interpreter
 from tests.rewards.code.attacks import find_marked
 from tests.rewards.tables import read_blocks
@@ -48,7 +47,7 @@ def start(sandlock: Sandbox, tmp_path: Path) -> Iterator[Start]:
 
     yield run
     for process in started:
-        process.release()
+        process.end()
 
 
 def stat_of(pid: int) -> list[str]:
@@ -90,7 +89,7 @@ def is_dead(pid: int) -> bool:
 )  # fmt: skip
 def test_how_a_command_ends(text: str, code: int, start: Start) -> None:
     process = start(text)
-    assert process.wait(120) == process.poll() == code
+    assert process.wait(120) == code
     assert not process.launcher_died()
 
 
@@ -107,11 +106,11 @@ def test_one_launcher_forks_all_and_hands_them_nothing(start: Start) -> None:
         first.wait(0.05)
 
 
-def test_the_number_is_kept_until_the_release(start: Start) -> None:
+def test_the_pid_is_kept_until_the_end(start: Start) -> None:
     process = start("")
     process.wait(120)
     assert Path(f"/proc/{process.pid}").exists()
-    process.release()
+    process.end()
     assert await_that(lambda: not Path(f"/proc/{process.pid}").exists())
 
 
@@ -122,12 +121,12 @@ def test_memory_has_a_limit_beside_that_of_the_process(start: Start) -> None:
 
 
 @pytest.mark.usefixtures("no_trace")
-def test_releasing_kills_what_lives(start: Start) -> None:
-    first, second = start(SLEEP), start(SLEEP)
-    first.release()
-    assert await_that(lambda: is_dead(first.pid))
-    assert end_process(second, alone=False) == -signal.SIGKILL
-    assert not second.launcher_died()
+def test_ending_kills_what_lives(start: Start) -> None:
+    process = start(SLEEP)
+    assert await_that(lambda: bool(children_of(process.pid)))
+    family = [process.pid, *children_of(process.pid)]
+    process.end()
+    assert await_that(lambda: all(map(is_dead, family)))
 
 
 @pytest.mark.usefixtures("no_trace")
@@ -189,9 +188,9 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(sandlock: Sandbox, tmp_path
         return len(find_marked(f"PPO_TEST_TOKEN={token}"))
 
     try:
-        # A launcher, and for each of two checks two processes with one that watches each.
-        assert await_that(lambda: marked() == 9, 60)
-        assert len(list(folder.iterdir())) == 4
+        # A launcher and its reaper, and for each of two checks two processes with their watchers.
+        assert await_that(lambda: marked() == 10, 60)
+        assert len(list(folder.glob("*/*"))) == 4
     finally:
         trainer.kill()
         trainer.wait()
