@@ -38,7 +38,7 @@ FOREIGN = {
 LACKS = (
     "no such file",
     "is not a checkpoint",
-    "state/run.json is missing",
+    "run.json cannot be read",
     "there is no file",
     "there is no model folder",
     "there is no program",

@@ -29,7 +29,7 @@ MAY: dict[str, set[str]] = {
     # A plan counts the rows of prompt files; settings take the names of estimators.
     "config": GROUND | {"algo.estimators", "data_sets.files", "machine"},
     # What holds: nothing above it decides anything again.
-    "plan": GROUND | FLOOR_2 | {"algo.estimators"},
+    "plan": GROUND | FLOOR_2 | {"algo.estimators", "CallablePackage"},
     "rewards": GROUND | {"config", "machine", "plan"},
     "engine": GROUND | {"config", "machine", "plan", "algo"},
     "environments": GROUND | {"config", "data_sets", "algo", "engine.base"},
