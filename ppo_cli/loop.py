@@ -69,9 +69,7 @@ def learn(job: Job, state: RunState, step_sample: StepSample, before: Snapshot) 
     with undone_on_stop(job, state, before):
         # While the reward scores the responses, the engine annotates them with log-probs and
         # values. The scores become token rewards, and these become advantages.
-        scored, scores, shaped = prepare_batch(
-            job, state, step_sample, critic_lam=config.critic.lam
-        )
+        scored, scores, shaped = prepare_batch(job, state, step_sample, config.critic.lam)
         state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
         # Train critic and actor in epochs of mini-batches; give the samplers the new weights.
         sums = update(job, state, shaped.batch)
