@@ -19,8 +19,7 @@ from ppo_cli.callables import name_of, write_function, write_rows
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, collect_problems
-from ppo_cli.plan.findings.devices import missing_gpus
-from ppo_cli.plan.findings.rewards import missing_keys
+from ppo_cli.plan.findings.rules import find_findings, list_texts
 from ppo_cli.plan.findings.run import refused_in_session
 from ppo_cli.plan.resolve import resolve
 from ppo_cli.plan.resolved import Resolved
@@ -269,8 +268,9 @@ def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
 
     config, scored = resolved.config, resolved.function == "train"
     yield from () if scored else refused_in_session(config)
-    yield from () if plan else [*missing_gpus(resolved), *missing_keys(config, os.environ)]
-    yield from find_all_refusals(resolved, make_prompt_reader(config), scored=scored)
+    findings = find_findings(resolved)
+    yield from () if plan else list_texts(findings, "elsewhere")
+    yield from find_all_refusals(resolved, findings, make_prompt_reader(config), scored=scored)
 
 
 def _as_typed(value: Any) -> Any:

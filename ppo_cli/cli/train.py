@@ -23,6 +23,7 @@ from ppo_cli.config.layers import (
     describe_fork,
 )
 from ppo_cli.config.mixture import describe_reward, judges_of
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
 from ppo_cli.config.schema.run import Config
@@ -37,9 +38,7 @@ from ppo_cli.errors import (
     ppo,
 )
 from ppo_cli.plan.batches import count_steps, split_files
-from ppo_cli.plan.findings.devices import missing_gpus
-from ppo_cli.plan.findings.rewards import missing_keys
-from ppo_cli.plan.findings.runner import refused_settings, remarks
+from ppo_cli.plan.findings.rules import find_findings, list_texts
 from ppo_cli.plan.memory.devices import read_memory_size
 from ppo_cli.plan.memory.disk import find_disk_shortage
 from ppo_cli.plan.placement import PlanPart
@@ -75,12 +74,15 @@ def plan(arguments: Arguments) -> None:
         assumed = resolved.machine.assume_memory(read_memory_size(size))
         resolved = replace(resolved, machine=assumed)
     read = make_prompt_reader(resolved.config)
-    if refused_settings(resolved):  # these settings have no plan
-        raise ConfigError(find_all_refusals(resolved, read))
-    run_plan = make_plan(resolved)
+    findings = find_findings(resolved)
+    refusals = find_all_refusals(resolved, findings, read)
+    try:
+        run_plan = make_plan(resolved, findings)
+    except ConfigError as error:  # these settings have no plan
+        raise ConfigError(refusals) from error
     notes, resume_problems = plan_resume(run_plan, command_line())
     run_plan = replace(run_plan, notes=(*notes, *run_plan.notes))
-    problems = list(dict.fromkeys([*resume_problems, *find_all_refusals(resolved, read)]))
+    problems = list(dict.fromkeys([*resume_problems, *refusals]))
     # Print the plan even if the run would be refused.
     _show_plan(run_plan, read, arguments, problems)
     if problems:
@@ -299,17 +301,17 @@ def train(arguments: Arguments) -> None:
     from ppo_cli.run.refusals import find_refusals
 
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
-    problems = find_refusals(resolved)
+    findings = find_findings(resolved)
+    problems = find_refusals(resolved, findings)
     # Unlike a plan, a run needs its GPUs and keys here.
     if not resolved.config.trainer.node_rank:
-        problems = [*missing_gpus(resolved), *missing_keys(resolved.config, os.environ),
-                    *problems]  # fmt: skip
+        problems = [*list_texts(findings, "elsewhere"), *problems]
     if problems:
         raise ConfigError(problems)
-    _run_training(resolved, arguments)
+    _run_training(resolved, findings, arguments)
 
 
-def _run_training(resolved: Resolved, arguments: Arguments) -> None:
+def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: Arguments) -> None:
     """Run a training with a screen; nodes other than the first join its cluster and exit.
 
     Raises Interrupted if the output was closed, and Crash for bugs.
@@ -324,10 +326,12 @@ def _run_training(resolved: Resolved, arguments: Arguments) -> None:
 
         raise typer.Exit(join_cluster(resolved.config, resolved.asked, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
-    run_plan = make_plan(resolved)
+    run_plan = make_plan(resolved, findings)
     start = align_columns(_describe_start(run_plan))
-    screen.note_all([*start, *resolved.notes, *remarks(resolved)])
-    for shortage in find_disk_shortage(run_plan.settings, run_plan.arithmetic["total_steps"]):
+    remarks = list_texts(run_plan.findings, "no_effect", "remark")
+    shortages = find_disk_shortage(run_plan.settings, run_plan.arithmetic["total_steps"])
+    screen.note_all([*start, *resolved.notes, *(text for text in remarks if text not in shortages)])
+    for shortage in shortages:
         screen.health(shortage)
     if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
         from ppo_cli.cli.reward import audit_at_start

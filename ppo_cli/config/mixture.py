@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError
 
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.algorithm import Conflict, Section, checked, setting
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import (
-    Clash,
     Key,
     keys_of,
     nest_values,
@@ -259,7 +259,7 @@ class Mixture:
     """The parts that could be read, and what is wrong; `set_by` has the keys that set each part."""
 
     parts: tuple[MixPart, ...] = ()
-    clashes: tuple[Clash, ...] = ()
+    clashes: tuple[Finding, ...] = ()
     set_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -292,7 +292,7 @@ class _MixtureReader:
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
         self._parts: dict[str, _PartDraft] = {}
-        self._clashes: list[Clash] = []
+        self._clashes: list[Finding] = []
 
     def read(self) -> Mixture:
         """Return the mixture: its parts, the clashes, and which keys set each part."""
@@ -310,7 +310,7 @@ class _MixtureReader:
         return Mixture(tuple(parts), tuple(self._clashes), set_by)
 
     def _report(self, key: str, text: str, *other_keys: str) -> None:
-        self._clashes.append(Clash((key, *other_keys), text))
+        self._clashes.append(Finding((key, *other_keys), text))
 
     def _read_flag(self, text: str) -> None:
         """Read one --reward: `judge:0.5` or `rule:format:0.2`."""

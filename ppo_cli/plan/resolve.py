@@ -29,7 +29,6 @@ from ppo_cli.config.layers import (
 from ppo_cli.config.mixture import read_judge
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import (
-    Scene,
     describe_range,
     find_key,
     nest_values,
@@ -45,7 +44,8 @@ from ppo_cli.config.settle import settle
 from ppo_cli.errors import ConfigError, is_address, plural
 from ppo_cli.machine.machine import Machine
 from ppo_cli.plan.batches import describe_lowered_batches, fit_batches, train_rows
-from ppo_cli.plan.findings.runner import find_clashes
+from ppo_cli.plan.findings.rules import find_clashes
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.secrets.known import hide_settings
@@ -85,18 +85,19 @@ def resolve(
     config = _fit_batches(draft, config)
     hide_settings(nest_values(draft.texts))
     settled = settle(config, machine)
+    notes = tuple(dict.fromkeys(draft.notes))
+    resolved = Resolved(
+        config, settled.config, _list_origins(draft.entries), settled.why, machine, notes,
+        foreign=draft.foreign,
+    )  # fmt: skip
     # A clash of settings that could not be read would only repeat that problem.
-    for clash in find_clashes(Scene(settled.config, config, machine, environ)):
+    for clash in find_clashes(Scene(resolved, environ)):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_origins_of(draft, clash.keys)}: {clash.text}")
     draft.problems += find_run_code(draft.entries, draft.values, run) if run else ()
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
-    notes = tuple(dict.fromkeys(draft.notes))
-    return Resolved(
-        config, settled.config, _list_origins(draft.entries), settled.why, machine, notes,
-        foreign=draft.foreign,
-    )  # fmt: skip
+    return resolved
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:

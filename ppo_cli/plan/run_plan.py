@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, other_judges
 from ppo_cli.config.models.known_models import choose_adapter
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
@@ -18,8 +19,7 @@ from ppo_cli.plan.batches import (
     describe_arithmetic,
     multiply,
 )
-from ppo_cli.plan.findings.models import critic_remarks, template_remarks
-from ppo_cli.plan.findings.runner import missing_inputs, missing_parts, refused_settings, remarks
+from ppo_cli.plan.findings.rules import find_findings, list_texts
 from ppo_cli.plan.memory.disk import find_disk_shortage, plan_disk
 from ppo_cli.plan.memory.plan import fit_memory, memory_plan
 from ppo_cli.plan.placement import Placement, PlanPart, placement_of, plan_devices
@@ -86,7 +86,8 @@ class RunPlan:
     values: dict[str, tuple[Any, str]]  # as JSON values, with their origins
     arithmetic: dict[str, int | None]
     sentences: tuple[str, ...]
-    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]  # remarks of the layers, and the sentences of the findings
     reward: PlanPart
     devices: PlanPart
     memory: PlanPart
@@ -110,41 +111,35 @@ class RunPlan:
             "memory": self.memory.facts,
             "disk": self.disk.facts,
             "reward": self.reward.facts,
+            "findings": [asdict(finding) for finding in self.findings],
             "notes": list(self.notes),
         }
 
 
-def make_plan(resolved: Resolved) -> RunPlan:
-    """Return the plan of a resolved configuration.
+def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -> RunPlan:
+    """Return the plan of a resolved configuration, and of what was found about it.
 
     ConfigError has the settings that would keep a run from starting on any machine.
     """
-    # Refuse what would stop a run anywhere, before anything is computed.
-    if wrong := refused_settings(resolved):
+    if findings is None:
+        findings = find_findings(resolved)
+    if wrong := list_texts(findings, "refuse"):
         raise ConfigError(wrong)
     fitted, machine = fit_memory(resolved.asked, resolved.machine), resolved.machine
     config = fitted.config
     sums = batch_arithmetic(config) | count_micro_batches(config)
-    notes = [
-        *resolved.notes,
-        *missing_inputs(resolved),
-        *missing_parts(resolved),
-        *remarks(resolved),
-        *critic_remarks(config),
-        *template_remarks(config),
-        *find_disk_shortage(config, sums["total_steps"]),
-    ]
+    shortages = find_disk_shortage(config, sums["total_steps"])
+    findings += tuple(Finding(("trainer.output_dir",), text, "remark") for text in shortages)
+    notes = [*resolved.notes, *(finding.text for finding in findings)]
     return RunPlan(
         resolved,
         config,
         fitted.why,
         placement_of(config),
-        {
-            key: (_to_plain(value_of(config, key)), origin)
-            for key, origin in resolved.origins.items()
-        },
+        {k: (_to_plain(value_of(config, k)), origin) for k, origin in resolved.origins.items()},
         sums,
         tuple(describe_arithmetic(sums)),
+        findings,
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(config.reward, sums["reward_calls"]),
         plan_devices(config, machine),

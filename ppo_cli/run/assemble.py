@@ -396,9 +396,10 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
     if checkpoint:
-        kept, notes = keep_decisions(plan, checkpoint)
+        kept, free, notes = keep_decisions(plan, checkpoint)
         same = run_identity(kept.settings, prompts, val_prompts)
-        changed = find_changes(checkpoint, kept.settings, same, command)
+        bound = {key: value for key, value in same.items() if key not in free}
+        changed = find_changes(checkpoint, kept.settings, bound, command)
         if not changed:
             require_resumable(checkpoint, command)
             plan, identity = restore_second_judge(kept, checkpoint, screen.note), same

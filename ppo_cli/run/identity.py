@@ -21,12 +21,12 @@ from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
-from ppo_cli.errors import UserError
+from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
-from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.folder import PLAN_FILE, read_decisions, run_settings
 from ppo_cli.run_folder.sources import has_model
 from ppo_cli.secrets.redact import mask_secrets
 
@@ -37,6 +37,10 @@ CONTENTS = "contents"  # digests of files and model folders, by path
 MODEL_SUFFIXES = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
 # Training or merging changes every layer, so blocks from all over a large file are enough.
 BLOCKS, BLOCK_BYTES = 64, 64 * 1024
+# Decisions of these identities bind a run, and those of these settings, which change its numbers.
+BINDING = ("run", "checkpoint")
+KEPT = ("model.packing", "model.attn_implementation", "model.float32_matmul")
+AS_BEGUN = "as the run began"  # origin of a decision that a resume keeps
 SHOWN_CHARACTERS = 60  # of a value in a message
 
 
@@ -99,24 +103,33 @@ def digest_value(value: Any) -> str:
     return digest_text(text, 12)
 
 
-def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, list[str]]:
+def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], list[str]]:
     """Return the plan with what the run of a checkpoint has decided, and notes on it.
 
-    Unset settings that identify a run may be decided otherwise here, on another machine. The run
-    goes on as it began.
+    What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
+    set has the settings for which that is not possible here: they do not make another run.
     """
-    saved: dict[str, Any] = read_state(checkpoint)["fingerprint"]
     kept: dict[str, Any] = {}
-    for key in plan.why:
-        now, before = value_of(plan.settings, key), saved.get(key)
-        if table()[key].identity in ("run", "checkpoint") and before not in (None, now):
+    not_kept: set[str] = set()
+    notes: list[str] = []
+    for key, before in read_decisions(checkpoint.parents[1]).items():
+        if key not in plan.why or not (key in KEPT or table()[key].identity in BINDING):
+            continue
+        now, why = value_of(plan.settings, key), plan.why[key]
+        if before == now:
+            continue
+        try:
+            plan.amend({key: before}, AS_BEGUN)
+        except ConfigError:
+            not_kept.add(key)
+            notes.append(f"{key} was {_format_value(before)}, and is {_format_value(now)}: {why}.")
+        else:
             kept[key] = before
-    notes = [
-        f"{key} is {_format_value(before)}, as this run began; this machine would choose "
-        f"{_format_value(value_of(plan.settings, key))} ({plan.why[key]})."
-        for key, before in kept.items()
-    ]
-    return plan.amend(kept, "as the run began") if kept else plan, notes
+            notes.append(
+                f"{key} is {_format_value(before)}, as this run began; this machine would choose "
+                f"{_format_value(now)} ({why})."
+            )
+    return plan.amend(kept, AS_BEGUN) if kept else plan, not_kept, notes
 
 
 def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:
@@ -129,6 +142,8 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
     if identity.keys() - saved.keys():
         with suppress(UserError):
             saved = setting_values(run_settings(checkpoint.parents[1])) | saved
+    if not (checkpoint.parents[1] / PLAN_FILE).exists():
+        saved = {k: v for k, v in saved.items() if not _was_undecided(k, v)}
     if bound:
         binding = {key for key, setting in table().items() if setting.identity == "checkpoint"}
         identity = {key: value for key, value in identity.items() if key in binding}
@@ -169,8 +184,8 @@ def describe_new_run(other: str, checkpoint: Path, identity: Mapping[str, Any]) 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe which values changed, and from what; keys that only one side has do not count."""
-    # Keys that an older version did not save are ignored, and what it had not decided.
-    both = [key for key in now if key in before and not _was_undecided(key, before[key])]
+    # Keys that an older version did not save are ignored.
+    both = [key for key in now if key in before]
     return ", ".join(text for key in both for text in _describe_change(key, before[key], now[key]))
 
 

@@ -5,8 +5,7 @@ Nothing here imports torch, unless a chat template has to be tried.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from ppo_cli.config.models.folder import (
     template_raises,
     vocabulary_size,
 )
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
@@ -30,10 +30,8 @@ from ppo_cli.plan.batches import (
     split_files,
     train_rows,
 )
-from ppo_cli.plan.findings.devices import missing_gpus
 from ppo_cli.plan.findings.models import damaged_models
-from ppo_cli.plan.findings.rewards import missing_keys
-from ppo_cli.plan.findings.runner import missing_inputs, missing_parts
+from ppo_cli.plan.findings.rules import list_texts
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plan.run_plan import RunPlan
 from ppo_cli.records import Prompt
@@ -55,12 +53,14 @@ def checkpoints_of(config: Config) -> CheckpointStore:
     return CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
 
 
-def find_all_refusals(resolved: Resolved, read: PromptReader, *, scored: bool = True) -> list[str]:
+def find_all_refusals(
+    resolved: Resolved, findings: Iterable[Finding], read: PromptReader, *, scored: bool = True
+) -> list[str]:
     """Return why a run would be refused: settings and files, the environment, then the rows.
 
     A run that is not `scored` by its reward may lack what that needs of rows.
     """
-    config, problems = resolved.config, find_refusals(resolved)
+    config, problems = resolved.config, find_refusals(resolved, findings)
     if config.environment.is_set:
         from ppo_cli.run.episodes import check_episodes
 
@@ -68,7 +68,7 @@ def find_all_refusals(resolved: Resolved, read: PromptReader, *, scored: bool = 
     return list(dict.fromkeys([*problems, *_find_row_refusals(config, read, scored=scored)]))
 
 
-def find_refusals(resolved: Resolved) -> list[str]:
+def find_refusals(resolved: Resolved, findings: Iterable[Finding]) -> list[str]:
     """Return why settings and files would be refused.
 
     Missing GPUs and keys are left out: a plan may be made on another machine, and notes them.
@@ -76,9 +76,7 @@ def find_refusals(resolved: Resolved) -> list[str]:
     config = resolved.config
     if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
         return []
-    allowed = [*missing_keys(config, os.environ), *missing_gpus(resolved)]
-    missing = [*missing_parts(resolved), *missing_inputs(resolved)]
-    problems = [line for line in missing if line not in allowed]
+    problems = list_texts(findings, "refuse", "missing")
     problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 
@@ -159,8 +157,8 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
             setting_values,
         )
 
-        kept, kept_notes = keep_decisions(plan, checkpoint)
-        identity = setting_values(kept.settings)
+        kept, free, kept_notes = keep_decisions(plan, checkpoint)
+        identity = {k: v for k, v in setting_values(kept.settings).items() if k not in free}
         if other := find_changes(checkpoint, kept.settings, identity, command):
             notes.append(describe_new_run(other, checkpoint, identity))
             return

@@ -92,17 +92,24 @@ def run_settings(run: Path) -> Config:
     Runs of older versions have no plan: what is unset is then decided for this machine. UserError
     as in `resolve`.
     """
-    from ppo_cli.config.schema.keys import table, with_settings
+    from ppo_cli.config.schema.keys import with_settings
     from ppo_cli.plan.resolve import resolve
 
     files = [run / "config.yaml"]
     resolved = resolve(flags={}, preset=None, config_files=files, overrides=[], environ={})
+    return with_settings(resolved.config, read_decisions(run))
+
+
+def read_decisions(run: Path) -> dict[str, Any]:
+    """Return what the plan of a run has decided, as nobody had set it; empty without a plan."""
+    from ppo_cli.config.schema.keys import table
+
     try:
         values = json.loads((run / PLAN_FILE).read_bytes())["values"]
+        held = {key: fact["value"] for key, fact in values.items() if "why" in fact}
     except (OSError, ValueError, KeyError, TypeError):
-        return resolved.config
-    held = {key: fact["value"] for key, fact in values.items() if "why" in fact}
-    return with_settings(resolved.config, {k: v for k, v in held.items() if k in table()})
+        return {}
+    return {key: value for key, value in held.items() if key in table()}
 
 
 class RunFolder:

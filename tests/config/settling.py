@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError
 from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.findings.devices import device_remarks
+from ppo_cli.plan.findings.rules import find_findings, list_texts
+from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.plan.findings.unused import find_unused
 from ppo_cli.plan.resolve import resolve
 from ppo_cli.plan.resolved import Resolved
 from tests.settings import CPU, complete
@@ -49,6 +54,27 @@ def problems(*overrides: str, **layers: Any) -> tuple[str, ...]:
     except ConfigError as error:
         return error.problems
     return ()
+
+
+def remarks(resolved: Resolved, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What may surprise, and settings of files and presets without effect."""
+    return list_texts(find_findings(resolved, environ), "no_effect", "remark")
+
+
+def refusals(resolved: Resolved, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What keeps a run from starting here."""
+    return list_texts(find_findings(resolved, environ), "refuse", "missing", "elsewhere")
+
+
+def unused(resolved: Resolved) -> tuple[list[str], list[str]]:
+    """Settings without effect: those that are refused, and those that are only remarked on."""
+    findings = list(find_unused(resolved))
+    return list_texts(findings, "refuse"), list_texts(findings, "no_effect")
+
+
+def device_notes(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
+    """Remarks on devices."""
+    return list(device_remarks(Scene(resolved, environ)))
 
 
 def written(text: str) -> str:

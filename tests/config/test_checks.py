@@ -6,9 +6,8 @@ import pytest
 
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.findings.runner import missing_inputs, missing_parts, remarks
 from ppo_cli.plan.run_plan import make_plan
-from tests.config.settling import settle
+from tests.config.settling import refusals, remarks, settle
 
 FILE = "data.train_files=x.jsonl"
 
@@ -31,11 +30,11 @@ def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> No
 
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:
-    assert missing_parts(settle()) == missing_inputs(settle()) == []
-    (message,) = missing_inputs(settle("data.train_files=[]"))
+    assert refusals(settle()) == refusals(settle()) == []
+    (message,) = refusals(settle("data.train_files=[]"))
     assert "--train_files" in message
     assert "ppo data prepare gsm8k" in message
-    assert missing_inputs(settle(FILE)) == []
+    assert refusals(settle(FILE)) == []
 
 
 @pytest.mark.parametrize(
@@ -69,6 +68,6 @@ def test_a_plan_refuses_what_a_run_would_refuse_on_any_machine() -> None:
     overrides = ("actor.kl_loss_coef=0.01", "trainer.engine=verl")
     with pytest.raises(ConfigError) as caught:
         make_plan(settle(*overrides))
-    assert caught.value.problems == tuple(missing_parts(settle(*overrides), {}))
+    assert caught.value.problems == tuple(refusals(settle(*overrides), {}))
     assert "the KL loss is off; set actor.use_kl_loss=true" in str(caught.value)
     assert make_plan(settle("actor.kl_loss_coef=0.01", "actor.use_kl_loss=true")).notes

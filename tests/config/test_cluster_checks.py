@@ -10,10 +10,9 @@ from ppo_cli.errors import ConfigError
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.machine import PACKAGES
 from ppo_cli.plan.findings import devices
-from ppo_cli.plan.findings.runner import missing_parts, remarks
 from ppo_cli.plan.resolved import Resolved
 from tests.config import settling
-from tests.config.settling import problems
+from tests.config.settling import problems, refusals, remarks
 from tests.settings import with_gpus
 
 SPAN = "rollout.tensor_model_parallel_size"
@@ -43,12 +42,12 @@ def test_a_part_that_is_not_there_is_said_in_a_sentence(
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
     absent = {name for name, word in lacking.items() if word in overrides}
     here = {*PACKAGES} - absent
-    (sentence,) = missing_parts(settle(*overrides.split(), gpus=gpus, packages=here), {})
+    (sentence,) = refusals(settle(*overrides.split(), gpus=gpus, packages=here), {})
     assert message in sentence
 
 
 def test_a_running_cluster_may_have_gpus_that_are_not_here() -> None:
-    assert missing_parts(settle(EIGHT), {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
+    assert refusals(settle(EIGHT), {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
 
 
 def test_the_nodes_of_a_running_cluster_need_no_rank() -> None:
@@ -125,7 +124,7 @@ def test_launchers_may_name_the_first_of_one_node() -> None:
     resolved = settling.settle(
         env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"}
     )
-    assert missing_parts(resolved, {}) == []
+    assert refusals(resolved, {}) == []
     (note,) = remarks(resolved, {})[:1]
     assert "with one node it changes nothing" in note
 

@@ -6,10 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.config.device_roles import format_devices
-from ppo_cli.config.schema.keys import Scene, nest_values
+from ppo_cli.config.schema.keys import nest_values
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
-from ppo_cli.plan.findings.devices import check_devices, device_remarks
+from ppo_cli.plan.findings.devices import check_devices
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.plan.placement import (
     data_ranks,
     describe_placement,
@@ -18,6 +19,7 @@ from ppo_cli.plan.placement import (
     plan_devices,
 )
 from ppo_cli.plan.resolved import Resolved
+from tests.config.settling import device_notes
 from tests.settings import with_gpus
 
 SMALL = st.integers(1, 4)
@@ -65,7 +67,8 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
     asked, here = Config.model_validate(nest_values(overrides)), with_gpus(gpus)
     settled = settle(asked, here)
     config = settled.config
-    clashes = [clash.text for clash in check_devices(Scene(config, asked, here, {}))]
+    resolved = Resolved(asked, config, {}, settled.why, here)
+    clashes = [clash.text for clash in check_devices(Scene(resolved, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return
@@ -88,5 +91,4 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
         assert {len(sampler) for sampler in placed.rollout} == {span}
     assert all(describe_placement(placed)) and all(plan_devices(config, here).sentences)
-    resolved = Resolved(asked, config, {}, settled.why, here)
-    assert all(note[-1] == "." for note in device_remarks(resolved, {}))
+    assert all(note[-1] == "." for note in device_notes(resolved, {}))

@@ -10,8 +10,7 @@ from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema.algorithm import Conflict, Section
 from ppo_cli.config.schema.keys import declared_conflicts, table
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.findings.unused import find_unused
-from tests.config.settling import load_table, problems, settle
+from tests.config.settling import load_table, problems, settle, unused
 from tests.settings import with_gpus
 
 ACCEPTED = load_table("accepted.yaml")
@@ -66,7 +65,7 @@ def test_settings_that_fit_together_are_accepted(overrides: str) -> None:
 def test_a_setting_with_an_effect_is_neither_refused_nor_remarked_on(
     gpus: int, overrides: str
 ) -> None:
-    assert find_unused(settle(*overrides.split(), machine=with_gpus(gpus))) == ([], [])
+    assert unused(settle(*overrides.split(), machine=with_gpus(gpus))) == ([], [])
 
 
 def test_a_value_that_cannot_be_read_is_in_no_conflict() -> None:

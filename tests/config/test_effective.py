@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.findings.unused import find_unused
-from tests.config.settling import problems, settle, unchecked
+from tests.config.settling import problems, settle, unchecked, unused
 
 LORA = "model.lora_rank=8"
 
@@ -43,7 +42,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("overrides", "key"), IDLE)
 def test_a_setting_without_its_effect_is_refused(overrides: str, key: str) -> None:
-    (line,) = find_unused(settle(*overrides.split()))[0]
+    (line,) = unused(settle(*overrides.split()))[0]
     assert line.split()[1] == key
 
 

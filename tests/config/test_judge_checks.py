@@ -11,9 +11,9 @@ from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
 from ppo_cli.plan.findings.rewards import judge_remarks, missing_keys
-from ppo_cli.plan.findings.runner import remarks
 from ppo_cli.plan.resolved import Resolved
 from tests.config import settling
+from tests.config.settling import remarks
 
 TODAY = datetime.date(2026, 11, 21)
 

@@ -15,6 +15,7 @@ from ppo_cli.plan.findings.judge_server import (
     vllm_python,
     with_judge_devices,
 )
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.plan.memory.devices import count_judge_server
 from ppo_cli.plan.placement import (
     describe_placement,
@@ -42,14 +43,16 @@ def test_a_placement_gives_the_judge_its_gpus() -> None:
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PPO_VLLM_PYTHON": "/py"}
-    assert missing_for_judge_server(resolve(f"{ON}embedded"), environ) == []
-    assert missing_for_judge_server(resolve(f"{ON}Qwen/Qwen3-8B"), environ) == []
-    (lost,) = missing_for_judge_server(resolve(f"{ON}{tmp_path}"), environ)
+    assert missing_for_judge_server(Scene(resolve(f"{ON}embedded"), environ)) == []
+    assert missing_for_judge_server(Scene(resolve(f"{ON}Qwen/Qwen3-8B"), environ)) == []
+    (lost,) = missing_for_judge_server(Scene(resolve(f"{ON}{tmp_path}"), environ))
     assert "no model folder" in lost
     monkeypatch.setattr("ppo_cli.plan.findings.judge_server.find_spec", lambda name: None)
     judge = tmp_path / "bin" / "python"
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
-    (lost,) = missing_for_judge_server(resolve(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
+    (lost,) = missing_for_judge_server(
+        Scene(resolve(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
+    )
     assert "scripts/setup judge" in lost
     judge.parent.mkdir()
     judge.touch()
@@ -73,7 +76,7 @@ def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused() -> None:
         "its weights are not here"
     )
     small = resolve(f"{ON}embedded", replace(CPU, host_bytes=1 << 30))
-    (message,) = missing_for_judge_server(small, {"PPO_VLLM_PYTHON": "/py"})
+    (message,) = missing_for_judge_server(Scene(small, {"PPO_VLLM_PYTHON": "/py"}))
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in message
 
 

@@ -9,8 +9,7 @@ import pytest
 from ppo_cli.config.mixture import MixPart, mixture_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.findings.runner import missing_parts, remarks
-from tests.config.settling import problems, settle, written
+from tests.config.settling import problems, refusals, remarks, settle, unused, written
 from tests.settings import config_yaml
 
 RM = "reward.model.path=rm"
@@ -52,7 +51,7 @@ def test_rm_score_is_the_reward_model_or_else_the_judge(overrides: str, kinds: s
     mixture_parts = parts(*overrides.split(), file=written(TWO))
     assert [part.kind for part in mixture_parts.values()] == kinds.split()
     assert [part.weight for part in mixture_parts.values()] == [0.7, 0.3]
-    assert missing_parts(settle(*overrides.split(), file="r.yaml")) == []
+    assert unused(settle(*overrides.split(), file="r.yaml"))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_a_mixture_may_be_switched_off() -> None:
     text = TWO.replace("true", "false") + "rule: exact\n"
     resolved = settle(file=written(text))
     assert mixture_of(resolved.config.reward) == ()
-    assert missing_parts(resolved) == []
+    assert refusals(resolved) == []
     assert any("the mixture is off" in note for note in remarks(resolved))
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.findings.runner import missing_inputs, refused_settings
 from ppo_cli.plan.memory.plan import cpu_plan
-from tests.config.settling import problems, settle
+from tests.config.settling import problems, refusals, settle
 from tests.rewards.models import twins
 from tests.settings import with_gpus
 
@@ -37,15 +36,15 @@ def test_what_cannot_be_read_is_told_before_the_run(tmp_path: Path) -> None:
         "./jugde_model": "Did you mean 'judge_model'?",
         "./headless": "has no reward head",
     }.items():
-        (line,) = missing_inputs(settle(f"reward.model.path={path}"), {})
+        (line,) = refusals(settle(f"reward.model.path={path}"), {})
         assert message in line
-    assert missing_inputs(settle("reward.model.path=./judge_model"), {}) == []
+    assert refusals(settle("reward.model.path=./judge_model"), {}) == []
 
 
 def test_a_served_model_needs_the_key_that_is_named() -> None:
     resolved = settle(URL, "reward.model.key_env=RM_KEY")
-    assert missing_inputs(resolved, {"RM_KEY": "k"}) == []
-    (line,) = missing_inputs(resolved, {"RM_KEY": " "})
+    assert refusals(resolved, {"RM_KEY": "k"}) == []
+    (line,) = refusals(resolved, {"RM_KEY": " "})
     assert line == "There is no key for the reward model: set RM_KEY, as key_env says."
 
 
@@ -85,7 +84,7 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
 
 
 def test_what_the_sampler_cannot_give_is_refused() -> None:
-    (line,) = refused_settings(settle(f"{BYPASS}=true", "algorithm.kl_penalty=full"))
+    (line,) = refusals(settle(f"{BYPASS}=true", "algorithm.kl_penalty=full"))
     assert "the full KL needs" in line and "leave it out" in line
 
 

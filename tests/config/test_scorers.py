@@ -10,8 +10,7 @@ from ppo_cli.config.mixture import (
     model_settings,
     rule_settings,
 )
-from ppo_cli.plan.findings.runner import missing_inputs, remarks
-from tests.config.settling import problems, settle, written
+from tests.config.settling import problems, refusals, remarks, settle, written
 
 RM = "reward.model.path=rm"
 NAMES = ("revision", "tokenizer", "key_env", "model_name")  # of one checkpoint or server
@@ -102,7 +101,7 @@ def test_each_judge_needs_its_key_and_each_model_its_folder() -> None:
         "reward.composite.parts.d.model={path: 'http://h/classify', key_env: RM_KEY}",
         mix=("judge:a:1", "judge:b:1", "model:c:1", "model:d:1"),
     )
-    a, b, key, folder = sorted(missing_inputs(resolved, {}), key=lambda line: line[13:])[:4]
+    a, b, key, folder = sorted(refusals(resolved, {}), key=lambda line: line[13:])[:4]
     lines = "\n".join((a, b, key, folder))
     assert "the judge 'a' (dashscope)" in lines
     assert "the judge 'b' (claude): set ANTHROPIC_API_KEY" in lines

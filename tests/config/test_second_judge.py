@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.plan.findings.runner import missing_inputs, refused_settings
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.plan.run_plan import make_plan
 from ppo_cli.plan.second_judge import add_second_judge, restore_second_judge
-from tests.config.settling import settle
+from tests.config.settling import refusals, settle, unused
 from tests.settings import config_yaml
 
 JUDGE = ("reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m")
@@ -39,7 +38,7 @@ def test_the_key_of_another_provider_brings_a_second_judge() -> None:
     assert "25% of the responses are also sent to gemini" in note
     assert "--rm_monitor_model none" in note
     assert watched("reward.api.monitor.required=true").config.reward.api.monitor.required
-    assert refused_settings(resolved) == []
+    assert unused(resolved)[0] == []
     plan = make_plan(resolved)
     assert note in plan.notes
     text = config_yaml(resolved)
@@ -90,9 +89,7 @@ def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(config_yaml(watched()), encoding="utf-8")
     reread = settle(files=(tmp_path / "config.yaml",))
     assert second(reread) == "gemini/gemini-3.5-flash-lite"
-    assert not any(
-        "GEMINI" in message for message in missing_inputs(reread, {"OPENAI_API_KEY": "k"})
-    )
+    assert not any("GEMINI" in message for message in refusals(reread, {"OPENAI_API_KEY": "k"}))
 
 
 @pytest.mark.parametrize(

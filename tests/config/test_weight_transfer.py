@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.machine.device_record import FEATURES, Feature
-from ppo_cli.plan.findings.devices import device_remarks
 from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.plan.placement import plan_devices
-from tests.config.settling import settle
+from tests.config.settling import device_notes, settle
 from tests.settings import with_gpus
 
 VLLM = "rollout.name=vllm"
@@ -84,7 +83,7 @@ def test_auto_takes_what_the_self_test_has_proven(
     resolved = settle(VLLM, FOUR, *overrides.split(), machine=here)
     rollout = fit_memory(resolved.asked, here).config.rollout
     assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)
-    lines = [line for line in device_remarks(resolved, {}) if "self-test" in line]
+    lines = [line for line in device_notes(resolved, {}) if "self-test" in line]
     assert len(lines) == bool(slow)
     for fragment in slow:
         assert fragment in lines[0] and lines[0].endswith(

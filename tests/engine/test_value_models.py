@@ -37,8 +37,7 @@ from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.errors import ModelError
-from ppo_cli.plan.findings.models import critic_remarks
-from ppo_cli.plan.findings.runner import missing_inputs
+from ppo_cli.plan.findings.models import broken_models, critic_remarks
 from tests.engine.adapted_models import save_adapter, trained
 from tests.engine.test_checkpoint import train
 from tests.settings import complete
@@ -175,7 +174,7 @@ def test_a_model_without_the_policys_tokens_is_refused(
     with pytest.raises(ModelError, match=problem) as refusal:
         LocalEngine(config, tokenizer, total_steps=1)
     # A plan refuses it too, from the files.
-    assert str(refusal.value) in missing_inputs(config, {})
+    assert str(refusal.value) in broken_models(config)
 
 
 def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:

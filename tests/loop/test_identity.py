@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_settings
-from ppo_cli.plan.config_file import config_yaml
+from ppo_cli.config.schema.run import Config
+from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run.identity import (
     ROWS,
@@ -23,7 +24,7 @@ from ppo_cli.run.identity import (
 from ppo_cli.run_folder.checkpoints import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
-from tests.settings import complete
+from tests.settings import CPU, complete, config_yaml
 
 # Values that differ from the default, where the type alone does not give one.
 OTHER_VALUES: dict[str, Any] = {
@@ -41,7 +42,9 @@ OTHER_VALUES: dict[str, Any] = {
     "trainer.store": "file:///srv/run",
     "reward.parts": ("rule:1",),
     "trainer.profile_steps": ("2",),
+    "trainer.placement": "train:0,rollout:1",
 }
+DECIDED = complete({})
 
 
 def other_value(key: Key) -> Any:
@@ -49,10 +52,12 @@ def other_value(key: Key) -> Any:
     if key.name in OTHER_VALUES:
         return OTHER_VALUES[key.name]
     item = get_args(key.kind)[0] if key.is_list else key.kind
+    default = value_of(DECIDED, key.name)
     if key.choices:
-        value: Any = next(c for c in key.choices if c not in (key.default, *(key.default or ())))
+        used = default if isinstance(default, tuple) else (default,)
+        value: Any = next(c for c in key.choices if c not in used)
     elif item is bool:
-        value = not key.default
+        value = not default
     elif item is int:
         value = (key.default or 0) + 100 if not dict(key.limits).get("le") else 7
     elif item is float:
@@ -76,11 +81,13 @@ def default() -> dict[str, Any]:
 @pytest.mark.parametrize("name", table())
 def test_every_setting_decides_as_it_declares(name: str, default: dict[str, Any]) -> None:
     key = table()[name]
-    config = complete(nest_values({name: other_value(key)}))
-    assert value_of(config, name) != key.default
-    # Rows count in the place of the files that they come from.
+    changes = Config.model_validate(nest_values({name: other_value(key)}))
+    fitted = fit_memory(changes, CPU)
+    assert value_of(fitted.config, name) != value_of(DECIDED, name)
+    # Rows count in the place of the files that they come from, and decisions by what they follow.
     by_name = key.identity in ("run", "checkpoint") and name not in ROWS
-    changed = describe_changes(default, identity({name: other_value(key)}))
+    values = run_identity(fitted.config, prompts(2), prompts(1))
+    changed = describe_changes(default, {k: v for k, v in values.items() if k not in fitted.why})
     assert (f"{name} (was " in changed or f"{name}." in changed) is by_name
     assert bool(changed) is by_name
 
@@ -206,7 +213,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_what_its_config_says(
     other = identity({"actor.grad_clip": 0.5})
     assert find_differences(checkpoint, other) == ""  # nothing says what it was
     config = complete({"data": {"train_files": ["t"], "val_files": ["v"]}})
-    text = config_yaml(Resolved(config, dict.fromkeys(table(), "default")))
+    text = config_yaml(Resolved(config, config, dict.fromkeys(table(), "default"), {}, CPU))
     without = yaml.safe_load(text)
     del without["actor"]["policy_loss"]  # a group that is newer than the file
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(without))

@@ -17,10 +17,9 @@ from ppo_cli.machine.gpus import (
     list_gpus,
     read_inventory,
 )
-from ppo_cli.plan.findings.devices import device_remarks
 from ppo_cli.plan.memory.devices import device_memory
 from ppo_cli.plan.placement import plan_devices
-from tests.config.settling import settle
+from tests.config.settling import device_notes, settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 from tests.settings import complete
 
@@ -121,10 +120,10 @@ def test_a_split_card_without_instances_is_told(visible: str | None, machine: Ma
 def test_what_is_idle_is_a_remark_of_plans_and_runs(machine: Machine) -> None:
     machine.set(DRIVER, h100(0))
     environ = {"CUDA_VISIBLE_DEVICES": "9"}
-    notes = list(device_remarks(settle(env=environ), environ))
+    notes = list(device_notes(settle(env=environ), environ))
     assert explain_hidden_gpus(environ) in notes
     shown = settle(env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert not any("names none" in n for n in device_remarks(shown, {}))
+    assert not any("names none" in n for n in device_notes(shown, {}))
 
 
 def test_one_memory_for_cpu_and_gpu_is_the_machine_s(machine: Machine) -> None:
@@ -209,5 +208,5 @@ def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(machine: Machine) ->
     machine.set(DRIVER, h100(0), h100(1), "split", a_slice(0))
     assert planned({})[0] == 10 * GIB
     machine.set(DRIVER, *(h100(number) for number in range(8)))
-    memory, sentences = planned(8)
+    memory, sentences = planned({"n_gpus_per_node": 8})
     assert memory == 80 * GIB and "8 GPUs here: NVIDIA H100 80GB HBM3, 80 GiB" in sentences

@@ -12,9 +12,10 @@ from ppo_cli.cli.app import main
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.machine.torch_build import TorchBuild, find_gpu_fault, read_build
-from ppo_cli.plan.findings.devices import device_remarks, unusable_gpus
+from ppo_cli.plan.findings.devices import unusable_gpus
 from ppo_cli.plan.findings.judge_server import judge_fault
-from tests.config.settling import settle
+from ppo_cli.plan.findings.scene import Scene
+from tests.config.settling import device_notes, settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 
 OLD_DRIVER = "driver|550.54.15|12040"
@@ -209,7 +210,7 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm(
 ) -> None:
     machine.set(DRIVER, card)
     overrides = ["rollout.name=vllm", *([f"model.dtype={dtype}"] if dtype else [])]
-    lines = unusable_gpus(settle(*overrides, env=SEEN), {})
+    lines = list(unusable_gpus(Scene(settle(*overrides, env=SEEN), {})))
     lines = [line for line in lines if "vLLM does not compute" in line]
     assert len(lines) == refused
     assert all("in bfloat16 on a Tesla T4: leave --dtype out" in line for line in lines)
@@ -218,7 +219,7 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_by_vllm(
 def test_what_a_gpu_computes_in_is_remarked(machine: Machine) -> None:
     def remarks(dtype: str | None) -> str:
         resolved = settle(*([f"model.dtype={dtype}"] if dtype else []), env=SEEN)
-        return " ".join(device_remarks(resolved, {}))
+        return " ".join(device_notes(resolved, {}))
 
     machine.set(DRIVER, T4)
     assert "A Tesla T4 has no bfloat16: models compute in float32." in remarks(None)

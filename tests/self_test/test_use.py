@@ -16,9 +16,8 @@ from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine import device_record
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
-from ppo_cli.plan.findings.devices import device_remarks
 from ppo_cli.plan.resolved import Resolved
-from tests.config.settling import settle
+from tests.config.settling import device_notes, settle
 from tests.report.page.runs import make_run
 from tests.settings import with_gpus
 
@@ -42,7 +41,7 @@ def test_one_line_names_the_command() -> None:
     def lines(gpus: int, proven: tuple[Feature, ...] = ()) -> list[str]:
         hf = ("rollout.name=hf", "rollout.n=4", "trainer.engine=ray")
         resolved = settle_on(gpus, *hf, proven=proven)
-        return [line for line in device_remarks(resolved, {}) if "self-test" in line]
+        return [line for line in device_notes(resolved, {}) if "self-test" in line]
 
     (line,) = lines(1)
     assert "each response computes its prompt again" in line

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_cli.config.schema.algorithm import Conflict, Identity, Section
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.unset import Rule
 from ppo_cli.errors import did_you_mean
-from ppo_cli.machine.machine import Machine
 from ppo_cli.plugins import Names
 
 # Words of verl that are read and then refused with what to use instead; never suggested.
@@ -70,25 +70,7 @@ class Key:
         return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
 
 
-@dataclass(frozen=True)
-class Clash:
-    """Settings that do not fit together, and what to do about it."""
-
-    keys: tuple[str, ...]
-    text: str
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a check of several sections looks at: what holds, what was set, machine, variables."""
-
-    config: Config
-    asked: Config
-    machine: Machine
-    environ: Mapping[str, str]
-
-
-def find_conflicts(section: Section, at: str = "", below: str = "") -> Iterator[Clash]:
+def find_conflicts(section: Section, at: str = "", below: str = "") -> Iterator[Finding]:
     """Yield the declared conflicts of a section, then of those below it, by keys below it.
 
     `at` is the name of the outermost section, for the sentences, `below` the path from there to
@@ -97,7 +79,7 @@ def find_conflicts(section: Section, at: str = "", below: str = "") -> Iterator[
     for row in declared_conflicts(type(section)):
         if row.applies(section):
             keys = tuple(f"{below}{key}" for key in row.keys.split())
-            yield Clash(keys, row.text(section, f"{at}{below}"))
+            yield Finding(keys, row.text(section, f"{at}{below}"))
     for name in type(section).model_fields:
         inner = getattr(section, name)
         # A judge and a reward model are checked where they score, with what a part sets.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
-from ppo_cli.config.schema.keys import Clash, Scene, value_of
+from ppo_cli.config.schema.finding import Finding
+from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import plural, ppo
@@ -17,6 +17,7 @@ from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import count_cores
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
 from ppo_cli.plan.findings.judge_server import check_judge_server
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.plan.placement import (
     data_ranks,
     hosts_reward,
@@ -25,12 +26,13 @@ from ppo_cli.plan.placement import (
     shared_samplers,
     train_devices,
 )
-from ppo_cli.plan.resolved import Resolved
 
 
-def missing_packages(resolved: Resolved) -> Iterator[str]:
+def missing_packages(scene: Scene) -> Iterator[str]:
     """Name the packages that this run needs and Python does not find; nothing is imported."""
-    config = resolved.config
+    config = scene.config
+    if config.trainer.engine == "verl":
+        return  # the bridge names what verl needs
     # Features of the run that come from optional packages.
     lora = config.model.lora_rank or (config.uses_critic and config.critic.model.lora_rank)
     optims = {"actor": config.actor.optim, "critic": config.critic.optim}
@@ -53,23 +55,24 @@ def missing_packages(resolved: Resolved) -> Iterator[str]:
          f"run {vllm}tp 1"),
     )  # fmt: skip
     for name, needed, who, mend in needs:
-        if needed and name not in resolved.machine.packages:
+        if needed and name not in scene.machine.packages:
             yield f"{who} the package {name}, which is not installed: {mend}."
 
 
-def missing_gpus(resolved: Resolved, environ: Mapping[str, str] = os.environ) -> list[str]:
+def missing_gpus(scene: Scene) -> list[str]:
     """Return why a number of GPUs is not available; the nodes of a Ray cluster are not checked."""
-    present = len(resolved.machine.gpus)
-    configured = resolved.asked.trainer.n_gpus_per_node
+    present = len(scene.machine.gpus)
+    configured = scene.asked.trainer.n_gpus_per_node
     if (
         configured is None
+        or scene.config.trainer.engine == "verl"
         or 0 < configured <= present
         or configured == present
-        or environ.get("RAY_ADDRESS")
+        or scene.environ.get("RAY_ADDRESS")
     ):
         return []
     # With an assumed memory the plan is for GPUs of another machine.
-    if configured and resolved.machine.gpu_bytes is not None:
+    if configured and scene.machine.gpu_bytes is not None:
         return []
     if configured == 0:
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
@@ -79,20 +82,20 @@ def missing_gpus(resolved: Resolved, environ: Mapping[str, str] = os.environ) ->
     return [f"trainer.n_gpus_per_node is {configured}, but {visible}; {mend}."]
 
 
-def unusable_gpus(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[str]:
+def unusable_gpus(scene: Scene) -> Iterator[str]:
     """Yield why torch cannot use the GPUs of this machine; Ray checks those of other nodes."""
-    config = resolved.config
-    if config.trainer.engine == "verl" or environ.get("RAY_ADDRESS"):
+    config = scene.config
+    if config.trainer.engine == "verl" or scene.environ.get("RAY_ADDRESS"):
         return
     used = config.trainer.n_gpus_per_node
-    if (fault := find_gpu_fault(used, environ)) is not None:
+    if (fault := find_gpu_fault(used, scene.environ)) is not None:
         yield str(fault)
     # vLLM refuses bfloat16 on older GPUs, where torch emulates it.
     if config.model.dtype == "bfloat16" and config.rollout.name == "vllm":
         yield from (
             f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "
             "sample with --rollout_name hf."
-            for gpu in resolved.machine.gpus[:used]
+            for gpu in scene.machine.gpus[:used]
             if not has_bfloat16([gpu])
         )
 
@@ -100,7 +103,7 @@ def unusable_gpus(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[st
 KEY = "rollout.weight_transfer"
 
 
-def _check_transfer(config: Config) -> Iterator[Clash]:
+def _check_transfer(config: Config) -> Iterator[Finding]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
     way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if way == "memory":
@@ -126,14 +129,14 @@ def _check_transfer(config: Config) -> Iterator[Clash]:
         )
     else:
         return
-    yield Clash((KEY, key), f"{KEY} {way} {problem}, or leave it out.")
+    yield Finding((KEY, key), f"{KEY} {way} {problem}, or leave it out.")
 
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
 
 
-def check_devices(scene: Scene) -> Iterator[Clash]:
+def check_devices(scene: Scene) -> Iterator[Finding]:
     """Yield the clashes about nodes, workers, devices and ranks, which this machine decides too.
 
     There are none for the engine verl, whose bridge checks these settings. Checks that need a valid
@@ -163,7 +166,7 @@ def check_devices(scene: Scene) -> Iterator[Clash]:
         yield from _check_transfer(config)
 
 
-def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
+def _check_nodes(config: Config, joined: bool) -> Iterator[Finding]:
     """Check that each node knows its rank and the first; a `joined` Ray cluster has its nodes."""
     trainer = config.trainer
     if trainer.nnodes == 1 or trainer.node_rank == 0 or (trainer.node_rank is None and joined):
@@ -175,7 +178,7 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
     if trainer.master_addr is None:
         lacking["the address of the first"] = "--master_addr HOST"
     if lacking:
-        yield Clash(
+        yield Finding(
             ("trainer.nnodes", "trainer.node_rank", "trainer.master_addr"),
             f"{trainer.nnodes} nodes need {' and '.join(lacking)}: {' '.join(lacking.values())} "
             "(the first has rank 0); or name a Ray cluster that has them in RAY_ADDRESS.",
@@ -186,11 +189,11 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Clash]:
 MAX_THREADS_PER_CORE = 4
 
 
-def _check_threads(config: Config) -> Iterator[Clash]:
+def _check_threads(config: Config) -> Iterator[Finding]:
     """Refuse far more threads than cores: they wait for each other at every matrix product."""
     threads, cores = config.trainer.threads, count_cores()
     if threads is not None and threads > MAX_THREADS_PER_CORE * cores:
-        yield Clash(
+        yield Finding(
             ("trainer.threads",),
             f"trainer.threads {threads} is more than {MAX_THREADS_PER_CORE} for each of the "
             f"{plural(cores, 'core')} that this process may use; use "
@@ -198,19 +201,19 @@ def _check_threads(config: Config) -> Iterator[Clash]:
         )
 
 
-def _check_worker_counts(asked: Config, machine: Machine) -> Iterator[Clash]:
+def _check_worker_counts(asked: Config, machine: Machine) -> Iterator[Finding]:
     """Refuse a count of CPU workers together with GPUs."""
     trainer = asked.trainer
     used = len(machine.gpus) if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
-        yield Clash(
+        yield Finding(
             ("trainer.num_workers", "trainer.n_gpus_per_node"),
             f"trainer.num_workers counts ranks without GPUs, but {used} GPU(s) are used; leave it "
             'out, or hide them with CUDA_VISIBLE_DEVICES="".',
         )
 
 
-def _check_local_engine(asked: Config) -> Iterator[Clash]:
+def _check_local_engine(asked: Config) -> Iterator[Finding]:
     """Refuse settings that need a second process or device with --engine local."""
     config, trainer = asked, asked.trainer
     if trainer.engine != "local":
@@ -230,36 +233,36 @@ def _check_local_engine(asked: Config) -> Iterator[Clash]:
     keys = [key for key, is_set in wants.items() if is_set]
     if keys:
         settings = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
-        yield Clash(
+        yield Finding(
             ("trainer.engine", *keys),
             f"--engine local is one process on one device, without {settings}; use "
             "--engine ray, or leave this out.",
         )
 
 
-def _check_quantization(config: Config) -> Iterator[Clash]:
+def _check_quantization(config: Config) -> Iterator[Finding]:
     """Check weights in 4 bits: they are frozen, and FSDP2 cannot shard them (two share a byte)."""
     for key in config.quantised:
         # The settings of the same model: LoRA rank and offloading.
         part = key.removesuffix("model.quantization") or "actor."
         rank, away = key.replace("quantization", "lora_rank"), f"{part}fsdp_config.param_offload"
         if value_of(config, rank) == 0:
-            yield Clash(
+            yield Finding(
                 (key, rank), f"{key} holds frozen weights, and none are without {rank}: set it."
             )
         if config.trainer.engine != "local":
-            yield Clash(
+            yield Finding(
                 (key,),
                 f"{key} works in one process on one device (--engine local): weights in 4 bits "
                 "cannot be split over ranks or sent to samplers. Leave it out.",
             )
         if value_of(config, away):
-            yield Clash(
+            yield Finding(
                 (key, away), f"{away} cannot move weights in 4 bits: leave one of them out."
             )
 
 
-def _check_placement(config: Config, asked: Config) -> Iterator[Clash]:
+def _check_placement(config: Config, asked: Config) -> Iterator[Finding]:
     """Yield clashes of --placement: its text, missing roles, and devices that do not fit."""
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
@@ -268,12 +271,12 @@ def _check_placement(config: Config, asked: Config) -> Iterator[Clash]:
         roles = read_placement(text)
     except ValueError as error:
         dot = "" if str(error)[-1] in ".?" else "."
-        yield Clash((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
+        yield Finding((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
         return
     # Both main roles need devices; reward and judge are optional.
     for role in ("train", "rollout"):
         if role not in roles:
-            yield Clash(
+            yield Finding(
                 (PLACEMENT,),
                 f"{PLACEMENT} has no device for {role}; use train:0-3,rollout:4-7 for separate "
                 "devices, or train:0-7,rollout:0-7 for shared ones.",
@@ -283,7 +286,7 @@ def _check_placement(config: Config, asked: Config) -> Iterator[Clash]:
         yield from _check_slots(asked, roles)
 
 
-def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Clash]:
+def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Finding]:
     """Check that the placement names GPUs of this run and whole samplers on one node."""
     trainer, per_node = config.trainer, config.trainer.n_gpus_per_node
     total = per_node * trainer.nnodes
@@ -292,7 +295,7 @@ def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Clash]:
     if total and highest >= total:
         role = next(name for name, devices in roles.items() if devices[-1] == highest)
         least = -(-(highest + 1) // trainer.nnodes)
-        yield Clash(
+        yield Finding(
             (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
             f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {total} is GPU "
             f"{total - 1}; use lower numbers, or --n_gpus {least}.",
@@ -301,7 +304,7 @@ def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Clash]:
     # Whole samplers, each on the GPUs of one node.
     rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
     if total and len(rollout) % span:
-        yield Clash(
+        yield Finding(
             (PLACEMENT, SPAN),
             f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which do not divide into samplers "
             f"of {span}; change that number, or --rollout_tp.",
@@ -310,14 +313,14 @@ def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Clash]:
     for at in range(0, len(rollout), span) if total else ():
         sampler = rollout[at : at + span]
         if sampler[0] // per_node != sampler[-1] // per_node:
-            yield Clash(
+            yield Finding(
                 (PLACEMENT, SPAN),
                 f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
                 f"nodes (each has {per_node}); a sampler needs one node.",
             )
 
 
-def _check_slots(asked: Config, roles: Roles) -> Iterator[Clash]:
+def _check_slots(asked: Config, roles: Roles) -> Iterator[Finding]:
     """Check that process counts agree with the placement; on the CPU both may be set."""
     # Setting, its count, and the slots of that role.
     counts = (
@@ -326,19 +329,19 @@ def _check_slots(asked: Config, roles: Roles) -> Iterator[Clash]:
     )
     for key, count, slots in counts:
         if count is not None and slots and count != len(slots):
-            yield Clash(
+            yield Finding(
                 (PLACEMENT, key),
                 f"{PLACEMENT} has {len(slots)} slot(s), but {key} is {count}; leave {key} out.",
             )
 
 
-def _check_tensor_parallel(config: Config) -> Iterator[Clash]:
+def _check_tensor_parallel(config: Config) -> Iterator[Finding]:
     """Check that the learner ranks divide into tensor-parallel groups and sharding groups."""
     ranks, tensor = learner_ranks(config), config.trainer.tensor_parallel_size
     # The next multiple is suggested as well as the divisors.
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
-        yield Clash(
+        yield Finding(
             ("trainer.tensor_parallel_size", *_rank_keys(config)),
             f"{ranks} learner rank(s) cannot be split into groups of "
             f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
@@ -349,7 +352,7 @@ def _check_tensor_parallel(config: Config) -> Iterator[Clash]:
     yield from _check_sharding(config)
 
 
-def _check_sharding(config: Config) -> Iterator[Clash]:
+def _check_sharding(config: Config) -> Iterator[Finding]:
     """Check the sharding groups, which must be equal: actor and critic use one mesh of ranks."""
     ranks = data_ranks(config)
     # The critic follows the actor unless its size is set.
@@ -358,14 +361,14 @@ def _check_sharding(config: Config) -> Iterator[Clash]:
         sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
     for key, size in sizes.items():
         if size > 0 and ranks % size and config.trainer.engine != "local":
-            yield Clash(
+            yield Finding(
                 (key, "trainer.tensor_parallel_size", *_rank_keys(config)),
                 f"{ranks} rank(s) that share the rows cannot be split into sharding groups of "
                 f"{key} {size}; use a divisor of {ranks}, or -1 for one group.",
             )
             return
     if len({ranks if size == -1 else size for size in sizes.values()}) > 1:
-        yield Clash(
+        yield Finding(
             tuple(sizes),
             f"{' and '.join(f'{key} {size}' for key, size in sizes.items())} differ, but both "
             "models share one mesh of ranks; set the same value, or leave the critic's out.",
@@ -380,33 +383,33 @@ def _rank_keys(config: Config) -> tuple[str, ...]:
     return (f"trainer.{count}", "trainer.nnodes")
 
 
-def _check_sampler_span(config: Config) -> Iterator[Clash]:
+def _check_sampler_span(config: Config) -> Iterator[Finding]:
     """Check `rollout.tensor_model_parallel_size` against the GPUs and the sampler."""
     span, per_node = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     if span == 1:
         return
     # A span above 1 needs GPUs, vLLM, and a number of GPUs that it divides.
     if per_node == 0:
-        yield Clash(
+        yield Finding(
             (SPAN, "trainer.n_gpus_per_node"),
             f"a sampler cannot span {SPAN} {span} GPUs: no GPU is used. Use --rollout_tp 1, or "
             "name the GPUs with --n_gpus.",
         )
     elif config.rollout.name == "hf":
-        yield Clash(
+        yield Finding(
             (SPAN, "rollout.name"),
             f"the hf sampler uses one GPU, not {SPAN} {span}; use --rollout_name vllm, or "
             "--rollout_tp 1.",
         )
     elif config.trainer.placement is None and per_node % span:
-        yield Clash(
+        yield Finding(
             (SPAN, "trainer.n_gpus_per_node"),
             f"{per_node} GPU(s) of a node cannot be split into samplers of {span}; use a "
             "--rollout_tp that divides them, or another --n_gpus.",
         )
 
 
-def _check_async(config: Config) -> Iterator[Clash]:
+def _check_async(config: Config) -> Iterator[Finding]:
     """Check that sampling ahead has devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
     if steps == 0:
@@ -415,7 +418,7 @@ def _check_async(config: Config) -> Iterator[Clash]:
     if placement is not None:
         roles = read_placement(placement)
         if shared := tuple(sorted({*roles["train"]} & {*roles["rollout"]})):
-            yield Clash(
+            yield Finding(
                 ("trainer.async_steps", PLACEMENT),
                 f"trainer.async_steps {steps} samples during training, but {PLACEMENT} gives "
                 f"{format_devices(shared)} to both; use separate GPUs, or --async_steps 0.",
@@ -423,16 +426,17 @@ def _check_async(config: Config) -> Iterator[Clash]:
     # Without a placement, about a quarter of the GPUs sample.
     elif not train_devices(config):
         span = config.rollout.tensor_model_parallel_size
-        yield Clash(
+        yield Finding(
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
             f"trainer.async_steps {steps} needs GPUs for sampling besides those for training; "
             f"use --n_gpus {2 * span} or more, or --async_steps 0.",
         )
 
 
-def device_remarks(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[str]:
+def device_remarks(scene: Scene) -> Iterator[str]:
     """Remark on devices and versions that may surprise."""
-    config, asked, machine = resolved.config, resolved.asked, resolved.machine
+    config, asked, machine = scene.config, scene.asked, scene.machine
+    environ = scene.environ
     if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
         yield idle
     # GPUs that are visible and not used.

@@ -15,7 +15,8 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.models.weight_files import read_json, text_config
-from ppo_cli.config.schema.keys import Clash, with_settings
+from ppo_cli.config.schema.finding import Finding
+from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.gpus import list_gpus
@@ -26,12 +27,12 @@ from ppo_cli.machine.torch_build import (
     find_gpu_fault,
     read_build,
 )
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.plan.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.plan.placement import (
     judge_devices,
     local_judge,
 )
-from ppo_cli.plan.resolved import Resolved
 
 # Tokens of a request and its answer: judges need no more, and more would take memory.
 MAX_REQUEST_TOKENS = 8192
@@ -75,12 +76,12 @@ def longest_request(model: str) -> int | None:
     return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
 
 
-def check_judge_server(config: Config) -> Iterator[Clash]:
-    """Clashes of settings with a judge that the run starts."""
+def check_judge_server(config: Config) -> Iterator[Finding]:
+    """Findinges of settings with a judge that the run starts."""
     # The run starts one server.
     local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
     if len(local_judges) > 1:
-        yield Clash(
+        yield Finding(
             tuple(judge.key + ".type" for judge in local_judges),
             f"{len(local_judges)} judges are to be started by the run, which starts one; serve the "
             "others "
@@ -89,7 +90,7 @@ def check_judge_server(config: Config) -> Iterator[Clash]:
     for judge in judges_of(config.reward):
         api = judge.settings
         if api.monitor.model is not None and api.monitor.type == "local":
-            yield Clash(
+            yield Finding(
                 ("reward.api.monitor.type",),
                 "a monitoring judge is not started by the run; serve it yourself and name it with "
                 "--rm_monitor_type openai and --rm_monitor_base_url.",
@@ -100,7 +101,7 @@ def check_judge_server(config: Config) -> Iterator[Clash]:
     # Settings of a server that exists already.
     for name in ("base_url", "key_env"):
         if getattr(judge.settings, name) is not None:
-            yield Clash(
+            yield Finding(
                 judge.keys("type", name),
                 f"--rm_{name} is for a server that already runs; leave it out with "
                 "--rm_api_type local, or use --rm_api_type openai.",
@@ -109,22 +110,22 @@ def check_judge_server(config: Config) -> Iterator[Clash]:
     per_node = config.trainer.n_gpus_per_node
     devices = judge_devices(config)
     if per_node and not devices:
-        yield Clash(
+        yield Finding(
             ("trainer.placement", *judge.keys("type")),
             "the judge of the run has no GPU: name its own in --placement, such as "
             "train:0-5,rollout:6,judge:7.",
         )
     elif per_node and devices[-1] >= per_node:
-        yield Clash(
+        yield Finding(
             ("trainer.placement", *judge.keys("type")),
             f"--placement puts the judge on GPU {devices[-1]}, which is on another node; it runs "
             f"where the run begins, on GPUs 0 to {per_node - 1}.",
         )
 
 
-def missing_for_judge_server(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
+def missing_for_judge_server(scene: Scene) -> list[str]:
     """Return what a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
-    config = resolved.config
+    config, environ = scene.config, scene.environ
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return []
@@ -148,7 +149,7 @@ def missing_for_judge_server(resolved: Resolved, environ: Mapping[str, str]) -> 
             )
     elif name.startswith((".", "/", "~")):
         problems.append(f"The judge {name} is no model folder: it has no config.json.")
-    place = count_judge_server(config, resolved.machine)
+    place = count_judge_server(config, scene.machine)
     if place is not None and place.capacity is not None and place.fits is False:
         problems.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "

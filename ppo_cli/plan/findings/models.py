@@ -30,7 +30,8 @@ from ppo_cli.config.models.limits import (
     length_problem,
 )
 from ppo_cli.config.models.weight_files import read_json
-from ppo_cli.config.schema.keys import Clash, Scene, table
+from ppo_cli.config.schema.finding import Finding
+from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.reward import DEVICE, check_address
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
@@ -44,12 +45,13 @@ from ppo_cli.errors import (
     replace_flag,
     replace_path,
 )
+from ppo_cli.plan.findings.scene import Scene
 from ppo_cli.secrets.redact import redact_url
 
 TENSOR = "trainer.tensor_parallel_size"
 
 
-def check_heads(scene: Scene) -> Iterator[Clash]:
+def check_heads(scene: Scene) -> Iterator[Finding]:
     """Yield a clash for each model whose heads cannot be split, as its config.json has them.
 
     Hub names are not looked up.
@@ -67,7 +69,7 @@ def check_heads(scene: Scene) -> Iterator[Clash]:
         wrong = next(((what, count) for what, count in heads.items() if count % size), None)
         if wrong is not None:
             what, count = wrong
-            yield Clash(
+            yield Finding(
                 (TENSOR, key),
                 f"{TENSOR} {size} does not divide the {count} {what} of {path}; use "
                 f"--tensor_parallel_size {_list_divisors(math.gcd(*heads.values()))}.",
@@ -182,7 +184,7 @@ def template_remarks(config: Config) -> list[str]:
     ]
 
 
-def check_reward_models(scene: Scene) -> Iterator[Clash]:
+def check_reward_models(scene: Scene) -> Iterator[Finding]:
     """Return every clash of the reward models that score with their files, servers and GPUs."""
     for model in models_of(scene.config.reward):
         if model.settings.path is not None:
@@ -199,11 +201,11 @@ def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
     return [sentence for sentence in dict.fromkeys(problems) if sentence]
 
 
-def _check_path(model: Scorer) -> Iterator[Clash]:
+def _check_path(model: Scorer) -> Iterator[Finding]:
     """Check that the path is a folder or an address, and that the adapter reads that kind."""
     path, adapter = str(model.settings.path), model.settings.adapter
     if path in MODELS:
-        yield Clash(
+        yield Finding(
             model.keys("path"),
             f"'{path}' is a small model to train, not a reward model; "
             f"`{ppo('reward fit')}` makes one from it.",
@@ -212,19 +214,19 @@ def _check_path(model: Scorer) -> Iterator[Clash]:
         try:
             (check_address if is_url(path) else refuse_address)(path)
         except ValueError as error:
-            yield Clash(model.keys("path"), f"{model.key}.path {error}.")
+            yield Finding(model.keys("path"), f"{model.key}.path {error}.")
     # Adapters of servers need an address, those of heads a folder.
     if adapter is not None and (adapter in SERVED) is not is_url(path):
         what = "reads a server's answers" if adapter in SERVED else "reads a model in a folder"
         mend = "http://HOST:PORT" if adapter in SERVED else "vllm or openrlhf"
-        yield Clash(
+        yield Finding(
             model.keys("adapter", "path"),
             f"the adapter {adapter} {what}, but the reward model is {redact_url(path)}; use "
             f"{mend}, or leave --reward_model_adapter out.",
         )
 
 
-def _check_protocol(model: Scorer) -> Iterator[Clash]:
+def _check_protocol(model: Scorer) -> Iterator[Finding]:
     """Name settings that the protocol of a served model cannot honour."""
     settings = model.settings
     if not is_url(str(settings.path)):
@@ -241,7 +243,7 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
         idle["outputs"] = "its server sends one score"
     for name, why in idle.items():
         if getattr(settings, name) != type(settings).model_fields[name].default:
-            yield Clash(
+            yield Finding(
                 model.keys(name),
                 f"{model.key}.{name} has no effect on a reward model served as {adapter}: {why}; "
                 "leave it out.",
@@ -249,20 +251,20 @@ def _check_protocol(model: Scorer) -> Iterator[Clash]:
     # A template for a server must place the prompt itself.
     template = settings.template
     if template is not None and "{prompt}" not in template:
-        yield Clash(
+        yield Finding(
             model.keys("template"),
             f"{model.key}.template has no {{prompt}}; write it as '{{prompt}} {{response}}'.",
         )
     # Tokens can only be counted with a tokenizer.
     if settings.max_length is not None and settings.tokenizer is None:
-        yield Clash(
+        yield Finding(
             model.keys("max_length"),
             f"{model.key}.max_length counts tokens, which takes {model.key}.tokenizer for a served "
             "model; without both, the server's own limit holds.",
         )
 
 
-def _check_device(model: Scorer, gpus: int) -> Iterator[Clash]:
+def _check_device(model: Scorer, gpus: int) -> Iterator[Finding]:
     """Check that the GPU of a local reward model exists."""
     device = model.settings.device
     if device is None or is_url(str(model.settings.path)):
@@ -275,7 +277,7 @@ def _check_device(model: Scorer, gpus: int) -> Iterator[Clash]:
         problem = f"is {device}, but no GPU is visible here; use cpu, or leave it out."
     else:
         problem = f"is {device}, but the last of {gpus} GPU(s) is cuda:{gpus - 1}."
-    yield Clash(model.keys("device"), f"{model.key}.device {problem}")
+    yield Finding(model.keys("device"), f"{model.key}.device {problem}")
 
 
 def _describe_unreadable(model: Scorer) -> str:

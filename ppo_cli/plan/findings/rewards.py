@@ -25,10 +25,12 @@ from ppo_cli.config.models.known_models import (
     missing_sdk_settings,
     shutdown_date,
 )
-from ppo_cli.config.schema.keys import Clash, Scene, find_conflicts
+from ppo_cli.config.schema.finding import Finding
+from ppo_cli.config.schema.keys import find_conflicts
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.plan.findings.scene import Scene
 
 # Limits that each of several judges gets in full.
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
@@ -36,14 +38,14 @@ LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
 
-def check_judges(scene: Scene) -> Iterator[Clash]:
+def check_judges(scene: Scene) -> Iterator[Finding]:
     """Return every clash of the judges that score; a part's judge has the run's settings too."""
     for judge in judges_of(scene.config.reward):
         for clash in find_conflicts(judge.settings, f"{judge.key}."):
-            yield Clash(judge.keys(*clash.keys), clash.text)
+            yield Finding(judge.keys(*clash.keys), clash.text)
         if not (api := judge.settings).model or not api.model.strip():
             keys = judge.keys("enable", "model")
-            yield Clash(
+            yield Finding(
                 keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
                 f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
                 f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
@@ -132,7 +134,7 @@ def _find_others(judge: Judge) -> list[ApiReward]:
         return []
 
 
-def _check_others(judge: Judge) -> Iterator[Clash]:
+def _check_others(judge: Judge) -> Iterator[Finding]:
     """The further judges of a cascade or a panel must be usable, and all different."""
     api, cascade, panel = judge.settings, judge.settings.cascade, judge.settings.panel
     keys = judge.keys("panel.judges" if panel.judges else "cascade.model", "judges")
@@ -141,54 +143,54 @@ def _check_others(judge: Judge) -> Iterator[Clash]:
     different = [other_judge(itself, "itself")] if names and (api.model or "").strip() else []
     for name in names:
         if "," in name:
-            yield Clash(keys, f"{name!r} is not one model; name one at a time, such as "
+            yield Finding(keys, f"{name!r} is not one model; name one at a time, such as "
                         "--rm_cascade CHEAPER --rm_model MODEL.")  # fmt: skip
             continue
         try:
             other = other_judge(api, name)
         except ConfigError as error:
-            yield Clash(keys, str(error))
+            yield Finding(keys, str(error))
             continue
         for clash in find_conflicts(other, f"{judge.key}."):
-            yield Clash(keys, f"the judge {name}: {clash.text}")
+            yield Finding(keys, f"the judge {name}: {clash.text}")
         if other.type == "local":
-            yield Clash(
+            yield Finding(
                 keys,
                 f"a run does not start further judges ({name}); serve it yourself, and set type: "
                 f"openai, model and base_url in {judge.key}.judges.",
             )
         if other in different or name == "judge":
             text = f"{name} is asked already as the judge itself or as another one"
-            yield Clash(keys, f"{text}; name a different judge, or leave it out.")
+            yield Finding(keys, f"{text}; name a different judge, or leave it out.")
         different.append(other)
         if cascade.spread is not None and not other.has_spread:
-            yield Clash(
+            yield Finding(
                 judge.keys("cascade.spread", "votes", "mode"),
                 f"{other.model} gives one written score, which has no spread; use "
                 "--rm_cascade_band 0.2-0.8, or set its votes to 3 (--rm_votes, or "
                 f"{judge.key}.judges).",
             )
     if panel.judges and (panel.least or 1) > 1 + len(panel.judges):
-        yield Clash(
+        yield Finding(
             judge.keys("panel.least", "panel.judges"),
             f"--rm_panel_least {panel.least} is more than the {1 + len(panel.judges)} judges of "
             "the panel; lower it, or name more with --rm_panel.",
         )
 
 
-def _check_groups(judge: Judge, config: Config) -> Iterator[Clash]:
+def _check_groups(judge: Judge, config: Config) -> Iterator[Finding]:
     """Scores within the responses to a prompt need several, and an estimator that uses groups."""
     api, n = judge.settings, config.rollout.n
     kind = config.algorithm.adv_estimator
     if n < 2:
-        yield Clash(
+        yield Finding(
             (*judge.keys("mode", "compare"), "rollout.n"),
             f"--rm_compare {api.compare} compares the responses to a prompt with each other, but "
             f"rollout.n is {n}. Use --rollout_n 4, or --rm_compare ground_truth.",
         )
     if not ESTIMATORS[kind].grouped:
         usable = ", ".join(name for name, estimator in ESTIMATORS.items() if estimator.grouped)
-        yield Clash(
+        yield Finding(
             (*judge.keys("mode", "compare"), "algorithm.adv_estimator"),
             f"--rm_compare {api.compare} gives scores within the responses to one prompt, which "
             f"{kind} would compare between prompts. Use --adv_estimator with one of {usable}, or "
@@ -197,7 +199,7 @@ def _check_groups(judge: Judge, config: Config) -> Iterator[Clash]:
     # A chain of pairs links all responses; each pair is judged in both orders.
     least = 2 * api.votes * (n - 1)
     if api.compare == "pairs" and (api.compare_calls or least) < least:
-        yield Clash(
+        yield Finding(
             (*judge.keys("compare_calls", "votes"), "rollout.n"),
             f"{judge.key}.compare_calls is {api.compare_calls}: to link {n} responses in both "
             f"orders takes {least} calls (2 x votes x {n - 1}).",
@@ -239,11 +241,11 @@ def _shutdown_remark(judge: ApiReward | Monitor, today: datetime.date) -> str:
     return f"{text} another model, such as {JUDGES[judge.type].example}."
 
 
-def check_mixture(scene: Scene) -> Iterator[Clash]:
+def check_mixture(scene: Scene) -> Iterator[Finding]:
     """Return everything that is wrong with a mixture, whose parts are read from three settings."""
     reward = scene.config.reward
     if reward.composite.enable and not has_mixture(reward):
-        yield Clash(
+        yield Finding(
             ("reward.composite.enable",),
             "reward.composite.enable is on, but the mixture has no parts: add --reward "
             "judge:0.7 --reward rule:0.3, or composite weights.",
@@ -254,22 +256,22 @@ def check_mixture(scene: Scene) -> Iterator[Clash]:
     for part in mixture.parts:
         for clash in find_conflicts(part, f"{PARTS}.{part.name}."):
             keys = (f"{PARTS}.{part.name}.{key}" for key in clash.keys)
-            yield Clash(tuple(keys), clash.text)
+            yield Finding(tuple(keys), clash.text)
         n = scene.config.rollout.n
         if SCALINGS[part.scaling].grouped and n < 2:
-            yield Clash(
+            yield Finding(
                 (f"{PARTS}.{part.name}.scaling", "rollout.n"),
                 f"part {part.name} is scaled by {part.scaling}, which compares several responses "
                 f"to a prompt, but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
             )
         if part.kind == "model" and model_settings(reward, part).path is None:
-            yield Clash(
+            yield Finding(
                 mixture.set_by[part.name],
                 f"part {part.name} is a reward model, and none is named: --reward_model PATH, or "
                 f"{PARTS}.{part.name}.model.path.",
             )
         if part.kind == "environment" and scene.config.environment.path is None:
-            yield Clash(
+            yield Finding(
                 mixture.set_by[part.name],
                 f"part {part.name} is the reward of an environment, and none is named: add "
                 "--environment FILE.py:NAME, or leave the part out.",
@@ -279,14 +281,14 @@ def check_mixture(scene: Scene) -> Iterator[Clash]:
     gates = {part.gate.part for part in mixture.parts if part.gate is not None}
     for part in mixture.parts:
         if part.weight == 0 and part.name not in gates:
-            yield Clash(
+            yield Finding(
                 mixture.set_by[part.name],
                 f"part {part.name} has the weight 0 and would be scored without counting; leave it "
                 "out, or let another part wait for it with only_if.",
             )
     kinds = {part.kind for part in mixture.parts}
     if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
-        yield Clash(
+        yield Finding(
             ("reward.api.enable",),
             "a judge is on (reward.api.enable), but the mixture has no part of kind judge, so it "
             "would score nothing; add --reward judge:0.5, or switch it off: --no_use_api_reward.",
@@ -315,7 +317,7 @@ def mixture_remarks(reward: Reward) -> list[str]:
     return remarks
 
 
-def _check_gates(mixture: Mixture) -> Iterator[Clash]:
+def _check_gates(mixture: Mixture) -> Iterator[Finding]:
     """Each only_if must name another part, and no two parts may wait for each other."""
     names = list(mixture.set_by)
     # Part -> the part that its gate reads; a cycle would never open.
@@ -333,12 +335,12 @@ def _check_gates(mixture: Mixture) -> Iterator[Clash]:
             near = did_you_mean(condition.part, others)
             choices = ", ".join(others) or "no other"
             problem = f"there is no part '{condition.part}'.{near} Parts: {choices}."
-        yield Clash((key,), f"{key}: {problem}")
+        yield Finding((key,), f"{key}: {problem}")
     try:
         TopologicalSorter({name: [other] for name, other in opens.items()}).prepare()
     except CycleError as error:
         circle = error.args[1][::-1]
-        yield Clash(
+        yield Finding(
             tuple(f"{PARTS}.{name}.only_if" for name in circle[:-1]),
             f"the gates form a cycle: {' waits for '.join(circle)}; take one only_if out.",
         )

@@ -8,10 +8,10 @@ from typing import Final
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
-from ppo_cli.config.schema.keys import Clash, Scene
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import Settling
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.findings.scene import Scene
 
 
 def kl_remarks(config: Config) -> Iterator[str]:
@@ -71,9 +71,9 @@ VLLM_ARGUMENTS: Final = {
 }  # fmt: skip
 
 
-def unsupported_settings(resolved: Resolved) -> Iterator[str]:
+def unsupported_settings(scene: Scene) -> Iterator[str]:
     """Yield a sentence for each setting that no machine can honour."""
-    config = resolved.config
+    config = scene.config
     # Arguments of vLLM that the program sets itself.
     for name in config.rollout.engine_kwargs.vllm.keys() & VLLM_ARGUMENTS.keys():
         setting_name = VLLM_ARGUMENTS[name]
@@ -85,7 +85,7 @@ def unsupported_settings(resolved: Resolved) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     correction = config.algorithm.rollout_correction
-    if correction.bypass_mode and (why := why_recompute(Settling(config, resolved.machine))):
+    if correction.bypass_mode and (why := why_recompute(Settling(config, scene.machine))):
         yield (
             "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
             f"{why}; leave it out."
@@ -117,7 +117,7 @@ def refused_in_session(config: Config) -> Iterator[str]:
         yield f"{estimator} needs scores of greedy responses, {afterwards}; use grpo or rloo."
 
 
-def check_batches(scene: Scene) -> Iterator[Clash]:
+def check_batches(scene: Scene) -> Iterator[Finding]:
     """A mini-batch must divide the batch; the critic's only when it is set separately.
 
     Of data and of each trained model, with sizes that are worked out.
@@ -130,14 +130,14 @@ def check_batches(scene: Scene) -> Iterator[Clash]:
     for key, size in sizes:
         keys = (key, "data.train_batch_size")
         if size > batch:
-            yield Clash(
+            yield Finding(
                 keys,
                 f"{key} {size} is larger than data.train_batch_size {batch}; a mini-batch is a "
                 f"part of the batch. Use {batch} or less.",
             )
         elif batch % size:
             divisor = next(n for n in range(size, 0, -1) if batch % n == 0)
-            yield Clash(
+            yield Finding(
                 keys,
                 f"data.train_batch_size {batch} is not divisible by {key} {size}. "
                 f"Use a mini-batch of {divisor}, or a batch of "
@@ -145,19 +145,19 @@ def check_batches(scene: Scene) -> Iterator[Clash]:
             )
 
 
-def check_episodes(scene: Scene) -> Iterator[Clash]:
+def check_episodes(scene: Scene) -> Iterator[Finding]:
     """What episodes of several turns do not go with."""
     config, algorithm = scene.config, scene.config.algorithm
     if not config.environment.is_set:
         return
     if config.rollout.partial_tokens is not None:
-        yield Clash(
+        yield Finding(
             ("rollout.partial_tokens", "environment.path"),
             "rollout.partial_tokens stops a response between two updates, and an episode is played "
             "in one go: leave it out; --async_steps works alone.",
         )
     if not config.data.apply_chat_template:
-        yield Clash(
+        yield Finding(
             ("data.apply_chat_template", "environment.path"),
             "episodes are conversations, which a chat template renders: leave "
             "data.apply_chat_template=false out.",
@@ -168,7 +168,7 @@ def check_episodes(scene: Scene) -> Iterator[Clash]:
         option = "algorithm.subtract_group_mean"
         if not algorithm.subtract_group_mean:
             option = f"--adv_estimator {algorithm.adv_estimator}"
-        yield Clash(
+        yield Finding(
             ("environment.history", "algorithm.adv_estimator", "algorithm.subtract_group_mean"),
             f"environment.history=split makes each turn a sample, and {option} compares whole "
             "responses to one prompt: use --adv_estimator gae without it, or "
@@ -176,7 +176,7 @@ def check_episodes(scene: Scene) -> Iterator[Clash]:
         )
 
 
-def check_reward_sources(scene: Scene) -> Iterator[Clash]:
+def check_reward_sources(scene: Scene) -> Iterator[Finding]:
     """Without a mixture, only one source may score every row; the mixture is read for that."""
     reward = scene.config.reward
     sources = {
@@ -189,7 +189,7 @@ def check_reward_sources(scene: Scene) -> Iterator[Clash]:
     keys = tuple(key for key, (_, is_set) in sources.items() if is_set)
     if has_mixture(reward):
         if reward.function is not None and reward.rule is not None:
-            yield Clash(
+            yield Finding(
                 ("reward.rule", "reward.function"),
                 "reward.function and reward.rule each score a part of kind rule; keep "
                 f"one, and make the other a separate part: --reward rule:{reward.rule}:0.2.",
@@ -198,7 +198,7 @@ def check_reward_sources(scene: Scene) -> Iterator[Clash]:
         share = f"{1 / len(keys):.2g}"
         mix = " ".join(f"--reward {sources[key][0]}:{share}" for key in keys)
         out = " without --rule" if keys[-2:] == ("reward.function", "reward.rule") else ""
-        yield Clash(
+        yield Finding(
             keys,
             f"{', '.join(keys[:-1])} and {keys[-1]} each score every row. Keep one, or "
             f"mix them{out}: {mix}.",

@@ -11,6 +11,7 @@ from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
+from ppo_cli.config.schema.finding import Finding, Kind
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
@@ -349,12 +350,10 @@ UNUSED: Final[dict[str, Unused]] = {
 }
 
 
-def find_unused(resolved: Resolved) -> tuple[list[str], list[str]]:
-    """Return what to refuse, and what only to remark on, of settings that have no effect."""
+def find_unused(resolved: Resolved) -> Iterator[Finding]:
+    """Yield a finding for the settings of one origin without effect by one condition."""
     config = resolved.config
-    # (origin, text) -> settings, so that one sentence names them all.
-    refused: dict[tuple[str, str], list[str]] = {}
-    remarked: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, Kind], list[str]] = {}
     applies = cache(lambda name: UNUSED[name].applies(config))
     for name, key in table().items():
         origin = resolved.origins[name]
@@ -364,19 +363,16 @@ def find_unused(resolved: Resolved) -> tuple[list[str], list[str]]:
         # The setting's own condition first, then those of its sections.
         condition = next(filter(applies, key.unused), None)
         if condition is not None:
-            messages = refused if _is_refused(resolved, name, condition) else remarked
-            messages.setdefault((origin, UNUSED[condition].text), []).append(name)
-    return _format_messages(refused), _format_messages(remarked)
+            kind: Kind = "refuse" if _is_refused(resolved, name, condition) else "no_effect"
+            groups.setdefault((origin, UNUSED[condition].text, kind), []).append(name)
+    for (origin, text, kind), keys in groups.items():
+        yield Finding(tuple(keys), f"{origin}: {', '.join(keys)} has no effect: {text}.", kind)
 
 
 def describe_unused(key: str) -> Iterator[str]:
     """Yield a sentence for each condition under which a setting has no effect."""
     conditions = table()[key].unused
     return (f"{name.replace('_', ' ')}: {UNUSED[name].text}" for name in conditions)
-
-
-def _format_messages(groups: dict[tuple[str, str], list[str]]) -> list[str]:
-    return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in groups.items()]
 
 
 def _is_refused(resolved: Resolved, key: str, condition: str) -> bool:

@@ -290,7 +290,8 @@ def fit_memory(asked: Config, machine: Machine) -> Fitted:
     settled = settle(asked, machine)
     config, estimate, lines = settled.config, None, []
     shapes = read_shapes(config)
-    if isinstance(shapes, ModelShapes) and device_memory(config, machine) is not None:
+    counted = config.trainer.engine != "verl" and device_memory(config, machine) is not None
+    if isinstance(shapes, ModelShapes) and counted:
         estimate = estimate_memory(config, shapes, machine)
         config = estimate.config
         lines = list(_explain_choices(asked, estimate, machine))

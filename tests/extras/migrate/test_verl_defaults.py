@@ -10,10 +10,8 @@ from typing import Any
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.migrate.verl import translator
-from ppo_cli.plan.findings.runner import remarks
-from ppo_cli.plan.findings.unused import find_unused
 from ppo_cli.plan.resolved import Resolved
-from tests.config.settling import problems, settle
+from tests.config.settling import problems, remarks, settle, unused
 
 FILE = Path(translator.__file__).with_name("verl_defaults.json")
 READ = json.loads(FILE.read_text(encoding="utf-8"))
@@ -216,10 +214,10 @@ def test_verl_counts_the_warm_up_of_the_critic_from_step_one() -> None:
 def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
     dead = ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_ctrl.type=adaptive")
     resolved = settle(FILES, LINE, *dead)
-    refused, noted = find_unused(resolved)
+    refused, noted = unused(resolved)
     assert refused == [] and "kl_coef has no effect" in noted[0]
     ours = settle(FILES, *dead, "algorithm.use_kl_in_reward=false")
-    assert "is off" in "".join(find_unused(ours, 0)[0])
+    assert "is off" in "".join(unused(ours)[0])
     # From 0 the adaptive controller stays at 0, as a fixed one does.
     zero = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0", dead[1])
     assert settle(FILES, LINE, *zero).config.algorithm.kl_ctrl.type == "fixed"

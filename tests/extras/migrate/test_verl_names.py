@@ -10,9 +10,8 @@ from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import foreign_names
 from ppo_cli.plan.batches import batch_arithmetic
-from ppo_cli.plan.findings.runner import missing_parts, remarks
 from ppo_cli.plan.placement import data_ranks
-from tests.config.settling import load_table, problems, settle
+from tests.config.settling import load_table, problems, refusals, remarks, settle
 from tests.settings import with_gpus
 
 NAMES = foreign_names()
@@ -192,7 +191,7 @@ def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> No
 
     def read(names: str, limits: str) -> str:
         overrides = settle(f"{at}.rollout_rs='{names}'", f"{at}.rollout_rs_threshold='{limits}'")
-        refused = missing_parts(overrides)
+        refused = refusals(overrides)
         correction = overrides.config.algorithm.rollout_correction
         return refused[0] if refused else str(correction.rejections())
 
@@ -226,7 +225,7 @@ def test_arguments_of_vllm_are_passed_on_but_not_those_that_have_settings() -> N
         ("tensor_parallel_size=2", "set rollout.tensor_model_parallel_size instead"),
         ("load_format=dummy", "leave it out"),
     ):
-        assert any(message in line for line in missing_parts(settle(f"{at}.{overrides}")))
+        assert any(message in line for line in refusals(settle(f"{at}.{overrides}")))
     assert "lower one of these" in refusal(f"{at}.max_model_len=100")
 
 
@@ -350,7 +349,7 @@ def test_the_over_long_penalty_of_dapo_is_ours(place: str) -> None:
     assert (shaping.overlong_buffer, shaping.overlong_penalty) == (64, 0.5)
     assert any("reward.shaping.overlong_buffer" in note for note in resolved.notes)
     off = settle(*overrides, f"{place}.enable=False")
-    assert (off.config.reward.shaping.overlong_buffer, missing_parts(off)) == (None, [])
+    assert (off.config.reward.shaping.overlong_buffer, refusals(off)) == (None, [])
     assert settle(*overrides).config.reward.shaping.overlong_buffer is None
 
 

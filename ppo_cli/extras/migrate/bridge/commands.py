@@ -29,8 +29,7 @@ from ppo_cli.errors import (
     refuse_out_address,
 )
 from ppo_cli.plan.findings.models import damaged_models
-from ppo_cli.plan.findings.rewards import missing_keys
-from ppo_cli.plan.findings.runner import missing_inputs
+from ppo_cli.plan.findings.rules import find_findings, list_texts
 from ppo_cli.plan.resolved import Resolved
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.secrets.redact import redact
@@ -169,7 +168,7 @@ def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
     # Rules of other engines, such as limits on GPUs, do not apply.
     flags = {**arguments.flags, "trainer.engine": ("verl", "--engine verl")}
     resolved = replace(arguments, flags=flags, overrides=rest).resolve_node()
-    bridged = build_overrides(resolved.config, verl_overrides)
+    bridged = build_overrides(resolved.asked, verl_overrides)
     problems = [*bridged.problems, *_find_missing_inputs(resolved)]
     if problems:
         raise ConfigError([redact(line) for line in dict.fromkeys(problems)])
@@ -185,8 +184,7 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
 
     config = resolved.config
     # Everything but keys must be present here, as verl starts the reward in its own processes.
-    allowed = missing_keys(config, os.environ)
-    yield from (line for line in missing_inputs(resolved) if line not in allowed)
+    yield from list_texts(find_findings(resolved), "missing")
     yield from damaged_models(config)
     yield from collect_problems(file_checks(config.reward))
 

@@ -23,6 +23,8 @@ from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_o
 from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.memory.plan import fit_memory
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a step interval longer than any run
@@ -424,16 +426,20 @@ class VerlOverrides:
         return [*(f"{added[k]}{k}={to_hydra(v)}" for k, v in below.items()), *self.verl_words]
 
 
-def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverrides:
-    """Translate a config for verl; `verl_words` are overrides of settings that only verl has."""
+def build_overrides(asked: Config, verl_words: Sequence[str] = ()) -> VerlOverrides:
+    """Translate what was set for verl; `verl_words` are overrides of settings that only verl has.
+
+    What is unset is decided as for our engine, since verl would decide otherwise.
+    """
+    config = fit_memory(asked, Machine.here()).config
     values, problems = dict(ALWAYS), list(_find_refusals(config, verl_words))
     # Our settings one by one: renamed, refused, or left to a writer.
     for key in table():
-        value = value_of(config, key)
+        value, given = value_of(config, key), value_of(asked, key)
         if key in REFUSED:
             allowed, reason = REFUSED[key]
-            if value != allowed:
-                problems.append(f"{key} {_display(value)} is not available on verl: {reason}.")
+            if given != allowed:
+                problems.append(f"{key} {_display(given)} is not available on verl: {reason}.")
         elif key in OUR_ENGINE_ONLY or (key.startswith("reward.") and key not in WRITERS):
             continue  # only for our engine, or read by the reward function
         elif verl_names_by_key()[key] or key in WRITERS:
@@ -443,9 +449,9 @@ def build_overrides(config: Config, verl_words: Sequence[str] = ()) -> VerlOverr
                 for name in verl_names_by_key()[key]
                 if value is not None or not name.endswith("optim.total_training_steps")
             }
-        elif value != table()[key].default:
+        elif given != table()[key].default:
             problems.append(
-                f"{key} {_display(value)} is not available on verl: it has no such setting."
+                f"{key} {_display(given)} is not available on verl: it has no such setting."
             )
     # Settings that need a function; then verl's other engines; explicit overrides win.
     for write in dict.fromkeys(WRITERS.values()):

@@ -28,11 +28,11 @@ NUMBERS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("drawn.y
 
 
 def settled(*overrides: str, preset: str | None = None, **flags: Any) -> Config:
-    """Resolve settings as `ppo bridge verl` does."""
+    """What was set, resolved as `ppo bridge verl` does."""
     arguments = {name: (value, "drawn") for name, value in flags.items()}
     return resolve(
         flags=arguments, preset=preset, config_files=[], overrides=[*GPUS, *overrides], environ={}
-    ).config
+    ).asked
 
 
 def write_judged_run(folder: Path, rows: list[dict[str, Any]], url: str, *overrides: str) -> None:
@@ -46,7 +46,7 @@ def write_judged_run(folder: Path, rows: list[dict[str, Any]], url: str, *overri
     resolved = resolve(
         flags={}, preset=None, config_files=[], overrides=[*base, *overrides], environ={}
     )
-    bridged = build_overrides(resolved.config)
+    bridged = build_overrides(resolved.asked)
     assert bridged.problems == ()
     write_folder(folder, resolved, bridged)
 

@@ -58,7 +58,7 @@ def test_a_begun_run_is_not_continued_with_other_settings(
     (desk / "there" / "verl").mkdir()
     before = (desk / "there" / "overrides").read_bytes()
     output = run(f"{line} --clip_ratio 0.1 actor.clip_ratio_high=0.3", capfd, 2)
-    assert "another actor.clip_ratio_high (was unset, now 0.3). Name another folder" in output
+    assert "another actor.clip_ratio_high (was 0.1, now 0.3). Name another folder" in output
     assert (desk / "there" / "overrides").read_bytes() == before
     run(f"{line} --clip_ratio 0.1 --max_steps 7 --save_freq 3", capfd)
     run(f"{line} --clip_ratio 0.3 --resume never", capfd)

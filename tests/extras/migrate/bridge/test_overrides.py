@@ -180,10 +180,10 @@ OTHER: dict[str, Any] = {
 def test_what_verl_cannot_be_told_is_refused_by_its_name(name: str) -> None:
     allowed, message = bridge.REFUSED[name]
     assert table()[name].default == allowed
-    tree = section = settled().model_dump()
+    tree = section = settled().model_dump(exclude_unset=True)
     *groups, leaf = name.split(".")
     for group in groups:
-        section = section[group]
+        section = section.setdefault(group, {})
     section[leaf] = OTHER.get(name, ("2",) if allowed == () else 7)
     problems = bridge.build_overrides(Config.model_validate(tree)).problems
     assert [p for p in problems if p.startswith(f"{name} ") and message in p]

@@ -1,0 +1,100 @@
+"""The one checker: all rules about a run, by the kind of what they find.
+
+What does not fit together within a section is a row of that section (`Conflict`), settings without
+effect are declared with the settings (`unused`). What several sections, files or the machine decide
+is a function next to its subject (run, devices, models, rewards, judge_server), with its line here.
+plan, train and the library show and refuse what `find_clashes` and `find_findings` yield.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ppo_cli.config.schema.finding import Finding, Kind
+from ppo_cli.config.schema.keys import find_conflicts, range_remarks
+from ppo_cli.errors import ppo
+from ppo_cli.plan.findings import devices, judge_server, models, rewards, run
+from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.plan.findings.unused import find_unused
+from ppo_cli.plan.resolved import Resolved
+
+# Rules that only compare settings: `resolve` raises what they find, with all other mistakes.
+CLASHES: Final[tuple[Callable[[Scene], Iterable[Finding]], ...]] = (
+    lambda s: find_conflicts(s.config),
+    run.check_batches,
+    run.check_episodes,
+    run.check_reward_sources,
+    devices.check_devices,
+    models.check_heads,
+    models.check_reward_models,
+    rewards.check_judges,
+    rewards.check_mixture,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that yields sentences, and the kind of what it finds."""
+
+    kind: Kind
+    find: Callable[[Scene], Iterable[str]]
+
+
+def _missing_prompts(scene: Scene) -> Iterator[str]:
+    if not scene.config.data.train_files:
+        yield (
+            "There are no prompts to train on: name them with --train_files FILE. "
+            f"`{ppo('data prepare gsm8k --source openai/gsm8k --out data/gsm8k')}` makes a set, "
+            "and --preset embedded trains on the bundled one."
+        )
+
+
+RULES: Final = (
+    # What no machine can honour.
+    Rule("refuse", run.unsupported_settings),
+    # What the run needs: models, keys and packages of judges, prompts, GPUs, packages.
+    Rule("missing", lambda s: models.broken_models(s.config)),
+    Rule("elsewhere", lambda s: rewards.missing_keys(s.config, s.environ)),
+    Rule("missing", lambda s: rewards.missing_for_sdks(s.config, s.environ)),
+    Rule("missing", lambda s: models.missing_models(s.config, s.environ)),
+    Rule("missing", judge_server.missing_for_judge_server),
+    Rule("missing", _missing_prompts),
+    Rule("elsewhere", devices.missing_gpus),
+    Rule("missing", devices.unusable_gpus),
+    Rule("missing", devices.missing_packages),
+    # What may surprise.
+    Rule("remark", lambda s: range_remarks(s.config, s.resolved.origins)),
+    Rule("remark", lambda s: run.kl_remarks(s.config)),
+    Rule("remark", lambda s: run.gspo_remarks(s.config)),
+    Rule("remark", lambda s: rewards.judge_remarks(s.config)),
+    Rule("remark", lambda s: judge_server.judge_server_remarks(s.config)),
+    Rule("remark", lambda s: rewards.mixture_remarks(s.config.reward)),
+    Rule("remark", devices.device_remarks),
+    Rule("remark", lambda s: models.critic_remarks(s.config)),
+    Rule("remark", lambda s: models.template_remarks(s.config)),
+)
+
+
+def find_clashes(scene: Scene) -> Iterator[Finding]:
+    """Yield every clash between settings."""
+    for find in CLASHES:
+        yield from find(scene)
+
+
+def find_findings(
+    resolved: Resolved, environ: Mapping[str, str] = os.environ
+) -> tuple[Finding, ...]:
+    """Return all else that is found about resolved settings on their machine, each once."""
+    scene = Scene(resolved, environ)
+    found = list(find_unused(resolved))
+    for rule in RULES:
+        found += (Finding((), text, rule.kind) for text in rule.find(scene))
+    return tuple(dict.fromkeys(found))
+
+
+def list_texts(findings: Iterable[Finding], *kinds: Kind) -> list[str]:
+    """Return the sentences of the findings of these kinds."""
+    return [finding.text for finding in findings if finding.kind in kinds]

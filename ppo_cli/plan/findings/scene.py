@@ -1,0 +1,33 @@
+"""What the rules look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppo_cli.config.schema.run import Config
+from ppo_cli.machine.machine import Machine
+from ppo_cli.plan.resolved import Resolved
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The settings of a run, as set and as they hold, its machine and its variables."""
+
+    resolved: Resolved
+    environ: Mapping[str, str]
+
+    @property
+    def config(self) -> Config:
+        """What holds."""
+        return self.resolved.config
+
+    @property
+    def asked(self) -> Config:
+        """What was set."""
+        return self.resolved.asked
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of the run."""
+        return self.resolved.machine
