@@ -40,9 +40,9 @@ A family passes if all its checks hold with gaps of at most {limit:.0e}.
 **{passing} of {all}** pass, {refused} more are refused by `ppo plan` and `ppo train` before the
 first step.
 
-`ppo train` repeats the most important comparison at the start of each run with the `config.json` of
-the run. It trains a family that is not in the table if the comparison agrees, and refuses it
-otherwise.
+A family that is not in the table is trained in eager attention on padded rows, which are exact
+everywhere. On GPUs, rows are packed by default after a passed
+[self-test](troubleshooting.md#the-self-test).
 
 One limit is known. If Llama 4 scales attention, transformers counts positions by columns of its
 cache. The hf sampler is exact for rows of up to half of `floor_scale` (4096 tokens) and refuses

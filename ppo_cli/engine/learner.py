@@ -31,7 +31,12 @@ from ppo_cli.engine.batches.micro_batches import (
     explain_step_errors,
     run_within_memory,
 )
-from ppo_cli.engine.batches.packing import Loaded, build_budget, enable_packing
+from ppo_cli.engine.batches.packing import (
+    Loaded,
+    build_budget,
+    choose_run_mode,
+    enable_packing,
+)
 from ppo_cli.engine.batches.rows import build_micro_batch, row_lengths, row_prompts
 from ppo_cli.engine.checkpoint import (
     TrainedModel,
@@ -58,10 +63,10 @@ from ppo_cli.engine.models.lora import (
 )
 from ppo_cli.engine.models.policy import Adapt, adapted
 from ppo_cli.engine.models.value_models import CRITIC_FLAG, load_value_model
-from ppo_cli.engine.pretrained import load_tokenizer
+from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
-from ppo_cli.engine.samplers.hf import HFSampler, build_shared_sampler
+from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.engine.samplers.kv_cache import plan_cache
 from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor
@@ -72,8 +77,7 @@ from ppo_cli.engine.training.actor_critic import (
     compute_token_stats,
 )
 from ppo_cli.engine.training.optimizer import Optimizer
-from ppo_cli.engine.trial import choose_run_mode
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, ppo
 from ppo_cli.machine.device_record import is_proven
 from ppo_cli.plan.memory.advice import advise_memory
 from ppo_cli.records import Prompt, Rollout
@@ -418,7 +422,7 @@ class Learner:
         *,
         trained: bool,
     ) -> Loaded:
-        """Load a model of the run onto all ranks, in the run mode that the trial chose."""
+        """Load a model of the run onto all ranks, in the run mode of its family."""
         settings = self._config.model
 
         def prepare(loaded: Loaded) -> Loaded:
@@ -432,15 +436,12 @@ class Learner:
             )
             return loaded
 
-        # The sampler is part of the trial for the policy's path, so that a reference of the same
-        # model gets the same verdict.
-        sampled = load is load_policy and path == model_folder(settings.path)
-        # 1. The trial decides on attention kernel and packing.
-        verdict, remarks = choose_run_mode(
-            path, self._config, self._ranks, critic=load is load_value_model,
-            checkpointing=checkpointing,
-            sampler=HFSampler if sampled and self._config.rollout.name == "hf" else None,
-        )  # fmt: skip
+        # 1. The family decides on attention kernel and packing.
+        flag = CRITIC_FLAG if load is load_value_model else "--model"
+        config = run_on_all_ranks(
+            self._ranks, partial(load_config, path, flag, settings.trust_remote_code)
+        )
+        mode, remarks = choose_run_mode(path, config, settings)
         self.remarks += [remark for remark in remarks if remark not in self.remarks]
         # 2. Load, prepare and shard.
         loaded: Loaded = load_sharded(
@@ -453,12 +454,12 @@ class Learner:
             offload_between_uses=not trained and self._config.loads_reference_once,
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
-            attn_implementation=verdict.mode.kernel,
+            attn_implementation=mode.kernel,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
         self._preparation.prepare_norms(loaded.model, partial(self._probe_states, loaded))
         # 3. Packed rows, after comparing the device's kernel.
-        if not verdict.mode.packed:
+        if not mode.packed:
             return loaded
         packed = enable_packing(
             loaded,
@@ -469,7 +470,10 @@ class Learner:
             self._config.model.share_prompts,
         )
         if packed.packing is None:
-            self.remarks.append(f"Rows of {path} are padded: packing does not suit this device.")
+            self.remarks.append(
+                f"Rows of {path} are padded: packed attention is not proven on these GPUs "
+                f"({ppo('doctor --self-test')})."
+            )
         return packed
 
     def _require_vocabulary(self, loaded: Policy | ValueModel, path: str, flag: str) -> None:

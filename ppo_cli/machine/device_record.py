@@ -83,12 +83,6 @@ def is_proven(feature: Feature) -> bool:
     return record is not None and feature in record.proven
 
 
-def failed(feature: Feature) -> bool:
-    """Whether a self-test has run on these GPUs without proving a feature."""
-    record = read_record()
-    return record is not None and feature not in record.proven
-
-
 def read_record() -> DeviceRecord | None:
     """Read the record of this machine; None if there is none or it is damaged."""
     # A damaged or foreign file counts as no record.

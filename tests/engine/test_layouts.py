@@ -48,7 +48,7 @@ def test_rows_are_the_same_padded_packed_and_with_shared_prompts(
 
 
 def test_rows_of_states_are_padded(tmp_path: Path) -> None:
-    """A state goes on from one packed row to the next, which a trial has found."""
+    """A state goes on from one packed row to the next."""
     config = settings(
         model={"path": save_model(tmp_path, "mamba2"), "packing": None},
         algorithm={"adv_estimator": "grpo"},

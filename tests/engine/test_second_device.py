@@ -29,7 +29,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     done = subprocess.run(
         [sys.executable, str(script), str(folder)],
-        # No verdict of an earlier trial is there: what a trial moves is counted.
         cwd=ROOT, env=environment() | {"XDG_CACHE_HOME": str(folder / "cache")},
         capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip

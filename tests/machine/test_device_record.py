@@ -19,7 +19,6 @@ from ppo_cli.machine.device_record import (
     CheckRecord,
     DeviceKey,
     DeviceRecord,
-    failed,
     is_proven,
     read_record,
     record_path,
@@ -59,12 +58,6 @@ def test_only_what_a_record_lists_is_proven() -> None:
     assert read_record() == record("packed_attention", "sleep")
     write_record(record("sleep"))
     assert not is_proven("packed_attention")
-
-
-def test_only_a_record_says_what_has_failed() -> None:
-    assert not any(map(failed, FEATURES))
-    write_record(record("sleep"))
-    assert [name for name in FEATURES if not failed(name)] == ["sleep"]
 
 
 def test_a_worker_that_sees_one_of_the_gpus_reads_the_same_record(

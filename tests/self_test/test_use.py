@@ -49,15 +49,15 @@ def test_one_line_names_the_command() -> None:
     assert not lines(1, ("shared_prompts",)) and not lines(0)
 
 
-@pytest.mark.parametrize(("wrong", "packed"), [(True, False), (False, True)])
-def test_rows_are_padded_where_the_self_test_failed(
-    wrong: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("proven", [True, False])
+def test_rows_on_a_gpu_are_packed_after_a_passed_self_test(
+    proven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_try_gradients", lambda *values: "")
-    monkeypatch.setattr(packing, "failed", lambda feature: wrong)
+    monkeypatch.setattr(packing, "is_proven", lambda feature: proven)
     on_gpu = Compute(torch.device("cuda"), torch.bfloat16)
     policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
-    assert (enable_packing(policy, "m", on_gpu, ALONE, None).packing is not None) is packed
+    assert (enable_packing(policy, "m", on_gpu, ALONE, None).packing is not None) is proven
     policy = load_policy(model_folder("embedded"), attn_implementation="sdpa")
     assert enable_packing(policy, "m", on_gpu, ALONE, True).packing is not None
 

@@ -109,12 +109,12 @@ class Model(Section):
     # How a learner computes.
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
         None,
-        "Attention kernel. Unset: sdpa if a test at the start gives the same numbers as eager.",
+        "Attention kernel. Unset: sdpa for families in which it gives the same numbers as eager.",
         identity="start",
     )  # fmt: skip
     packing: bool | None = setting(
         None, "Concatenate the rows of a micro-batch without padding. Unset: for models with plain "
-        "attention, if a test at the start gives the same numbers.", identity="start",
+        "attention; on a GPU after a passed self-test (ppo doctor --self-test).", identity="start",
     )  # fmt: skip
     share_prompts: bool = setting(
         Chosen(choose_shared_prompts, "on the CPU, and on GPUs if the self-test has proven it"),

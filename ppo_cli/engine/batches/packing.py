@@ -1,12 +1,12 @@
-"""Switch a model to packed rows, after comparing the gradients of the attention kernel.
+"""How a model is run: its attention kernel, and packed or padded rows.
 
-`engine/trial.py` decides whether packing suits a model; here the GPU's kernel for packed rows is
-compared with attention to each row alone. Called by the learner.
+A family is declared exact in a mode (`config/models/attention.py`). On a GPU rows are packed by
+themselves only if the self-test has proven the kernel for packed rows there.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +14,15 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ppo_cli.config.models.attention import MASKED, PACKED, SDPA
+from ppo_cli.config.schema.run import Model
 from ppo_cli.engine.batches.micro_batches import Budget
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.attention import BY_ROWS, PackedRows, Packing, attend_by_rows
 from ppo_cli.engine.ranks import Ranks, gather_objects
 from ppo_cli.errors import ModelError, first_line
-from ppo_cli.machine.device_record import failed
+from ppo_cli.machine.device_record import is_proven
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
@@ -29,6 +31,43 @@ MASKED_TOKENS = 4096
 TRIED = (9, 1, 7)  # lengths of the rows of the comparison
 # Largest allowed difference of a gradient, as a share of its norm.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class RunMode:
+    """A model's attention kernel, and whether its rows may be packed."""
+
+    kernel: str
+    packed: bool
+
+
+def choose_run_mode(path: str, config: Any, settings: Model) -> tuple[RunMode, list[str]]:
+    """Return how a model with this config is run, and remarks about slower modes.
+
+    Raises ModelError if `model.packing` asks for packed rows in a family that is not exact there.
+    """
+    # Code that comes with a model computes something else under the same name.
+    is_known = type(config).__module__.startswith("transformers.")
+    family = config.model_type if is_known else ""
+    kernel = settings.attn_implementation or ("sdpa" if family in SDPA else "eager")
+    if settings.packing:
+        if family not in PACKED | MASKED:
+            raise ModelError(
+                f"{path} cannot be trained on packed rows: this is not known to be exact for "
+                f"{config.model_type} models. Leave model.packing out, or take another model."
+            )
+        return RunMode(kernel, packed=True), []
+    plain = kernel == "sdpa" and family in PACKED and is_plain(config)
+    mode = RunMode(kernel, packed=plain and settings.packing is None)
+    remarks = []
+    if settings.attn_implementation is None and kernel == "eager":
+        remarks.append(
+            f"Attention of {path} is eager: sdpa is not known to be exact for {config.model_type} "
+            "models (model.attn_implementation)."
+        )
+    if settings.packing is None and not plain:
+        remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
+    return mode, remarks
 
 
 def enable_packing(
@@ -42,8 +81,8 @@ def enable_packing(
     """Return the model with packing on, if this device's kernel is exact; all ranks call.
 
     Otherwise the model is returned unchanged, or ModelError is raised when the `setting` is True.
-    When it is unset (None), a failed self-test of packed attention counts too. With `shares` a
-    prompt is computed once for all its rows.
+    When it is unset (None), a GPU needs a self-test that has passed. With `shares` a prompt is
+    computed once for all its rows.
     """
     attention = loaded.model.config._attn_implementation
     packing = choose_attention(loaded.model)
@@ -51,7 +90,7 @@ def enable_packing(
         loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
     )
     wrong = _try_gradients(packed, compute)
-    if setting is None and compute.device.type == "cuda" and failed("packed_attention"):
+    if setting is None and compute.device.type == "cuda" and not is_proven("packed_attention"):
         wrong = wrong or "the self-test has not passed for it"
     # All ranks must agree: they plan the same micro-batches.
     if not any(gather_objects(ranks, wrong)):
@@ -82,12 +121,12 @@ def choose_attention(model: Any) -> Packing:
     Sliding windows and chunks need masks.
     """
     config = model.config
-    if config._attn_implementation == "sdpa" and _is_plain(config):
+    if config._attn_implementation == "sdpa" and is_plain(config):
         config._attn_implementation = BY_ROWS
     return Packing.BY_ROWS if config._attn_implementation == BY_ROWS else Packing.MASKED
 
 
-def _is_plain(config: Any) -> bool:
+def is_plain(config: Any) -> bool:
     """Whether in every layer each token attends to all tokens before it."""
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     text = config.get_text_config(decoder=True)

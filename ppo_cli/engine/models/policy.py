@@ -1,7 +1,7 @@
 """Policies and value models, split into backbone and head, and the loading of policies.
 
-With the split, logits are computed only where they are needed. A trial checks that backbone and
-head together give the model's own logits (`engine/trial.py`).
+With the split, logits are computed only where they are needed. The sweep of families checks that
+backbone and head together give the model's own logits (`tests/engine/test_model_families.py`).
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
     layer.forward = spread
     try:
         unchanged = torch.equal(own_head(hidden_LH), spread(hidden_LH))
-    except Exception:  # the forward pass needs more than states; the trial compares the head
+    except Exception:  # the forward pass needs more than states
         unchanged = True
     finally:
         del layer.forward

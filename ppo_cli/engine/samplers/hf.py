@@ -37,7 +37,7 @@ from ppo_cli.engine.base import (
     stream_key,
 )
 from ppo_cli.engine.batches.micro_batches import LEAST_TOKENS, MOST_PADDING
-from ppo_cli.engine.batches.packing import choose_attention
+from ppo_cli.engine.batches.packing import choose_attention, choose_run_mode
 from ppo_cli.engine.cpu.bfloat16 import (
     CastLayer,
     cast_frozen_weights,
@@ -50,10 +50,9 @@ from ppo_cli.engine.models import count_embeddings, load_policy, pad_token_id, s
 from ppo_cli.engine.models.attention import BY_ROWS
 from ppo_cli.engine.models.lora import adapt, load_adapter
 from ppo_cli.engine.models.policy import adapted
-from ppo_cli.engine.ranks import ALONE
+from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
-from ppo_cli.engine.trial import choose_run_mode
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.plan.memory.devices import PREFILL_TOKENS
 from ppo_cli.records import Prompt, Rollout
@@ -546,16 +545,17 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     settings = config.model
     set_matmul_library(settings.float32_matmul)
     path = model_folder(settings.path)
-    verdict, _ = choose_run_mode(path, config, ALONE, sampler=HFSampler, trains=False)
+    model_config = load_config(path, "--model", settings.trust_remote_code)
+    mode, _ = choose_run_mode(path, model_config, settings)
     policy = load_policy(
         path,
         trust_remote_code=settings.trust_remote_code,
-        attn_implementation=verdict.mode.kernel,
+        attn_implementation=mode.kernel,
     )
     require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if config.model.publishes_adapter else None
     model = adapted(policy, inject).model
-    if verdict.mode.packed:
+    if mode.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)
     on_cpu = compute.device.type == "cpu"

@@ -247,13 +247,13 @@ def _describe_layout(asked: Config, config: Config) -> Iterator[str]:
     """Yield the plan's lines about how rows, log-probs and products are computed."""
     model = asked.model
     if model.packing is None:
-        yield "packing: on if a trial at start-up gives the same numbers as padded rows"
+        yield "packing: on for families with plain attention; on a GPU after a passed self-test"
     else:
         yield f"packing: {'on' if model.packing else 'off'}, as set"
     if model.attn_implementation:
         yield f"attention: {model.attn_implementation}, as set"
     else:
-        yield "attention: sdpa if the trial gives the same numbers, else eager"
+        yield "attention: sdpa for families that are known to be exact in it, else eager"
     if config.rollout.n > 1 and model.packing is not False:
         why = " (model.share_prompts)" if model.share_prompts is None else ", as set"
         shared = "yes" if config.model.share_prompts else "no"

@@ -21,7 +21,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
 from ppo_cli.algo.batch import TrainBatch
@@ -266,13 +265,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
 
         return inject_empty
 
-    def choose_run_mode(*args: Any, **options: Any) -> Any:
-        # Trials compare numbers of a small model: here on the CPU, in a run on the GPU.
-        with _disable_current_modes(), patch.object(Compute, "choose", on_cpu):
-            return judge(*args, **options)
-
     # The originals, which the replacements call.
-    judge, on_cpu = namespace.choose_run_mode, Compute.__dict__["choose"]
     adapt = namespace.adapt
     memo = simulator.fakes.fake_tensor_converter.meta_converter.tensor_memo
     swap: Any = torch.utils.swap_tensors
@@ -291,8 +284,7 @@ def _without_numbers(simulator: Simulator) -> Iterator[None]:
             (namespace, "load_policy", partial(load_empty, namespace.load_policy)),
             (namespace, "load_value_model", partial(load_empty, namespace.load_value_model)),
             (namespace, "adapt", adapt_empty),
-            (namespace, "choose_run_mode", choose_run_mode),
-            # The kernel of packed rows is assumed to pass its trial.
+            # The kernel of packed rows is assumed to be exact.
             (packing, "_try_gradients", lambda *_: ""),
             (attention, "has_packed_kernel", lambda device: device.type == NAME),
             (host_memory, "allocate_host", allocate_host),
