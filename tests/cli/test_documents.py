@@ -38,7 +38,7 @@ FOREIGN = {
 LACKS = (
     "no such file",
     "is not a checkpoint",
-    "run.json cannot be read",
+    "state/run.json is missing",
     "there is no file",
     "there is no model folder",
     "there is no program",
