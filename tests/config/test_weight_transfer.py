@@ -79,7 +79,7 @@ def test_auto_takes_what_the_self_test_has_proven(
     overrides: str, features: tuple[Feature, ...], way: str, sleep: str,
     slow: tuple[str, ...],
 ) -> None:  # fmt: skip
-    here = with_gpus(4, proven=features)
+    here = with_gpus(4, proven=("packed_attention", *features))
     resolved = settle(VLLM, FOUR, *overrides.split(), machine=here)
     rollout = fit_memory(resolved.asked, here).config.rollout
     assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)

@@ -44,9 +44,9 @@ def test_one_line_names_the_command() -> None:
         return [line for line in device_notes(resolved, {}) if "self-test" in line]
 
     (line,) = lines(1)
-    assert "each response computes its prompt again" in line
+    assert "each response computes its prompt again and rows are padded" in line
     assert line.endswith("doctor --self-test` tries the faster ways.")
-    assert not lines(1, ("shared_prompts",)) and not lines(0)
+    assert not lines(1, ("shared_prompts", "packed_attention")) and not lines(0)
 
 
 @pytest.mark.parametrize("proven", [True, False])

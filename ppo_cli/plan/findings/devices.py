@@ -497,6 +497,8 @@ def _self_test_remarks(asked: Config, config: Config, machine: Machine) -> Itera
         and not config.model.share_prompts
     ):
         slow.append("each response computes its prompt again")
+    if config.model.packing is None and "packed_attention" not in machine.proven:
+        slow.append("rows are padded")
     if slow:
         yield (
             f"No self-test has passed on these GPUs, so {' and '.join(slow)}: "
