@@ -5,6 +5,11 @@ attention, row by row (docs/models.md). A family that is not listed gets eager a
 rows: slower, and exact everywhere.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 # Exact in sdpa, and on packed rows where no layer has a window or chunks.
 PACKED = {
     "apertus", "arcee", "biogpt", "bitnet", "cohere", "deepseek_v2", "deepseek_v3", "dots1",
@@ -27,3 +32,13 @@ MASKED = {
     "gemma4", "gemma4_text", "gpt_neo", "gptj", "ministral", "mistral", "olmo3", "phi3",
     "starcoder2", "vaultgemma",
 }  # fmt: skip
+
+
+def is_plain(config: Mapping[str, Any]) -> bool | None:
+    """Whether in every layer each token attends to all tokens before it; None if unknown.
+
+    `config` is the text part of a config.json: a family may ignore a window that it names.
+    """
+    if kinds := set(config.get("layer_types") or ()):
+        return kinds == {"full_attention"}
+    return None if config.get("sliding_window") or config.get("attention_chunk_size") else True

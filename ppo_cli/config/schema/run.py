@@ -108,13 +108,15 @@ class Model(Section):
     )  # fmt: skip
     # How a learner computes.
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = setting(
-        None,
-        "Attention kernel. Unset: sdpa for families in which it gives the same numbers as eager.",
-        identity="start",
+        Fitted("sdpa for families in which it gives the same numbers as eager, else eager"),
+        "Attention kernel.", identity="start",
     )  # fmt: skip
     packing: bool | None = setting(
-        None, "Concatenate the rows of a micro-batch without padding. Unset: for models with plain "
-        "attention; on a GPU after a passed self-test (ppo doctor --self-test).", identity="start",
+        Fitted(
+            "for families with plain attention; on a GPU after a passed self-test (ppo doctor "
+            "--self-test)"
+        ),
+        "Concatenate the rows of a micro-batch without padding.", identity="start",
     )  # fmt: skip
     share_prompts: bool = setting(
         Chosen(choose_shared_prompts, "on the CPU, and on GPUs if the self-test has proven it"),

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.allocator import find_jemalloc
+from ppo_cli.config.models.attention import PACKED, SDPA, is_plain
+from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
+from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config, Sleep
 from ppo_cli.config.schema.unset import Fitted as FittedRule
@@ -27,6 +30,7 @@ from ppo_cli.plan.memory.devices import (
     count_vllm,
     counted_models,
     device_memory,
+    model_paths,
     read_shapes,
     sampled_rows,
 )
@@ -203,7 +207,7 @@ def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     """
     config, chosen = fitted.config, fitted.estimate
     shapes = read_shapes(config)
-    layout = tuple(_describe_layout(asked, config))
+    layout = tuple(_describe_layout(asked, config, fitted.why))
     checkpointing = asked.model.enable_gradient_checkpointing
     as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
     # Nothing can be counted if a model's config.json is not readable.
@@ -243,29 +247,29 @@ def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     return PlanPart(tuple(lines), facts, layout)
 
 
-def _describe_layout(asked: Config, config: Config) -> Iterator[str]:
+def _describe_layout(asked: Config, config: Config, why: Settings) -> Iterator[str]:
     """Yield the plan's lines about how rows, log-probs and products are computed."""
-    model = asked.model
-    if model.packing is None:
-        yield "packing: on for families with plain attention; on a GPU after a passed self-test"
-    else:
-        yield f"packing: {'on' if model.packing else 'off'}, as set"
-    if model.attn_implementation:
-        yield f"attention: {model.attn_implementation}, as set"
-    else:
-        yield "attention: sdpa for families that are known to be exact in it, else eager"
-    if config.rollout.n > 1 and model.packing is not False:
-        why = " (model.share_prompts)" if model.share_prompts is None else ", as set"
+    words = {True: "on", False: "off", None: "as the family of each model"}
+    yield f"packing: {words[config.model.packing]}{_explain(asked, why, 'model.packing')}"
+    kernel = config.model.attn_implementation or "as the family of each model"
+    yield f"attention: {kernel}{_explain(asked, why, 'model.attn_implementation')}"
+    if config.rollout.n > 1 and config.model.packing is not False:
         shared = "yes" if config.model.share_prompts else "no"
-        yield f"prompt computed once for its packed responses: {shared}{why}"
+        reason = _explain(asked, why, "model.share_prompts")
+        yield f"prompt computed once for its packed responses: {shared}{reason}"
     old = "sampler" if config.algorithm.rollout_correction.bypass_mode else "actor"
     yield f"old log-probs: from the {old}"
     yield from cpu_plan(asked, config, jemalloc=find_jemalloc() is not None)
     if config.model.dtype == "bfloat16":
-        why = " (model.spread_weights)" if model.spread_weights is None else ", as set"
         spread = config.model.spread_weights
         result = "spread, so that small updates count" if spread else "trained as loaded"
-        yield f"weights that are exact in bfloat16: {result}{why}"
+        reason = _explain(asked, why, "model.spread_weights")
+        yield f"weights that are exact in bfloat16: {result}{reason}"
+
+
+def _explain(asked: Config, why: Settings, key: str) -> str:
+    """Return the reason of a value, for the end of a line."""
+    return ", as set" if value_of(asked, key) is not None else f" ({why[key]})"
 
 
 def cpu_plan(asked: Config, config: Config, *, jemalloc: bool) -> list[str]:
@@ -288,7 +292,9 @@ def cpu_plan(asked: Config, config: Config, *, jemalloc: bool) -> list[str]:
 def fit_memory(asked: Config, machine: Machine) -> Fitted:
     """Decide all settings, also those that trade memory for speed: nothing unset is left."""
     settled = settle(asked, machine)
-    config, estimate, lines = settled.config, None, []
+    layout = _choose_layout(settled.config, machine)
+    config = with_settings(settled.config, {key: value for key, (value, _) in layout.items()})
+    estimate, lines = None, []
     shapes = read_shapes(config)
     counted = config.trainer.engine != "verl" and device_memory(config, machine) is not None
     if isinstance(shapes, ModelShapes) and counted:
@@ -304,7 +310,44 @@ def fit_memory(asked: Config, machine: Machine) -> Fitted:
             lines = [UNKNOWN_STEP]
     unset = (k for k, key in table().items() if isinstance(key.rule, FittedRule))
     why = {k: "by the memory plan" for k in unset if value_of(asked, k) is None}
+    why |= {key: reason for key, (_, reason) in layout.items()}
     return Fitted(config, settled.why | why, tuple(lines), estimate)
+
+
+def _choose_layout(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Return values and reasons of the unset attention kernel and of packing.
+
+    None: the files of the models are not here, or they are of several families; each model is then
+    run as its family is when it is loaded.
+    """
+    kernel, packing = config.model.attn_implementation, config.model.packing
+    used = {"actor"} | ({"critic"} if config.uses_critic else set())
+    used |= {"reference"} if config.uses_reference else set()
+    configs = [read_config(path) for name, path in model_paths(config).items() if name in used]
+    texts = [text_config(config_json) for config_json in configs]
+    families = {text.get("model_type") for text in texts}
+    family = next(iter(families))
+    foreign = any("auto_map" in config_json for config_json in configs)
+    if config.trainer.engine == "verl" or foreign or len(families) > 1 or family is None:
+        unset = {"model.attn_implementation": kernel, "model.packing": packing}
+        why = "as the family of each model, when it is loaded"
+        return {key: (None, why) for key, value in unset.items() if value is None}
+    layout: dict[str, tuple[Any, str]] = {}
+    if kernel is None:
+        exact = "is" if family in SDPA else "is not known to be"
+        kernel = "sdpa" if family in SDPA else "eager"
+        layout["model.attn_implementation"] = (kernel, f"sdpa {exact} exact for {family} models")
+    if packing is None:
+        plain = [is_plain(text) for text in texts]
+        if kernel != "sdpa" or family not in PACKED or False in plain:
+            layout["model.packing"] = (False, f"not for {kernel} attention of {family} models")
+        elif config.trainer.n_gpus_per_node and "packed_attention" not in machine.proven:
+            layout["model.packing"] = (False, "no self-test has proven it on these GPUs")
+        elif None in plain:
+            layout["model.packing"] = (None, "if the model has no windows, when it is loaded")
+        else:
+            layout["model.packing"] = (True, f"{family} models have plain attention")
+    return layout
 
 
 def find_smallest_change(
