@@ -244,11 +244,6 @@ SOURCE_KINDS = {
     "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
     "judge": "judge",
 }  # fmt: skip
-# Name of a score in composite.weights -> kind; rm_score may mean either of two.
-SCORE_NAMES = {
-    "judge_score": "judge", "api_score": "judge", "rule_score": "rule", "function_score": "rule",
-}  # fmt: skip
-AMBIGUOUS_SCORES = ("rm_score", "model_score")
 _KIND_ALIASES = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
 # Names of parts become metric names and keys.
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -438,52 +433,22 @@ class _MixtureReader:
                     section, raw_values, f"{key}.{word}", allowed
                 )
 
-    def _read_weight(self, word: str, raw: Any) -> None:
-        """Read one entry of composite.weights, and record mistakes as clashes.
-
-        `word` is the name of a part, or means the only part of a kind (`judge_score`: the judge).
-        """
-        key = f"{WEIGHTS}.{word}"
+    def _read_weight(self, name: str, raw: Any) -> None:
+        """Read one entry of composite.weights, and record mistakes as clashes."""
+        key = f"{WEIGHTS}.{name}"
         weight = _parse_number(raw)
         if weight is None:
             self._report(key, f"{key}: '{raw}' is not a number; write a weight such as 0.5.")
-            return
-        if name := self._find_part(word, key):
+        elif name in self._parts or name in KINDS:
             part = self._get_draft(name, key, name if name in KINDS else None)
             self._add_weight(part, weight, key, key)
-
-    def _find_part(self, word: str, key: str) -> str:
-        """Return the part that a word in composite.weights means; empty when it means none."""
-        # A part's name wins over the name of a score.
-        if word in self._parts or word in KINDS:
-            return word
-        # `rm_score` is ambiguous; other words name a kind, which must have one part at most.
-        kind = self._ambiguous_kind() if word in AMBIGUOUS_SCORES else SCORE_NAMES.get(word)
-        names = [part.name for part in self._parts.values() if part.kind == kind]
-        if kind and len(names) <= 1:
-            return names[0] if names else kind
-        if kind:
-            problem = f"{word} may be {' or '.join(names)}; use the part's own name."
-        elif word in AMBIGUOUS_SCORES:
-            problem = (
-                "neither a reward model nor a judge is named; add --reward_model PATH, or "
-                "--use_api_reward for a judge."
-            )
         else:
-            names_known = [*self._parts, *KINDS, *SCORE_NAMES, *AMBIGUOUS_SCORES]
-            problem = (
-                f"there is no part '{word}'.{did_you_mean(word, names_known)} Set it up below "
-                f"{PARTS}.{word}, or with --reward KIND:{word}:WEIGHT."
+            near = did_you_mean(name, [*self._parts, *KINDS])
+            self._report(
+                key,
+                f"{key}: there is no part '{name}'.{near} Set it up below {PARTS}.{name}, or with "
+                f"--reward KIND:{name}:WEIGHT.",
             )
-        self._report(key, f"{key}: {problem}")
-        return ""
-
-    def _ambiguous_kind(self) -> str | None:
-        """Return the kind that `rm_score` means: the reward model if any, else the judge."""
-        kinds = {part.kind for part in self._parts.values()}
-        if self._reward.model.path is not None or "model" in kinds:
-            return "model"
-        return "judge" if self._reward.api.enable or "judge" in kinds else None
 
     def _build_part(self, part: _PartDraft) -> MixPart | None:
         """Return the finished part; None when its kind is unknown."""

@@ -19,6 +19,8 @@ flags = Reader(
     line="ppo_cli.extras.migrate.flags:translate",
     explain="ppo_cli.extras.migrate.flags:explain_flag",
 )
+# Readers work in the order of their entry points: that of weights follows the one of verl, which
+# renames their section.
 verl = Reader(
     layers="ppo_cli.extras.migrate.verl.translator:translate",
     sections={
@@ -29,3 +31,4 @@ verl = Reader(
         "reward_model": "verl's name for the reward model.",
     },
 )
+weights = Reader(layers="ppo_cli.extras.migrate.weights:translate")

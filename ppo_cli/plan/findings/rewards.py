@@ -296,7 +296,7 @@ def check_mixture(scene: Scene) -> Iterator[Finding]:
 
 
 def mixture_remarks(reward: Reward) -> list[str]:
-    """Return remarks on a mixture: raw scores of a reward model, an ambiguous rm_score."""
+    """Return remarks on a mixture: raw scores of a reward model."""
     parts = read_mixture(reward).parts
     # A raw reward-model score may be hundreds of times larger than a rule's.
     raw = [p.name for p in parts if p.kind == "model" and p.scaling == "none" and p.clip is None]
@@ -306,13 +306,6 @@ def mixture_remarks(reward: Reward) -> list[str]:
             f"{', '.join(raw)}: scores of a reward model have no fixed scale, and with scaling "
             "none they may dominate the other parts; leave the scaling out (zscore), or use affine "
             "or sigmoid."
-        )
-    # rm_score without a reward model means the judge.
-    either = [word for word in ("rm_score", "model_score") if word in reward.composite.weights]
-    if either and not any(part.kind == "model" for part in parts):
-        remarks.append(
-            f"No reward model is named, so {either[0]} is the judge's score; --reward_model PATH "
-            "takes a reward model."
         )
     return remarks
 
