@@ -340,5 +340,6 @@ class Names:
                 f"{', or FILE.py:NAME' * self.files}, and no installed package adds it."
                 f"{did_you_mean(text, self.offered)}"
             )
-        self.table[text]
+        if isinstance(self.table, Declarations):
+            self.table[text]
         return text

@@ -60,7 +60,10 @@ class Arguments:
     def engine(self) -> Engine | None:
         """The engine of a package that the command line selects; None for our own."""
         typed = [self.flags.get("trainer.engine", ("",))[0]]
-        typed += [word.removeprefix("trainer.engine=") for word in self.overrides]
+        typed += [
+            value for key, _, value in (w.partition("=") for w in self.overrides)
+            if key == "trainer.engine"
+        ]  # fmt: skip
         return next((load("engines", n) for n in typed if find_plugin("engines", n)), None)
 
     def resolve_node(self) -> Resolved:

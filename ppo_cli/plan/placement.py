@@ -214,7 +214,7 @@ def plan_devices(config: Config, machine: Machine) -> PlanPart:
     It has sentences for people and facts for programs.
     """
     placement, sampler = placement_of(config), config.rollout.name
-    # The engine verl settles as Ray does.
+    # The engine of a package settles as Ray does.
     engine = "local" if config.trainer.engine == "local" else "ray"
     # Sentences for people.
     sentences = [

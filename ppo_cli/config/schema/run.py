@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 from ppo_cli.addresses import check_data_files, check_store, refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS
@@ -39,6 +39,7 @@ from ppo_cli.config.schema.algorithm import (
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.unset import Chosen, Fitted, Follows
+from ppo_cli.plugins import Names, entry_points
 
 # The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -313,6 +314,15 @@ def _check_steps(steps: tuple[str, ...]) -> None:
             )
 
 
+_ENGINES = Names({"local": "one process", "ray": "several"}, "engines")
+EngineName = Annotated[str, _ENGINES, checked(_ENGINES.read), WithJsonSchema(_ENGINES.schema)]
+
+
+def runs_elsewhere(engine: str) -> bool:
+    """Whether an engine is that of a package, which checks for itself what it supports."""
+    return engine in entry_points("engines")
+
+
 class Trainer(Section):
     """The run: how long, where to, on what."""
 
@@ -379,9 +389,9 @@ class Trainer(Section):
         3, "Consecutive non-finite gradients after which the run stops.", ge=1
     )
     # Devices, nodes and processes.
-    engine: Literal["local", "ray", "verl"] = setting(
+    engine: EngineName = setting(
         Chosen(choose_engine, "local for one device, else ray"),
-        "Engine: local (one process), ray (several), or verl (must be installed).",
+        "Engine: local (one process), ray (several), or that of a package, such as verl.",
         flag="--engine",
     )  # fmt: skip
     n_gpus_per_node: int = setting(
@@ -463,10 +473,10 @@ class Trainer(Section):
             example="patience=2",
             advice="test_freq=10",
         ),
-        # The bridge checks the nodes and devices of verl's engine.
+        # The engine of a package checks its nodes and devices itself.
         Conflict(
             "node_rank nnodes",
-            lambda s: s.engine != "verl" and (s.node_rank or 0) >= s.nnodes,
+            lambda s: not runs_elsewhere(s.engine) and (s.node_rank or 0) >= s.nnodes,
             lambda s, at: (
                 f"{at}node_rank {s.node_rank} does not exist among {s.nnodes} node(s); ranks go "
                 f"from 0 to {s.nnodes - 1}."
@@ -476,7 +486,7 @@ class Trainer(Section):
         ),
         Conflict(
             "pipeline_parallel_size",
-            lambda s: s.engine != "verl" and s.pipeline_parallel_size > 1,
+            lambda s: not runs_elsewhere(s.engine) and s.pipeline_parallel_size > 1,
             lambda s, at: (
                 f"{at}pipeline_parallel_size {s.pipeline_parallel_size} is not offered: "
                 f"{SHARDING_NOTE}. Use 1."
@@ -500,7 +510,7 @@ def _megatron(who: str) -> Conflict:
     """Return the conflict of a trained model's strategy with what is offered."""
     return Conflict(
         f"{who}.strategy",
-        lambda c: c.trainer.engine != "verl" and getattr(c, who).strategy == "megatron",
+        lambda c: not runs_elsewhere(c.trainer.engine) and getattr(c, who).strategy == "megatron",
         lambda c, at: (
             f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use {who}.strategy=fsdp2."
         ),
@@ -703,14 +713,16 @@ class Config(Section):
             example="reward.shaping.overlong_buffer=33 data.max_response_length=32",
             advice="reward.shaping.overlong_buffer=8",
         ),
-        # Models and samplers; the bridge checks those of verl's engine.
+        # Models and samplers; the engine of a package checks its own.
         _megatron("actor"),
         _megatron("critic"),
         Conflict(
             "rollout.name",
-            lambda c: c.trainer.engine != "verl" and c.rollout.name in ("sglang", "trtllm"),
+            lambda c: (
+                not runs_elsewhere(c.trainer.engine) and c.rollout.name in ("sglang", "trtllm")
+            ),
             lambda c, at: (
-                f"rollout.name {c.rollout.name} is not offered here, only by verl. Use "
+                f"rollout.name {c.rollout.name} is not offered here. Use "
                 "--rollout_name vllm, or hf."
             ),
             example="rollout.name=trtllm",
@@ -719,7 +731,7 @@ class Config(Section):
         Conflict(
             "rollout.partial_tokens trainer.async_steps",
             lambda c: (
-                c.trainer.engine != "verl"
+                not runs_elsewhere(c.trainer.engine)
                 and c.rollout.partial_tokens is not None
                 and c.trainer.async_steps == 0
             ),
@@ -734,7 +746,7 @@ class Config(Section):
         Conflict(
             "rollout.sleep model.lora_merge",
             lambda c: (
-                c.trainer.engine != "verl"
+                not runs_elsewhere(c.trainer.engine)
                 and c.rollout.sleep == "discard"
                 and c.model.lora_rank > 0
                 and not c.model.lora_merge

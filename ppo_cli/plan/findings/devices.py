@@ -8,7 +8,7 @@ from dataclasses import replace
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, runs_elsewhere
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import plural, ppo
 from ppo_cli.machine.device_record import FEATURES
@@ -31,7 +31,7 @@ from ppo_cli.plan.placement import (
 def missing_packages(scene: Scene) -> Iterator[str]:
     """Name the packages that this run needs and Python does not find; nothing is imported."""
     config = scene.config
-    if config.trainer.engine == "verl":
+    if runs_elsewhere(config.trainer.engine):
         return  # the bridge names what verl needs
     # Features of the run that come from optional packages.
     lora = config.model.lora_rank or (config.uses_critic and config.critic.model.lora_rank)
@@ -65,7 +65,7 @@ def missing_gpus(scene: Scene) -> list[str]:
     configured = scene.asked.trainer.n_gpus_per_node
     if (
         configured is None
-        or scene.config.trainer.engine == "verl"
+        or runs_elsewhere(scene.config.trainer.engine)
         or 0 < configured <= present
         or configured == present
         or scene.environ.get("RAY_ADDRESS")
@@ -85,7 +85,7 @@ def missing_gpus(scene: Scene) -> list[str]:
 def unusable_gpus(scene: Scene) -> Iterator[str]:
     """Yield why torch cannot use the GPUs of this machine; Ray checks those of other nodes."""
     config = scene.config
-    if config.trainer.engine == "verl" or scene.environ.get("RAY_ADDRESS"):
+    if runs_elsewhere(config.trainer.engine) or scene.environ.get("RAY_ADDRESS"):
         return
     used = config.trainer.n_gpus_per_node
     if (fault := find_gpu_fault(used, scene.environ)) is not None:
@@ -139,12 +139,12 @@ SPAN = "rollout.tensor_model_parallel_size"
 def check_devices(scene: Scene) -> Iterator[Finding]:
     """Yield the clashes about nodes, workers, devices and ranks, which this machine decides too.
 
-    There are none for the engine verl, whose bridge checks these settings. Checks that need a valid
-    placement are skipped if counts or placement clash.
+    The engine of a package checks these settings itself. Checks that need a valid placement are
+    skipped if counts or placement clash.
     """
     config, asked = scene.config, scene.asked
-    if config.trainer.engine == "verl":
-        return  # ppo_cli/extras/migrate/bridge checks these settings
+    if runs_elsewhere(config.trainer.engine):
+        return
     # An existing Ray cluster may have nodes that are not known here.
     joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)

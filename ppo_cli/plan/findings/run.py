@@ -9,7 +9,7 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, runs_elsewhere
 from ppo_cli.config.settle import Settling
 from ppo_cli.plan.findings.scene import Scene
 
@@ -90,11 +90,11 @@ def unsupported_settings(scene: Scene) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
             f"{why}; leave it out."
         )
-    # The verl engine is another program, which only `ppo train` starts.
-    if config.trainer.engine == "verl":
+    # The engine of a package is another program, which only `ppo train` starts.
+    if runs_elsewhere(engine := config.trainer.engine):
         yield (
-            "The engine 'verl' trains only by a line that names it: `ppo train --engine verl`. Use "
-            "--engine ray, or --engine local for one process."
+            f"The engine '{engine}' trains only by a line that names it: `ppo train --engine "
+            f"{engine}`. Use --engine ray, or --engine local for one process."
         )
     if config.model.attn_implementation == "flash_attention_2":
         yield (

@@ -296,7 +296,9 @@ def fit_memory(asked: Config, machine: Machine) -> Fitted:
     config = with_settings(settled.config, {key: value for key, (value, _) in layout.items()})
     estimate, lines = None, []
     shapes = read_shapes(config)
-    counted = config.trainer.engine != "verl" and device_memory(config, machine) is not None
+    counted = not runs_elsewhere(config.trainer.engine) and (
+        device_memory(config, machine) is not None
+    )
     if isinstance(shapes, ModelShapes) and counted:
         estimate = estimate_memory(config, shapes, machine)
         config = estimate.config
