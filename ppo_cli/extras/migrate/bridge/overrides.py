@@ -557,7 +557,8 @@ def is_verl_only(word: str) -> bool:
         return False
     key = find_key(unwrapped)
     if key is not None:
-        choices = [*offered_choices(key.choices), "null", "none", ""]
+        words = key.names.offered if key.names else offered_choices(key.choices)
+        choices = [*words, "null", "none", ""]
         return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
     if unwrapped == "trainer.device" or unwrapped.startswith("rollout.multi_turn."):
         return True
