@@ -121,7 +121,7 @@ def test_raw_scores_of_a_reward_model_are_remarked_on() -> None:
 
 def test_what_rm_score_means_is_remarked_on() -> None:
     overrides = ("reward.api.enable=true", "reward.api.model=m")
-    notes = remarks(settle(*overrides, file=written(TWO)))
+    notes = settle(*overrides, file=written(TWO)).notes
     assert any("rm_score is the judge's score" in note for note in notes)
 
 

@@ -14,7 +14,7 @@ from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
-from ppo_cli.config.schema.run import Config, Sleep
+from ppo_cli.config.schema.run import Config, Sleep, runs_elsewhere
 from ppo_cli.config.schema.unset import Fitted as FittedRule
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import ppo
