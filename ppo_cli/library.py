@@ -173,7 +173,7 @@ def _resolve_run(function: str, *arguments: Any) -> Resolved:
                     fresh.write_bytes(path.read_bytes())
     # The settings name the files in the run folder.
     values = {
-        key: _rename(value_of(resolved.asked, key), scratch, f"{folder / INPUTS}")
+        key: _rename(value_of(resolved.requested, key), scratch, f"{folder / INPUTS}")
         for key in (*FUNCTIONS, *ARGUMENTS.values())
     }
     return resolved.amend(values)

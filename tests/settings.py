@@ -36,5 +36,5 @@ def complete(settings: Config | Mapping[str, Any], machine: Machine = CPU) -> Co
 
 def config_yaml(resolved: Resolved) -> str:
     """The config.yaml that a run with these settings writes."""
-    fitted = fit_memory(resolved.asked, resolved.machine)
+    fitted = fit_memory(resolved.requested, resolved.machine)
     return config_file.config_yaml(resolved, fitted.config, fitted.why)

@@ -72,11 +72,11 @@ def read_facts(raw: Mapping[str, Any]) -> NodeFacts:
 
 
 def collect_facts(
-    config: Config, asked: Config, environ: Mapping[str, str], host: str, address: str
+    config: Config, requested: Config, environ: Mapping[str, str], host: str, address: str
 ) -> NodeFacts:
     """Collect the facts of this node. Versions are read without importing the packages.
 
-    Nodes compare what was set (`asked`): what is chosen may differ between them.
+    Nodes compare what was set (`requested`): what is chosen may differ between them.
     """
     return NodeFacts(
         rank=config.trainer.node_rank or 0,
@@ -90,7 +90,7 @@ def collect_facts(
         python=f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}",
         **{name: _package_version(name) for name in PACKAGES},
         slurm_job=environ.get("SLURM_JOB_ID", ""),
-        settings=digest_settings(asked),
+        settings=digest_settings(requested),
     )
 
 

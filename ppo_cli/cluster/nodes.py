@@ -317,7 +317,9 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
     return f"{state}; did not connect in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
 
-def open_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
+def open_cluster(
+    config: Config, requested: Config, environ: Mapping[str, str], tell: Tell
+) -> Nodes:
     """Start Ray's head on node 0, and return when all nodes work."""
     trainer = config.trainer
     if address := _given_cluster(config, environ):
@@ -336,7 +338,7 @@ def open_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell
     try:
         at = ray.await_address(RAY_START_S)
         store = HeadStore(at)
-        facts = collect_facts(config, asked, environ, host, at.rpartition(":")[0].strip("[]"))
+        facts = collect_facts(config, requested, environ, host, at.rpartition(":")[0].strip("[]"))
         nodes = Nodes(
             at, trainer.node_timeout, tell, facts=facts, ray=ray, store=store,
             hosts=slurm_hosts(environ),
@@ -354,7 +356,7 @@ def open_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell
     return nodes
 
 
-def join_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell: Tell) -> int:
+def join_cluster(config: Config, requested: Config, environ: Mapping[str, str], tell: Tell) -> int:
     """Work for node 0 until the run ends; return node 0's exit code."""
     trainer = config.trainer
     _given_cluster(config, environ)
@@ -362,7 +364,9 @@ def join_cluster(config: Config, asked: Config, environ: Mapping[str, str], tell
     address = node_address(environ.get("NODE_ADDR"))
     set_token(config, environ)
     store, local_address = find_head(config, address, tell)
-    facts = collect_facts(config, asked, environ, socket.gethostname(), address or local_address)
+    facts = collect_facts(
+        config, requested, environ, socket.gethostname(), address or local_address
+    )
     options = replace(_offer(config, environ, facts.address), head_address=store.address)
 
     def start_ray() -> RayProcess:

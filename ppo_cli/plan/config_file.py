@@ -32,7 +32,7 @@ def _yaml_lines(resolved: Resolved, settings: Config, why: Mapping[str, str]) ->
             if (name := ".".join(groups[: depth + 1])) not in opened:
                 opened.add(name)
                 yield f"{'  ' * depth}{group}:"
-        value = _as_yaml(mask_secrets(value_of(resolved.asked, key)))
+        value = _as_yaml(mask_secrets(value_of(resolved.requested, key)))
         held = ""
         if key in why:
             held = f"; holds: {_as_yaml(value_of(settings, key))} ({why[key]})"

@@ -16,12 +16,12 @@ from ppo_cli.machine.machine import Machine
 class Resolved:
     """A checked configuration, where each value came from, and remarks to print.
 
-    `asked` has what was set; `config` what holds on `machine`, but for the settings that the memory
-    plan decides; `why` the reasons of decisions. `function` is the Python function that was called
-    with them, "" for a command line.
+    `requested` has what was set; `config` what holds on `machine`, but for the settings that the
+    memory plan decides; `why` the reasons of decisions. `function` is the Python function that was
+    called with them, "" for a command line.
     """
 
-    asked: Config
+    requested: Config
     config: Config
     origins: dict[str, str]
     why: dict[str, str]
@@ -32,10 +32,10 @@ class Resolved:
 
     def amend(self, values: Mapping[str, Any], origin: str | None = None) -> Resolved:
         """Return the settings with these values, and with what follows from them."""
-        asked = with_settings(self.asked, values)
-        settled = settle(asked, self.machine)
+        requested = with_settings(self.requested, values)
+        settled = settle(requested, self.machine)
         origins = {} if origin is None else dict.fromkeys(values, origin)
         return replace(
-            self, asked=asked, config=settled.config, why=settled.why,
+            self, requested=requested, config=settled.config, why=settled.why,
             origins=self.origins | origins,
         )  # fmt: skip

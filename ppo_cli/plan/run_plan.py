@@ -125,7 +125,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         findings = find_findings(resolved)
     if wrong := list_texts(findings, "refuse"):
         raise ConfigError(wrong)
-    fitted, machine = fit_memory(resolved.asked, resolved.machine), resolved.machine
+    fitted, machine = fit_memory(resolved.requested, resolved.machine), resolved.machine
     config = fitted.config
     sums = batch_arithmetic(config) | count_micro_batches(config)
     shortages = find_disk_shortage(config, sums["total_steps"])
@@ -143,7 +143,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(config.reward, sums["reward_calls"]),
         plan_devices(config, machine),
-        memory_plan(resolved.asked, fitted, machine),
+        memory_plan(resolved.requested, fitted, machine),
         plan_disk(config, sums["total_steps"]),
     )
 

@@ -352,8 +352,8 @@ def _check_memory(subject: Subject) -> Findings:
 
 def _check_run_memory(subject: Subject) -> Findings:
     """Count the memory of the run that the flags describe, as `ppo plan` does."""
-    asked, machine = subject.resolved.asked, subject.resolved.machine
-    part = memory_plan(asked, fit_memory(asked, machine), machine)
+    requested, machine = subject.resolved.requested, subject.resolved.machine
+    part = memory_plan(requested, fit_memory(requested, machine), machine)
     sources = [line for line in part.sentences if line.startswith("shape of ")]
     summary = "; ".join([part.sentences[0], *sources])
     if part.facts.get("fits") is False:

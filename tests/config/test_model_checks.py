@@ -118,7 +118,7 @@ def test_the_precision_that_is_faster(
     resolved = settle("model.path=./model", *overrides.split(), machine=here)
     config = resolved.config
     assert config.model.dtype == dtype
-    assert message in " ".join(cpu_plan(resolved.asked, config, jemalloc=False))
+    assert message in " ".join(cpu_plan(resolved.requested, config, jemalloc=False))
 
 
 def ranks(size: int, path: str) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 )
 def test_one_right_value(override: str, key: str, value: object) -> None:
     resolved = settle(override)
-    assert value_of(resolved.asked, key) == value
+    assert value_of(resolved.requested, key) == value
     assert resolved.origins[key] == "override"
 
 
@@ -170,10 +170,10 @@ def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
     for mark in "'\"":
         quoted = mark + text.replace(mark, mark * 2 if mark == "'" else f"\\{mark}") + mark
         file = write(tmp_path / "q.yaml", f"{nested}{'  ' * (key.count('.'))}{leaf}: {quoted}\n")
-        assert value_of(settle(files=[file]).asked, per_gpu) == value
+        assert value_of(settle(files=[file]).requested, per_gpu) == value
         if mark in text:
             continue
-        assert value_of(settle(f"{key}={mark}{text}{mark}").asked, per_gpu) == value
+        assert value_of(settle(f"{key}={mark}{text}{mark}").requested, per_gpu) == value
         if variable := table().get(key) and table()[key].env:
             resolved = settle(env={variable: f"{mark}{text}{mark}"})
             assert value_of(resolved.config, per_gpu) == value

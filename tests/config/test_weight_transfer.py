@@ -81,7 +81,7 @@ def test_auto_takes_what_the_self_test_has_proven(
 ) -> None:  # fmt: skip
     here = with_gpus(4, proven=("packed_attention", *features))
     resolved = settle(VLLM, FOUR, *overrides.split(), machine=here)
-    rollout = fit_memory(resolved.asked, here).config.rollout
+    rollout = fit_memory(resolved.requested, here).config.rollout
     assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)
     lines = [line for line in device_notes(resolved, {}) if "self-test" in line]
     assert len(lines) == bool(slow)

@@ -30,7 +30,7 @@ PATH = model_folder("embedded")
 def read_config(*args: str) -> Config:
     settings = ["rollout.name=hf", "model.path=embedded", *args]
     resolved = resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={})
-    return complete(resolved.asked, resolved.machine)
+    return complete(resolved.requested, resolved.machine)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def read_config(*args: str) -> Config:
     settings = ["rollout.name=vllm", "data.max_prompt_length=64", "data.max_response_length=64",
                 "rollout.max_num_seqs=32", "model.path=embedded", *args]  # fmt: skip
     resolved = resolve(flags={}, preset=None, config_files=[], overrides=settings, environ={})
-    return complete(resolved.asked, resolved.machine)
+    return complete(resolved.requested, resolved.machine)
 
 
 @pytest.fixture(scope="module")

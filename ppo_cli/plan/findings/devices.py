@@ -62,7 +62,7 @@ def missing_packages(scene: Scene) -> Iterator[str]:
 def missing_gpus(scene: Scene) -> list[str]:
     """Return why a number of GPUs is not available; the nodes of a Ray cluster are not checked."""
     present = len(scene.machine.gpus)
-    configured = scene.asked.trainer.n_gpus_per_node
+    configured = scene.requested.trainer.n_gpus_per_node
     if (
         configured is None
         or runs_elsewhere(scene.config.trainer.engine)
@@ -142,7 +142,7 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
     The engine of a package checks these settings itself. Checks that need a valid placement are
     skipped if counts or placement clash.
     """
-    config, asked = scene.config, scene.asked
+    config, requested = scene.config, scene.requested
     if runs_elsewhere(config.trainer.engine):
         return
     # An existing Ray cluster may have nodes that are not known here.
@@ -153,9 +153,9 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
     yield from _check_quantization(config)
     # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
-        *_check_worker_counts(asked, scene.machine),
-        *_check_local_engine(asked),
-        *_check_placement(config, asked),
+        *_check_worker_counts(requested, scene.machine),
+        *_check_local_engine(requested),
+        *_check_placement(config, requested),
     ]
     yield from broken
     if not broken:
@@ -201,9 +201,9 @@ def _check_threads(config: Config) -> Iterator[Finding]:
         )
 
 
-def _check_worker_counts(asked: Config, machine: Machine) -> Iterator[Finding]:
+def _check_worker_counts(requested: Config, machine: Machine) -> Iterator[Finding]:
     """Refuse a count of CPU workers together with GPUs."""
-    trainer = asked.trainer
+    trainer = requested.trainer
     used = len(machine.gpus) if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
         yield Finding(
@@ -213,9 +213,9 @@ def _check_worker_counts(asked: Config, machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _check_local_engine(asked: Config) -> Iterator[Finding]:
+def _check_local_engine(requested: Config) -> Iterator[Finding]:
     """Refuse settings that need a second process or device with --engine local."""
-    config, trainer = asked, asked.trainer
+    config, trainer = requested, requested.trainer
     if trainer.engine != "local":
         return
     # Each setting that asks for a second process or device.
@@ -262,7 +262,7 @@ def _check_quantization(config: Config) -> Iterator[Finding]:
             )
 
 
-def _check_placement(config: Config, asked: Config) -> Iterator[Finding]:
+def _check_placement(config: Config, requested: Config) -> Iterator[Finding]:
     """Yield clashes of --placement: its text, missing roles, and devices that do not fit."""
     text = config.trainer.placement
     if text is None or config.trainer.engine == "local":
@@ -283,7 +283,7 @@ def _check_placement(config: Config, asked: Config) -> Iterator[Finding]:
             )
     yield from _check_devices_exist(config, roles)
     if not config.trainer.n_gpus_per_node:
-        yield from _check_slots(asked, roles)
+        yield from _check_slots(requested, roles)
 
 
 def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Finding]:
@@ -320,12 +320,12 @@ def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Finding]:
             )
 
 
-def _check_slots(asked: Config, roles: Roles) -> Iterator[Finding]:
+def _check_slots(requested: Config, roles: Roles) -> Iterator[Finding]:
     """Check that process counts agree with the placement; on the CPU both may be set."""
     # Setting, its count, and the slots of that role.
     counts = (
-        ("trainer.num_workers", asked.trainer.num_workers, roles.get("train", ())),
-        ("rollout.num_samplers", asked.rollout.num_samplers, roles.get("rollout", ())),
+        ("trainer.num_workers", requested.trainer.num_workers, roles.get("train", ())),
+        ("rollout.num_samplers", requested.rollout.num_samplers, roles.get("rollout", ())),
     )
     for key, count, slots in counts:
         if count is not None and slots and count != len(slots):
@@ -435,13 +435,13 @@ def _check_async(config: Config) -> Iterator[Finding]:
 
 def device_remarks(scene: Scene) -> Iterator[str]:
     """Remark on devices and versions that may surprise."""
-    config, asked, machine = scene.config, scene.asked, scene.machine
+    config, requested, machine = scene.config, scene.requested, scene.machine
     environ = scene.environ
     if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
         yield idle
     # GPUs that are visible and not used.
     visible, used = len(machine.gpus), config.trainer.n_gpus_per_node
-    if visible > 1 and asked.trainer.n_gpus_per_node is None and used < visible:
+    if visible > 1 and requested.trainer.n_gpus_per_node is None and used < visible:
         yield (
             f"{visible} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
             f"--n_gpus {visible} uses them all."
@@ -464,20 +464,20 @@ def device_remarks(scene: Scene) -> Iterator[str]:
         return
     # From here on: several processes.
     yield from _rank_remarks(config)
-    if used and asked.rollout.name is None and "vllm" not in machine.packages:
+    if used and requested.rollout.name is None and "vllm" not in machine.packages:
         yield (
             "vLLM is not installed, so the hf sampler is used, which is much slower: "
             f"`{VLLM_SETUP}` installs it."
         )
     steps = config.trainer.async_steps
-    if steps and asked.algorithm.rollout_correction.rollout_is is None:
+    if steps and requested.algorithm.rollout_correction.rollout_is is None:
         yield (
             f"With --async_steps {steps} responses come from older weights, so "
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
     yield from _partial_remarks(config)
     if used:
-        yield from _self_test_remarks(asked, config, machine)
+        yield from _self_test_remarks(requested, config, machine)
     # Roles of the placement that nothing uses.
     roles = read_placement(config.trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
@@ -486,13 +486,13 @@ def device_remarks(scene: Scene) -> Iterator[str]:
         yield "--placement names devices for reward, but no reward model runs on any of them."
 
 
-def _self_test_remarks(asked: Config, config: Config, machine: Machine) -> Iterator[str]:
+def _self_test_remarks(requested: Config, config: Config, machine: Machine) -> Iterator[str]:
     """Name what is slower until the self-test has passed on these GPUs."""
     slow = []
     if config.rollout.name == "vllm":
-        slow = list(_slow_sampler(asked, config, machine))
+        slow = list(_slow_sampler(requested, config, machine))
     if (
-        asked.model.share_prompts is None
+        requested.model.share_prompts is None
         and config.rollout.n > 1
         and not config.model.share_prompts
     ):
@@ -506,15 +506,15 @@ def _self_test_remarks(asked: Config, config: Config, machine: Machine) -> Itera
         )
 
 
-def _slow_sampler(asked: Config, config: Config, machine: Machine) -> Iterator[str]:
+def _slow_sampler(requested: Config, config: Config, machine: Machine) -> Iterator[str]:
     """Yield what a vLLM sampler does more slowly without a passed self-test."""
     fully_proven = replace(machine, proven=frozenset(FEATURES))
-    fastest = settle(asked, fully_proven).config.rollout.weight_transfer
+    fastest = settle(requested, fully_proven).config.rollout.weight_transfer
     way = config.rollout.weight_transfer
     if way != fastest:
         yield f"new weights travel by {way}, not by {fastest}"
     sleeps = shared_samplers(config) != "none" and not config.model.publishes_adapter
-    if asked.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
+    if requested.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
         yield "vLLM's weights are kept while the learner works"
 
 

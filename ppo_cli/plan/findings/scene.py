@@ -23,9 +23,9 @@ class Scene:
         return self.resolved.config
 
     @property
-    def asked(self) -> Config:
+    def requested(self) -> Config:
         """What was set."""
-        return self.resolved.asked
+        return self.resolved.requested
 
     @property
     def machine(self) -> Machine:

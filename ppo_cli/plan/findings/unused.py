@@ -358,7 +358,7 @@ def find_unused(resolved: Resolved) -> Iterator[Finding]:
     for name, key in table().items():
         origin = resolved.origins[name]
         # Nobody chose a default; a value that equals the default changes nothing.
-        if origin.startswith(DEFAULT) or value_of(resolved.asked, name) == key.default:
+        if origin.startswith(DEFAULT) or value_of(resolved.requested, name) == key.default:
             continue
         # The setting's own condition first, then those of its sections.
         condition = next(filter(applies, key.unused), None)

@@ -199,16 +199,16 @@ def _set_unset(config: Config, values: Settings) -> Config:
     return with_settings(config, {k: v for k, v in values.items() if value_of(config, k) is None})
 
 
-def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
+def memory_plan(requested: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     """Return the memory section of the plan: needs of each device, whether they fit, advice.
 
     It has lines for people and facts for programs. Without a readable config.json of a model the
-    memory is unknown. `asked` has the settings before any rule decides.
+    memory is unknown. `requested` has the settings before any rule decides.
     """
     config, chosen = fitted.config, fitted.estimate
     shapes = read_shapes(config)
-    layout = tuple(_describe_layout(asked, config, fitted.why))
-    checkpointing = asked.model.enable_gradient_checkpointing
+    layout = tuple(_describe_layout(requested, config, fitted.why))
+    checkpointing = requested.model.enable_gradient_checkpointing
     as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
     # Nothing can be counted if a model's config.json is not readable.
     if not isinstance(shapes, ModelShapes):
@@ -225,7 +225,7 @@ def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     # What would make it fit, and how the unset settings were chosen.
     changes = None
     if chosen.fits is False:
-        changes = find_smallest_change(asked, shapes, machine)
+        changes = find_smallest_change(requested, shapes, machine)
         if changes is None:
             lines.append("no change of settings makes it fit: use a smaller --model")
         else:
@@ -247,51 +247,51 @@ def memory_plan(asked: Config, fitted: Fitted, machine: Machine) -> PlanPart:
     return PlanPart(tuple(lines), facts, layout)
 
 
-def _describe_layout(asked: Config, config: Config, why: Settings) -> Iterator[str]:
+def _describe_layout(requested: Config, config: Config, why: Settings) -> Iterator[str]:
     """Yield the plan's lines about how rows, log-probs and products are computed."""
     words = {True: "on", False: "off", None: "as the family of each model"}
-    yield f"packing: {words[config.model.packing]}{_explain(asked, why, 'model.packing')}"
+    yield f"packing: {words[config.model.packing]}{_explain(requested, why, 'model.packing')}"
     kernel = config.model.attn_implementation or "as the family of each model"
-    yield f"attention: {kernel}{_explain(asked, why, 'model.attn_implementation')}"
+    yield f"attention: {kernel}{_explain(requested, why, 'model.attn_implementation')}"
     if config.rollout.n > 1 and config.model.packing is not False:
         shared = "yes" if config.model.share_prompts else "no"
-        reason = _explain(asked, why, "model.share_prompts")
+        reason = _explain(requested, why, "model.share_prompts")
         yield f"prompt computed once for its packed responses: {shared}{reason}"
     old = "sampler" if config.algorithm.rollout_correction.bypass_mode else "actor"
     yield f"old log-probs: from the {old}"
-    yield from cpu_plan(asked, config, jemalloc=find_jemalloc() is not None)
+    yield from cpu_plan(requested, config, jemalloc=find_jemalloc() is not None)
     if config.model.dtype == "bfloat16":
         spread = config.model.spread_weights
         result = "spread, so that small updates count" if spread else "trained as loaded"
-        reason = _explain(asked, why, "model.spread_weights")
+        reason = _explain(requested, why, "model.spread_weights")
         yield f"weights that are exact in bfloat16: {result}{reason}"
 
 
-def _explain(asked: Config, why: Settings, key: str) -> str:
+def _explain(requested: Config, why: Settings, key: str) -> str:
     """Return the reason of a value, for the end of a line."""
-    return ", as set" if value_of(asked, key) is not None else f" ({why[key]})"
+    return ", as set" if value_of(requested, key) is not None else f" ({why[key]})"
 
 
-def cpu_plan(asked: Config, config: Config, *, jemalloc: bool) -> list[str]:
+def cpu_plan(requested: Config, config: Config, *, jemalloc: bool) -> list[str]:
     """Return the plan's lines about the matrix library and the allocator on the CPU."""
     if config.trainer.n_gpus_per_node:
         return []
     lines = []
     if config.model.dtype == "bfloat16":
-        why = ", as set" if asked.model.dtype else " (faster on this processor)"
+        why = ", as set" if requested.model.dtype else " (faster on this processor)"
         lines.append(f"matrix products: bfloat16{why}")
     else:
         library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[config.model.float32_matmul]
-        why = ", as set" if asked.model.float32_matmul else ""
+        why = ", as set" if requested.model.float32_matmul else ""
         lines.append(f"matrix products: float32 by {library}{why}")
     if jemalloc and config.trainer.engine == "local":
         lines.append("allocator: jemalloc")
     return lines
 
 
-def fit_memory(asked: Config, machine: Machine) -> Fitted:
+def fit_memory(requested: Config, machine: Machine) -> Fitted:
     """Decide all settings, also those that trade memory for speed: nothing unset is left."""
-    settled = settle(asked, machine)
+    settled = settle(requested, machine)
     layout = _choose_layout(settled.config, machine)
     config = with_settings(settled.config, {key: value for key, (value, _) in layout.items()})
     estimate, lines = None, []
@@ -302,16 +302,16 @@ def fit_memory(asked: Config, machine: Machine) -> Fitted:
     if isinstance(shapes, ModelShapes) and counted:
         estimate = estimate_memory(config, shapes, machine)
         config = estimate.config
-        lines = list(_explain_choices(asked, estimate, machine))
+        lines = list(_explain_choices(requested, estimate, machine))
     else:
         sleep = config.rollout.sleep or _frugal_sleep(config, machine)
         config = _fill_unset(
             with_settings(config, {"rollout.sleep": sleep}), machine, recompute=True, reshard=True
         )
-        if asked.model.enable_gradient_checkpointing is None:
+        if requested.model.enable_gradient_checkpointing is None:
             lines = [UNKNOWN_STEP]
     unset = (k for k, key in table().items() if isinstance(key.rule, FittedRule))
-    why = {k: "by the memory plan" for k in unset if value_of(asked, k) is None}
+    why = {k: "by the memory plan" for k in unset if value_of(requested, k) is None}
     why |= {key: reason for key, (_, reason) in layout.items()}
     return Fitted(config, settled.why | why, tuple(lines), estimate)
 
@@ -353,23 +353,23 @@ def _choose_layout(config: Config, machine: Machine) -> dict[str, tuple[Any, str
 
 
 def find_smallest_change(
-    asked: Config, shapes: ModelShapes, machine: Machine
+    requested: Config, shapes: ModelShapes, machine: Machine
 ) -> dict[str, Any] | None:
     """Return the first change that makes a run fit, from harmless to costly; else a few together.
 
-    None if all changes together do not make it fit. `asked` has the settings before any rule
+    None if all changes together do not make it fit. `requested` has the settings before any rule
     decides: a change may lead to other choices.
     """
 
     def fits(changes: list[Settings]) -> bool:
         merged = {key: value for candidate in changes for key, value in candidate.items()}
-        changed = settle(with_settings(asked, merged), machine).config
+        changed = settle(with_settings(requested, merged), machine).config
         return bool(estimate_memory(changed, shapes, machine).fits)
 
     # One change may be enough; otherwise changes are added until the run fits.
-    config = estimate_memory(settle(asked, machine).config, shapes, machine).config
+    config = estimate_memory(settle(requested, machine).config, shapes, machine).config
     capacity = device_memory(config, machine)
-    offered = list(_memory_saving_changes(asked, config, shapes.actor, capacity))
+    offered = list(_memory_saving_changes(requested, config, shapes.actor, capacity))
     tried: list[Settings] = []
     chosen = next(([candidate] for candidate in offered if fits([candidate])), None)
     for candidate in offered if chosen is None else ():
@@ -388,7 +388,7 @@ def find_smallest_change(
 
 
 def _memory_saving_changes(
-    asked: Config, config: Config, shape: Shape, capacity: int | None
+    requested: Config, config: Config, shape: Shape, capacity: int | None
 ) -> Iterator[Settings]:
     """Yield settings that save memory; those that only cost speed come first."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -399,7 +399,7 @@ def _memory_saving_changes(
     while tokens >= max(longest, SMALLEST_BUDGET):
         yield {key: tokens for key, now in budgets.items() if tokens < now}
         tokens //= 2
-    if asked.model.enable_gradient_checkpointing is False:
+    if requested.model.enable_gradient_checkpointing is False:
         yield {"model.enable_gradient_checkpointing": True}
     # Less memory for sampling.
     if config.rollout.name == "hf":
@@ -429,7 +429,7 @@ def _memory_saving_changes(
     if config.uses_critic and not config.critic.model.lora_rank:
         yield {"critic.model.lora_rank": LORA_RANK}
     if config.trainer.n_gpus_per_node:
-        yield from _more_devices(asked, config)
+        yield from _more_devices(requested, config)
 
 
 def _smallest_vllm_share(size: int, capacity: int) -> float:
@@ -448,9 +448,9 @@ def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings
             yield {"rollout.tensor_model_parallel_size": span}
 
 
-def _more_devices(asked: Config, config: Config) -> Iterator[Settings]:
+def _more_devices(requested: Config, config: Config) -> Iterator[Settings]:
     """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
-    if config.trainer.placement is not None or asked.trainer.engine == "local":
+    if config.trainer.placement is not None or requested.trainer.engine == "local":
         return
     # Up to 8 GPUs in one node, then nodes of 8.
     nodes, now = config.trainer.nnodes, config.trainer.n_gpus_per_node
@@ -495,16 +495,16 @@ def _describe_device(place: DeviceNeeds) -> Iterator[str]:
             yield f"{role}: {', '.join(parts)}"
 
 
-def _explain_choices(asked: Config, chosen: Estimate, machine: Machine) -> Iterator[str]:
+def _explain_choices(requested: Config, chosen: Estimate, machine: Machine) -> Iterator[str]:
     """Yield lines about the choice of unset settings, with the numbers behind it."""
     config, capacity = chosen.config, device_memory(chosen.config, machine)
-    if asked.model.enable_gradient_checkpointing is None:
+    if requested.model.enable_gradient_checkpointing is None:
         recompute = config.model.enable_gradient_checkpointing
         yield (
             f"gradient checkpointing: {'on' if recompute else 'off'} (a step with all "
             f"activations needs about {format_size(chosen.ample)} of {format_size(capacity or 0)})"
         )
-    if data_ranks(config) == 1 or asked.actor.fsdp_config.reshard_after_forward is not None:
+    if data_ranks(config) == 1 or requested.actor.fsdp_config.reshard_after_forward is not None:
         return
     if not _may_keep_gathered(config, machine):
         yield (

@@ -87,7 +87,7 @@ def test_the_plan_of_a_preset_is_within_10_percent_of_its_simulation(
 ) -> None:
     (desk / "config.json").write_text(json.dumps(PRESETS[preset]))
     resolved = make_settings(preset, {"model.path": str(desk), "trainer.n_gpus_per_node": "8"})
-    simulation = run_simulation(resolved.asked, resolved.machine, print).as_dict()
+    simulation = run_simulation(resolved.requested, resolved.machine, print).as_dict()
     far = {
         name: phase["planned_bytes"] / phase["peak_bytes"] - 1
         for name, phase in simulation["phases"].items()

@@ -114,7 +114,7 @@ def test_the_older_styles_mesh_is_the_trainers(
     visible: int, extra: tuple[str, ...], gpus: int | None, workers: int | None
 ) -> None:
     resolved = settle(*MESH, *extra, machine=with_gpus(visible))
-    trainer = resolved.asked.trainer
+    trainer = resolved.requested.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
     assert trainer.tensor_parallel_size == 2
     assert resolved.config.rollout.tensor_model_parallel_size == 1

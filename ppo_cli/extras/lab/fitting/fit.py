@@ -164,8 +164,8 @@ POLICY_ROWS = 16  # responses that are written to time the policy
 def time_policy(settings: FitSettings, tokenizer: Any, rows: Sequence[Example]) -> float:
     """Return the seconds in which --model writes a response as long as those of the rows."""
     dtype = {"dtype": settings.recipe.dtype} if settings.recipe.dtype else {}
-    asked = Config.model_validate({"model": {"path": settings.model, **dtype}})
-    config = settle(asked).config
+    requested = Config.model_validate({"model": {"path": settings.model, **dtype}})
+    config = settle(requested).config
     prompts = []
     for number, row in enumerate(rows):
         ids = tokenizer.apply_chat_template(

@@ -132,7 +132,7 @@ def measure(resolved: Resolved) -> tuple[dict[str, Any], list[str]]:
     def report(text: str) -> None:
         print(f"  simulation: {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
-    simulation = run_simulation(resolved.asked, resolved.machine, report)
+    simulation = run_simulation(resolved.requested, resolved.machine, report)
     return simulation.as_dict(), simulation.lines()
 
 
@@ -161,13 +161,15 @@ def require_simulation(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def run_simulation(asked: Config, machine: Machine, report: Callable[[str], None]) -> Simulation:
+def run_simulation(
+    requested: Config, machine: Machine, report: Callable[[str], None]
+) -> Simulation:
     """Simulate a run in a separate process, which sees no GPU.
 
-    `asked` has the settings before any rule decides. Raises the UserError with which the run would
-    end before its first step.
+    `requested` has the settings before any rule decides. Raises the UserError with which the run
+    would end before its first step.
     """
-    config = fit_memory(asked, machine).config
+    config = fit_memory(requested, machine).config
     gpus, shapes, memory = (
         config.trainer.n_gpus_per_node, read_shapes(config), device_memory(config, machine),
     )  # fmt: skip

@@ -32,7 +32,7 @@ def settled(*overrides: str, preset: str | None = None, **flags: Any) -> Config:
     arguments = {name: (value, "drawn") for name, value in flags.items()}
     return resolve(
         flags=arguments, preset=preset, config_files=[], overrides=[*GPUS, *overrides], environ={}
-    ).asked
+    ).requested
 
 
 def write_judged_run(folder: Path, rows: list[dict[str, Any]], url: str, *overrides: str) -> None:
@@ -46,7 +46,7 @@ def write_judged_run(folder: Path, rows: list[dict[str, Any]], url: str, *overri
     resolved = resolve(
         flags={}, preset=None, config_files=[], overrides=[*base, *overrides], environ={}
     )
-    bridged = build_overrides(resolved.asked)
+    bridged = build_overrides(resolved.requested)
     assert bridged.problems == ()
     write_folder(folder, resolved, bridged)
 
