@@ -14,14 +14,17 @@ from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_s
 from ppo_cli.config.schema.run import Config
 from ppo_cli.plan.memory.plan import fit_memory
 from ppo_cli.plan.resolved import Resolved
+from ppo_cli.plan.run_plan import make_plan
 from ppo_cli.run.identity import (
     ROWS,
     describe_changes,
     find_differences,
+    keep_decisions,
     run_identity,
     setting_values,
 )
 from ppo_cli.run_folder.checkpoints import FORMAT
+from tests.config.settling import settle
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
 from tests.settings import CPU, complete, config_yaml
@@ -253,3 +256,30 @@ def test_a_changed_setting_starts_another_run_and_says_why(tmp_path: Path) -> No
     # The advice of the note: go on from the earlier checkpoint with the new settings.
     train(out, *args, "--max_steps", "2", "--resume", str(checkpoint))
     assert [line["step"] for line in metrics(out)][-1] == 2
+
+
+def decided(folder: Path, **values: Any) -> Path:
+    """A checkpoint of a run that has decided these values by itself."""
+    facts = {key: {"value": v, "origin": "default", "why": "here"} for key, v in values.items()}
+    (folder / "plan.json").write_text(json.dumps({"values": facts}))
+    return folder / "checkpoints" / "step_000001"
+
+
+def test_a_resume_keeps_what_another_machine_has_decided(tmp_path: Path) -> None:
+    then = {"model.dtype": "bfloat16", "model.packing": False, "rollout.seed": 7}
+    checkpoint = decided(tmp_path, **then)
+    kept, free, notes = keep_decisions(make_plan(settle("model.path=embedded")), checkpoint)
+    assert {key: value_of(kept.settings, key) for key in then} == then and not free
+    assert [note.split()[0] for note in notes] == list(then)
+    assert all("as this run began; this machine would choose" in note for note in notes)
+    # What somebody sets now wins, and is another run if it differs.
+    named = make_plan(settle("model.path=embedded", "model.dtype=float32"))
+    assert keep_decisions(named, checkpoint)[0].settings.model.dtype == "float32"
+
+
+def test_a_decision_that_cannot_be_kept_here_makes_no_other_run(tmp_path: Path) -> None:
+    checkpoint = decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True})
+    several = make_plan(settle("model.path=embedded", "trainer.num_workers=2"))
+    kept, free, (note,) = keep_decisions(several, checkpoint)
+    assert not kept.settings.algorithm.rollout_correction.bypass_mode
+    assert free == {"algorithm.rollout_correction.bypass_mode"} and "separate weights" in note
