@@ -43,7 +43,7 @@ def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
     optim = {"lr": RATE, "eps": 1e-5}
     defaults = {
         "model": {"path": "embedded", "packing": False},
-        "algorithm": {"kl_penalty": "full"},
+        "algorithm": {"kl_penalty": "full", "use_kl_in_reward": True},
         "actor": {
             "optim": optim, "use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1,
             "entropy_coeff": 0.01, "ppo_max_token_len_per_gpu": tokens,
