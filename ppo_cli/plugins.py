@@ -226,7 +226,6 @@ def load(kind: str, spec: str) -> Any:
     point = None if file else find_plugin(kind, spec)
     if not file and not point:
         raise ConfigError(f"unknown {KINDS[kind]} '{spec}', and no installed package adds it")
-    label = f"{_package(point)} ({point.value})" if point else f"the file {file}"
     try:
         if point:
             return import_name(point.value)
@@ -236,6 +235,7 @@ def load(kind: str, spec: str) -> Any:
             raise ImportError(f"it has no '{name}'{did_you_mean(name, contents)}")
         return contents[name]
     except BaseException as error:
+        label = f"{_package(point)} ({point.value})" if point else f"the file {file}"
         raise ConfigError(
             f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: {error}."
         ) from error
