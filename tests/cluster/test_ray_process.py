@@ -6,7 +6,6 @@ import contextlib
 import os
 import pwd
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -15,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cluster import prepare_ray
+from ppo_cli.cluster import prepare_ray, ray_process
 from ppo_cli.cluster.ray_process import INNER_FOLDER, RayOptions, RayProcess
 from ppo_cli.config.models.known_models import hub_cache
 from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.processes.program import Program
 
 SESSION = "session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
 SOCKET_BYTES = 107
@@ -67,13 +67,12 @@ def test_ray_gets_no_secret_and_no_other_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environs: list[dict[str, str]] = []
-    start = subprocess.Popen
 
-    def record(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        environs.append(options["env"])
-        return start(["true"])
+    def record(command: list[str], **options: Any) -> Program:
+        environs.append(options["environ"])
+        return Program(["true"], **options)
 
-    monkeypatch.setattr(subprocess, "Popen", record)
+    monkeypatch.setattr(ray_process, "Program", record)
     environ = {"PPO_CLUSTER_SECRET": "s", "RAY_ADDRESS": "a", "OTHER": "yes"}
     RayProcess(HEAD, log=tmp_path / "log", environ=environ).close()
     assert environs[0]["OTHER"] == "yes"
