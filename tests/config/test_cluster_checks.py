@@ -21,8 +21,8 @@ EIGHT = "trainer.n_gpus_per_node=8"
 
 def settle(*overrides: str, gpus: int = 0, packages: Collection[str] = PACKAGES) -> Resolved:
     """Settings on a machine whose self-test has passed (else: test_weight_transfer)."""
-    here = with_gpus(gpus, proven=FEATURES, packages=packages)
-    return settling.settle(*overrides, machine=here)
+    machine = with_gpus(gpus, proven=FEATURES, packages=packages)
+    return settling.settle(*overrides, machine=machine)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_part_that_is_not_there_is_said_in_a_sentence(
 ) -> None:
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
     absent = {name for name, word in lacking.items() if word in overrides}
-    here = {*PACKAGES} - absent
-    (sentence,) = refusals(settle(*overrides.split(), gpus=gpus, packages=here), {})
+    machine = {*PACKAGES} - absent
+    (sentence,) = refusals(settle(*overrides.split(), gpus=gpus, packages=machine), {})
     assert message in sentence
 
 

@@ -64,10 +64,10 @@ CONFIGS = st.fixed_dictionaries(
 @example({"trainer.engine": "local", "rollout.tensor_model_parallel_size": 2}, 8)
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int) -> None:
-    asked, here = Config.model_validate(nest_values(overrides)), with_gpus(gpus)
-    settled = settle(asked, here)
+    requested, machine = Config.model_validate(nest_values(overrides)), with_gpus(gpus)
+    settled = settle(requested, machine)
     config = settled.config
-    resolved = Resolved(asked, config, {}, settled.why, here)
+    resolved = Resolved(requested, config, {}, settled.why, machine)
     clashes = [clash.text for clash in check_devices(Scene(resolved, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
@@ -90,5 +90,5 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         )
         assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
         assert {len(sampler) for sampler in placed.rollout} == {span}
-    assert all(describe_placement(placed)) and all(plan_devices(config, here).sentences)
+    assert all(describe_placement(placed)) and all(plan_devices(config, machine).sentences)
     assert all(note[-1] == "." for note in device_notes(resolved, {}))

@@ -44,8 +44,10 @@ KEEPING: tuple[Feature, ...] = ("keep_gathered",)
 def choose(
     config: Config, shape: Shape, memory_gb: int, proven: tuple[Feature, ...] = KEEPING
 ) -> Estimate:
-    here = with_gpus(8, memory_gb * GB, proven=proven)
-    return estimate_memory(settle(config, here).config, ModelShapes(shape, shape, shape), here)
+    machine = with_gpus(8, memory_gb * GB, proven=proven)
+    return estimate_memory(
+        settle(config, machine).config, ModelShapes(shape, shape, shape), machine
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,8 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so() -> None:
     assert settled.actor.fsdp_config.reshard_after_forward is True
 
     def lines(config: Config, proven: tuple[Feature, ...] = ()) -> list[str]:
-        here = with_gpus(8, 80 * GB, proven=proven)
-        sentences = memory_plan(config, fit_memory(config, here), here).sentences
+        machine = with_gpus(8, 80 * GB, proven=proven)
+        sentences = memory_plan(config, fit_memory(config, machine), machine).sentences
         return [line for line in sentences if "weights are gathered" in line]
 
     model = {"path": "embedded"}
@@ -113,8 +115,8 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so() -> None:
 def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -> None:
     def phases(**sections: dict[str, Any]) -> dict[str, int]:
         shapes = ModelShapes(QWEN_7B, QWEN_7B, QWEN_7B)
-        here = with_gpus(8, 80 * GB)
-        places = count_memory(complete(settings(**sections), here), shapes, here)
+        machine = with_gpus(8, 80 * GB)
+        places = count_memory(complete(settings(**sections), machine), shapes, machine)
         return dict(places[0].phases)
 
     resident, away = phases(), phases(ref={"param_offload": True})

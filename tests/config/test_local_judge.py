@@ -30,8 +30,8 @@ ON = "reward.api.enable=true reward.api.type=local reward.api.model="
 GPUS = "trainer.n_gpus_per_node=8 trainer.placement="
 
 
-def resolve(overrides: str, here: Machine = CPU) -> Resolved:
-    return settle(*overrides.split(), machine=here)
+def resolve(overrides: str, machine: Machine = CPU) -> Resolved:
+    return settle(*overrides.split(), machine=machine)
 
 
 def test_a_placement_gives_the_judge_its_gpus() -> None:

@@ -136,17 +136,17 @@ WEIGHTS = 4 * (2 * LAYER + 100 * 10)
 TOKEN, TOP = 4 * (60 + 30 + 2 + 10 + 80), 4 * 20
 
 
-def count(config: Config, shapes: ModelShapes = SHAPES, here: Machine = SMALL) -> Any:
-    return count_memory(complete(config, here), shapes, here)
+def count(config: Config, shapes: ModelShapes = SHAPES, machine: Machine = SMALL) -> Any:
+    return count_memory(complete(config, machine), shapes, machine)
 
 
-def fits(config: Config, shapes: ModelShapes, here: Machine) -> bool | None:
-    return estimate_memory(settle(config, here).config, shapes, here).fits
+def fits(config: Config, shapes: ModelShapes, machine: Machine) -> bool | None:
+    return estimate_memory(settle(config, machine).config, shapes, machine).fits
 
 
 def counted(**parts: dict[str, Any]) -> DeviceNeeds:
     keeps = {"enable_gradient_checkpointing": False} | parts.pop("model", {})
-    (place,) = count(config(model=keeps, **parts), here=ALONE)
+    (place,) = count(config(model=keeps, **parts), machine=ALONE)
     return place
 
 
@@ -212,8 +212,8 @@ def test_frozen_weights_take_two_bytes_in_bfloat16_on_gpus() -> None:
 
     def weights(role: str, **parts: Any) -> int:
         gpu = {"trainer": {"engine": "ray", "n_gpus_per_node": 1}, "rollout": {"name": "hf"}}
-        here = with_gpus(1, 80 * GIB)
-        (place,) = count(config(**gpu | parts), ModelShapes(shape, shape, shape), here)
+        machine = with_gpus(1, 80 * GIB)
+        (place,) = count(config(**gpu | parts), ModelShapes(shape, shape, shape), machine)
         return place.roles[role].parameters
 
     adapted = {"model": {"lora_rank": 8}}
@@ -337,7 +337,7 @@ def test_offload_leaves_weights_and_moments_to_the_host() -> None:
 def test_processes_of_a_machine_add_up() -> None:
     several = config(trainer={"engine": "ray", "num_workers": 4, "n_gpus_per_node": 0})
     alone = config(trainer={"engine": "ray", "num_workers": 1, "n_gpus_per_node": 0})
-    (many,), (lone,) = (count(c, here=ALONE) for c in (several, alone))
+    (many,), (lone,) = (count(c, machine=ALONE) for c in (several, alone))
     assert many.roles["actor"].parameters == WEIGHTS // 4
     assert lone.roles["actor"].parameters == WEIGHTS
     assert many.phases["annotation"] > 3 * WEIGHTS
@@ -356,15 +356,15 @@ def test_the_smallest_change_makes_it_fit() -> None:
     )
     seen = []
     for gib in (400, 140, 110, 60, 20, 5, 1):
-        here = with_gpus(8, gib * GIB)
-        if fits(wide, shapes, here):
+        machine = with_gpus(8, gib * GIB)
+        if fits(wide, shapes, machine):
             seen.append("fits")
             continue
-        changes = find_smallest_change(wide, shapes, here)
+        changes = find_smallest_change(wide, shapes, machine)
         if changes is None:
             seen.append("none")
             continue
-        assert fits(with_settings(wide, changes), shapes, here)
+        assert fits(with_settings(wide, changes), shapes, machine)
         seen.append(min(key.rpartition(".")[2] for key in changes))
     budget, gpus = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
     assert seen == ["fits", "fits", budget, gpus, gpus, "none", "none"]

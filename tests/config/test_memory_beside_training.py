@@ -51,13 +51,13 @@ def shapes(shape: Shape) -> ModelShapes:
     return ModelShapes(shape, shape, shape)
 
 
-def estimate(config: Config, shape: Shape, here: Machine) -> Estimate:
-    return estimate_memory(settle(config, here).config, shapes(shape), here)
+def estimate(config: Config, shape: Shape, machine: Machine) -> Estimate:
+    return estimate_memory(settle(config, machine).config, shapes(shape), machine)
 
 
 def count_gpu(config: Config, shape: Shape, capacity: int = 80 * GB) -> DeviceNeeds:
-    here = with_gpus(8, capacity)
-    (place,) = count_memory(complete(config, here), shapes(shape), here)
+    machine = with_gpus(8, capacity)
+    (place,) = count_memory(complete(config, machine), shapes(shape), machine)
     return place
 
 
@@ -92,21 +92,21 @@ def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
     capacity = int(place.needed / 0.9) - 1
     others = max(need for phase, need in place.phases.items() if phase != "publishing")
     assert others < 0.9 * capacity
-    here = with_gpus(8, capacity)
-    assert not estimate(tight, QWEN_3B, here).fits
-    changes = find_smallest_change(tight, shapes(QWEN_3B), here)
+    machine = with_gpus(8, capacity)
+    assert not estimate(tight, QWEN_3B, machine).fits
+    changes = find_smallest_change(tight, shapes(QWEN_3B), machine)
     assert changes == {"rollout.tensor_model_parallel_size": 2}
-    assert estimate(with_settings(tight, changes), QWEN_3B, here).fits
+    assert estimate(with_settings(tight, changes), QWEN_3B, machine).fits
 
 
 def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
     apart = settings(trainer__placement="train:0-3,rollout:4-7")
-    here = with_gpus(8, 80 * GB)
-    learner, sampler = count_memory(complete(apart, here), shapes(QWEN_7B), here)
+    machine = with_gpus(8, 80 * GB)
+    learner, sampler = count_memory(complete(apart, machine), shapes(QWEN_7B), machine)
     assert sampler.name == "a GPU that samples"
     assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
     assert learner.phases["publishing"] > learner.phases["rollout"]
-    assert estimate(apart, QWEN_7B, here).places == (learner, sampler)
+    assert estimate(apart, QWEN_7B, machine).places == (learner, sampler)
 
 
 def test_small_gpus_leave_room_for_contexts() -> None:
@@ -143,9 +143,9 @@ CRITIC = TRAINED - 4 * QWEN_7B.embedding  # without the head over the vocabulary
 def test_the_host_holds_checkpoints_and_what_is_offloaded(
     changes: dict[str, Any], nodes: int, expected: float
 ) -> None:
-    here = with_gpus(8, host_bytes=2000 * GB)
-    config = complete(settings(nodes=nodes, **changes), here)
-    host = count_host(config, shapes(QWEN_7B), here)
+    machine = with_gpus(8, host_bytes=2000 * GB)
+    config = complete(settings(nodes=nodes, **changes), machine)
+    host = count_host(config, shapes(QWEN_7B), machine)
     assert host is not None
     assert host.phases["training"] == pytest.approx(expected, rel=1e-6)
     assert host.phases["loading"] >= TRAINED
@@ -155,13 +155,13 @@ def test_the_host_holds_checkpoints_and_what_is_offloaded(
 def test_a_run_that_fits_its_gpus_but_not_the_host_does_not_fit() -> None:
     config = settings()
     for host_gb, fits in ((500, True), (128, False)):
-        here = with_gpus(8, 80 * GB, host_bytes=host_gb * GB)
-        assert estimate(config, QWEN_7B, here).fits is fits
+        machine = with_gpus(8, 80 * GB, host_bytes=host_gb * GB)
+        assert estimate(config, QWEN_7B, machine).fits is fits
 
 
 def test_memory_beside_gpus_that_are_elsewhere_is_not_known() -> None:
-    for here in (CPU, with_gpus(8)):
-        elsewhere = estimate(settings(), QWEN_7B, here.assume_memory(80 * GB))
+    for machine in (CPU, with_gpus(8)):
+        elsewhere = estimate(settings(), QWEN_7B, machine.assume_memory(80 * GB))
         assert elsewhere.host is not None
         assert (elsewhere.fits, elsewhere.host.fits) == (True, None)
 
@@ -184,8 +184,8 @@ def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:
         config = settings(
             trainer__placement="train:0-3,rollout:4-7", rollout__gpu_memory_utilization=share
         )
-        here = with_gpus(8, 40 * GB)
-        learner, sampler = count_memory(complete(config, here), shapes(QWEN_7B), here)
+        machine = with_gpus(8, 40 * GB)
+        learner, sampler = count_memory(complete(config, machine), shapes(QWEN_7B), machine)
         assert sampler.vllm_least == 2 * QWEN_7B.parameters() + 2 * 2 * 512 * 28 * 1024
         assert (sampler.vllm_starts, sampler.fits, learner.vllm_starts) == (starts, starts, True)
 

@@ -114,8 +114,8 @@ def test_the_precision_that_is_faster(
 ) -> None:  # fmt: skip
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(model_config))
-    here = replace(with_gpus(gpus), fast_bfloat16=fast)
-    resolved = settle("model.path=./model", *overrides.split(), machine=here)
+    machine = replace(with_gpus(gpus), fast_bfloat16=fast)
+    resolved = settle("model.path=./model", *overrides.split(), machine=machine)
     config = resolved.config
     assert config.model.dtype == dtype
     assert message in " ".join(cpu_plan(resolved.requested, config, jemalloc=False))

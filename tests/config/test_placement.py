@@ -22,12 +22,12 @@ DEVICES = load_table("devices.yaml")
     ("gpus", "overrides"), [(gpus, text) for gpus, texts in DEVICES.items() for text in texts]
 )
 def test_the_plan_says_who_works_where(gpus: int, overrides: str) -> None:
-    here = with_gpus(gpus, packages=())
-    sentences = plan_devices(unchecked(overrides, here), Machine()).sentences
+    machine = with_gpus(gpus, packages=())
+    sentences = plan_devices(unchecked(overrides, machine), Machine()).sentences
     assert list(sentences) == DEVICES[gpus][overrides]
     # vLLM takes the place of the hf sampler on GPUs, unless hf is chosen.
-    here = with_gpus(gpus, packages=("vllm",))
-    facts = plan_devices(unchecked(overrides, here), here).facts
+    machine = with_gpus(gpus, packages=("vllm",))
+    facts = plan_devices(unchecked(overrides, machine), machine).facts
     on_gpus = facts["devices_per_node"] > 0 and facts["engine"] == "ray"
     vllm = "vllm" in overrides or (on_gpus and "rollout.name=hf" not in overrides)
     assert facts["sampler"] == ("vllm" if vllm else "hf")

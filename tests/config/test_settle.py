@@ -45,14 +45,14 @@ HERE = st.sampled_from(list(MACHINES.values()))
 
 @given(ASKED, HERE, st.sampled_from(DECIDED))
 def test_naming_what_was_decided_changes_nothing(
-    asked: dict[str, Any], here: Machine, name: str
+    asked: dict[str, Any], machine: Machine, name: str
 ) -> None:
     config = Config.model_validate(nest_values(asked))
-    settled = settle(config, here)
+    settled = settle(config, machine)
     value = value_of(settled.config, name)
     if name in asked or value is None:
         return
-    named = settle(with_settings(config, {name: value}), here)
+    named = settle(with_settings(config, {name: value}), machine)
     assert named.config == settled.config
     others = settled.why.keys() - {name, *NAMING}
     assert named.why.keys() == settled.why.keys() - {name}
@@ -61,13 +61,13 @@ def test_naming_what_was_decided_changes_nothing(
 
 @given(ASKED, HERE, st.permutations(list(table())))
 def test_the_order_of_reading_does_not_matter(
-    asked: dict[str, Any], here: Machine, order: list[str]
+    asked: dict[str, Any], machine: Machine, order: list[str]
 ) -> None:
     config = Config.model_validate(nest_values(asked))
-    settling = Settling(config, here)
+    settling = Settling(config, machine)
     for name in order:
         settling[name]
-    assert with_settings(config, settling.decided) == settle(config, here).config
+    assert with_settings(config, settling.decided) == settle(config, machine).config
 
 
 @pytest.mark.parametrize(("name", "other"), FOLLOWS.items())
@@ -80,8 +80,8 @@ def test_an_unset_setting_has_the_value_of_the_one_it_follows(name: str, other: 
 
 
 @pytest.mark.parametrize("here", MACHINES.values(), ids=MACHINES)
-def test_nothing_is_left_undecided(here: Machine) -> None:
-    config = fit_memory(Config.model_validate({"model": {"path": "embedded"}}), here).config
+def test_nothing_is_left_undecided(machine: Machine) -> None:
+    config = fit_memory(Config.model_validate({"model": {"path": "embedded"}}), machine).config
     undecided = {name for name in RULES if value_of(config, name) is None}
     assert all(_may_be_none(name) for name in undecided), undecided
 

@@ -35,9 +35,9 @@ def test_the_plan_is_within_10_percent_of_the_simulation(case: str) -> None:
     trainer = {"n_gpus_per_node": run["gpus_per_node"], "nnodes": run["nodes"]}
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "trainer": trainer})
     config = with_settings(config, run["settings"])
-    here = with_gpus(run["gpus_per_node"], run["gb"] * 10**9)
-    config = settle(config, here).config
-    place, *_ = estimate_memory(config, ModelShapes(shape, shape, shape), here).places
+    machine = with_gpus(run["gpus_per_node"], run["gb"] * 10**9)
+    config = settle(config, machine).config
+    place, *_ = estimate_memory(config, ModelShapes(shape, shape, shape), machine).places
     off = {
         phase: f"{place.phases[phase] / 1e9:.2f} GB planned, {simulated} simulated"
         for phase, simulated in run["simulated_gb"].items()

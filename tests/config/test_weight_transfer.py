@@ -79,9 +79,9 @@ def test_auto_takes_what_the_self_test_has_proven(
     overrides: str, features: tuple[Feature, ...], way: str, sleep: str,
     slow: tuple[str, ...],
 ) -> None:  # fmt: skip
-    here = with_gpus(4, proven=("packed_attention", *features))
-    resolved = settle(VLLM, FOUR, *overrides.split(), machine=here)
-    rollout = fit_memory(resolved.requested, here).config.rollout
+    machine = with_gpus(4, proven=("packed_attention", *features))
+    resolved = settle(VLLM, FOUR, *overrides.split(), machine=machine)
+    rollout = fit_memory(resolved.requested, machine).config.rollout
     assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)
     lines = [line for line in device_notes(resolved, {}) if "self-test" in line]
     assert len(lines) == bool(slow)
@@ -93,8 +93,8 @@ def test_auto_takes_what_the_self_test_has_proven(
 
 def test_the_plan_tells_the_way() -> None:
     def lines(*overrides: str, gpus: int) -> tuple[str, ...]:
-        here = with_gpus(gpus, proven=FEATURES)
-        return plan_devices(settle(*overrides, machine=here).config, here).sentences
+        machine = with_gpus(gpus, proven=FEATURES)
+        return plan_devices(settle(*overrides, machine=machine).config, machine).sentences
 
     assert "new weights are sent by nccl" in lines(VLLM, FOUR, SPLIT, gpus=4)
     assert "new weights" not in " ".join(lines("trainer.num_workers=2", gpus=0))
