@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.config.schema.algorithm import Actor, Sharding
+from ppo_cli.config.schema.algorithm import Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.policy import split_model
@@ -29,6 +29,7 @@ from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.training.actor_critic import ActorLearner
 from ppo_cli.errors import WorkerLost
 from tests.engine.packed_steps import annotated, build_optimizer, make_batch, scored
+from tests.settings import complete
 
 LAYERS, SIZE, MICRO_BATCHES = 3, 8, 3
 
@@ -99,7 +100,7 @@ def take_step(ranks: Ranks, keep_gathered: bool, monkeypatch: pytest.MonkeyPatch
         gradient_checkpointing=True,
     )  # fmt: skip
     optimizer = build_optimizer(policy.model, ranks=ranks)
-    actor = ActorLearner(policy, None, Actor(), 16, optimizer, compute, 1.0, 8, ranks)
+    actor = ActorLearner(policy, None, complete({}).actor, 16, optimizer, compute, 1.0, 8, ranks)
     batch = make_batch(((4, 4),) * (SIZE * 6), 0)
     with collectives:
         actor.step(scored(annotated(batch), 0))

@@ -17,7 +17,7 @@ from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config import choices
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.algorithm import Actor, Critic, Optim, PolicyLoss
+from ppo_cli.config.schema.algorithm import Optim, PolicyLoss
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.batches.micro_batches import Budget
 from ppo_cli.engine.batches.rows import build_micro_batch
@@ -91,13 +91,13 @@ def learner_of(
     policy: Policy, optimizer: Optimizer | None = None, reference: Policy | None = None,
     tokens: int = TOKENS, **settings: Any,
 ) -> ActorLearner:  # fmt: skip
-    actor, optimizer = Actor(**settings), optimizer or Recorder(policy.model)
+    actor, optimizer = complete({"actor": settings}).actor, optimizer or Recorder(policy.model)
     return ActorLearner(policy, reference, actor, tokens, optimizer, COMPUTE, 0.7, LONGEST)
 
 
 def critic_of(value_model: ValueModel, tokens: int = TOKENS, **settings: Any) -> CriticLearner:
-    optimizer = Recorder(value_model.model)
-    return CriticLearner(value_model, Critic(**settings), tokens, optimizer, COMPUTE, LONGEST)
+    optimizer, critic = Recorder(value_model.model), complete({"critic": settings}).critic
+    return CriticLearner(value_model, critic, tokens, optimizer, COMPUTE, LONGEST)
 
 
 def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: Any) -> torch.Tensor:
@@ -199,11 +199,13 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
 def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(
     tokens: tuple[int | None, ...], expected: list[int]
 ) -> None:
+    keys = (
+        ("actor", "ppo_max_token_len_per_gpu"), ("critic", "ppo_max_token_len_per_gpu"),
+        ("ref", "log_prob_max_token_len_per_gpu"),
+    )  # fmt: skip
     config = complete({
         "model": {"path": "embedded", "packing": False},
-        "actor": {"ppo_max_token_len_per_gpu": tokens[0]},
-        "critic": {"ppo_max_token_len_per_gpu": tokens[1]},
-        "ref": {"log_prob_max_token_len_per_gpu": tokens[2]},
+        **{part: {key: set_} for (part, key), set_ in zip(keys, tokens, strict=True) if set_},
     })  # fmt: skip
     learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
     budgets = learner._budgets()

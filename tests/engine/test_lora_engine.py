@@ -192,7 +192,10 @@ def test_the_critic_recomputes_activations_as_set_for_it(
     shared: bool, critic_setting: bool | None, critic: bool, tokenizer: Any
 ) -> None:
     settings = config(enable_gradient_checkpointing=shared).model_dump()
-    settings["critic"]["model"]["enable_gradient_checkpointing"] = critic_setting
+    # Unset, it is as the actor's.
+    del settings["critic"]["model"]["enable_gradient_checkpointing"]
+    if critic_setting is not None:
+        settings["critic"]["model"]["enable_gradient_checkpointing"] = critic_setting
     learner = Learner(complete(settings), tokenizer, total_steps=1)
     assert learner._critic is not None
     assert forward_passes(learner.policy) == 1 + shared
