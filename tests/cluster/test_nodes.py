@@ -20,7 +20,8 @@ from ppo_cli.cluster.nodes import Nodes, join_cluster, open_cluster, set_token
 from ppo_cli.cluster.ray_process import RayOptions
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, WorkerLost
-from tests.settings import complete, with_gpus
+from ppo_cli.machine.machine import Machine
+from tests.settings import CPU, complete, with_gpus
 
 SECRET = "one long secret of ours"
 
@@ -119,7 +120,7 @@ def config(rank: int = 0, *, actor: Any = None, **trainer: Any) -> Config:
         "nnodes": 2, "node_rank": rank, "master_addr": "127.0.0.1", "node_timeout": 20,
         "master_port": addresses.free_port("127.0.0.1"),
     }  # fmt: skip
-    return complete({"trainer": base | trainer, "actor": actor or {}}, with_gpus(8))
+    return Config.model_validate({"trainer": base | trainer, "actor": actor or {}})
 
 
 class Guest:
@@ -132,7 +133,9 @@ class Guest:
 
         def live() -> None:
             try:
-                self._outcome = join_cluster(settings, settings, environ, self.notes.append)
+                self._outcome = join_cluster(
+                    complete(settings), settings, environ, self.notes.append
+                )
             except PpoError as error:
                 self._outcome = error
 
@@ -152,9 +155,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def refusal(settings: Config, environ: dict[str, str] | None = None) -> ConfigError:
+def refusal(
+    settings: Config, environ: dict[str, str] | None = None, here: Machine = CPU
+) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        open_cluster(settings, settings, environ or {}, lambda text: None)
+        open_cluster(complete(settings, here), settings, environ or {}, lambda text: None)
     return caught.value
 
 
@@ -164,7 +169,9 @@ def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
     trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
     guest = Guest(config(1, **trainer))
     settings = config(**trainer)
-    run_nodes = open_cluster(settings, settings, {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
+    run_nodes = open_cluster(
+        complete(settings), settings, {"NODE_ADDR": "127.0.0.2"}, lambda text: None
+    )
     wait_for(lambda: any("has joined node 0" in note for note in guest.notes))
     yield run_nodes, guest
     run_nodes.close(0)
@@ -274,7 +281,7 @@ def test_a_missing_node_is_named_and_after_a_while_what_to_check(
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
     with pytest.raises(ConfigError, match=r"did not connect in time .*: node 1 \(gpu2\).*srun"):
         settings = config(node_timeout=1)
-        open_cluster(settings, settings, environ, notes.append)
+        open_cluster(complete(settings), settings, environ, notes.append)
     waiting = [note for note in notes if "waiting for node 1 (gpu2)" in note]
     assert waiting[0] == "1 of 2 nodes are connected; waiting for node 1 (gpu2)"
     assert waiting[1].startswith(f"{waiting[0]}: ") and "PPO_CLUSTER_SECRET" in waiting[1]
@@ -367,10 +374,8 @@ def test_nothing_to_close_is_fine() -> None:
     assert nothing.lost() is None and nothing.stop_asked() is None
 
 
-def test_a_node_offers_the_gpus_that_it_is_to_give(
-    head: FakeHead,
-) -> None:
+def test_a_node_offers_the_gpus_that_it_is_to_give(head: FakeHead) -> None:
     for trainer, offered in (({"n_gpus_per_node": 2}, 2), ({}, 1)):
-        refusal(config(node_timeout=1, **trainer))
+        refusal(config(node_timeout=1, **trainer), here=with_gpus(8))
         options = head.rays[-1].options
         assert (options.num_gpus, options.num_cpus) == (offered, os.cpu_count())

@@ -253,6 +253,7 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     assert arguments == {
         "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
         "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",
+        "insists_on_transfer": True,
     }  # fmt: skip
 
     client.reset_mock()
