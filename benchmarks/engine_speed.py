@@ -36,7 +36,7 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 
 QWEN_0_5B = {
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,

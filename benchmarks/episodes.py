@@ -24,7 +24,7 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run.episodes import start_episodes
 

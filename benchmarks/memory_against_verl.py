@@ -132,7 +132,7 @@ def update_verl(engine: Any, tokens: int, config: Any) -> None:
 
 def measure_ours(config: Any) -> dict[str, Any]:
     """Role -> rest, peak and collectives of our learner, as `ppo plan --simulate` measures them."""
-    from ppo_cli.plan.memory.plan import (
+    from ppo_cli.planning.memory.plan import (
         with_settings,
     )
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
     from ppo_cli.extras.migrate.bridge.overrides import build_overrides
-    from ppo_cli.plan.resolve import resolve
+    from ppo_cli.planning.resolve import resolve
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

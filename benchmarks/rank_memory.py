@@ -91,7 +91,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
     from ppo_cli.engine.models import load_tokenizer
     from ppo_cli.engine.ranks import ALONE, join_ranks
     from ppo_cli.machine.machine import Machine
-    from ppo_cli.plan.memory.plan import fit_memory
+    from ppo_cli.planning.memory.plan import fit_memory
 
     torch.set_num_threads(1)
     if rank < 0:

@@ -45,8 +45,8 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
 
 PARTS = ("ranks", "travel", "publish", "overhead")

@@ -55,7 +55,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import matmul_library
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt
 
 HERE = Path(__file__).parent

@@ -75,8 +75,8 @@ def make_batch() -> Any:
 
 def settle(lines: list[str]) -> Any:
     """The run's settings from these alone."""
-    from ppo_cli.plan.memory.plan import fit_memory
-    from ppo_cli.plan.resolve import resolve
+    from ppo_cli.planning.memory.plan import fit_memory
+    from ppo_cli.planning.resolve import resolve
 
     resolved = resolve(flags={}, preset=None, config_files=[], overrides=lines, environ={})
     return fit_memory(resolved.requested, resolved.machine).config

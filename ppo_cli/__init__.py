@@ -5,7 +5,6 @@ As a library: `from ppo_cli import train, session, plan, load_run`; see docs/lib
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,13 +28,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(library, name)
     raise AttributeError(f"module 'ppo_cli' has no attribute '{name}'")
-
-
-class CallablePackage(ModuleType):
-    """The package `ppo_cli.plan`, which has the name of a function of the library."""
-
-    def __call__(self, **settings: Any) -> Any:
-        """Plan a run, as `ppo_cli.library.plan` does."""
-        from ppo_cli import library
-
-        return library.plan(**settings)

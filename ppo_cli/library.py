@@ -19,12 +19,12 @@ from ppo_cli.callables import name_of, write_function, write_rows
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, collect_problems
-from ppo_cli.plan.findings.rules import find_findings, list_texts
-from ppo_cli.plan.findings.run import refused_in_session
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import RunPlan, make_plan
-from ppo_cli.plan.second_judge import add_second_judge
+from ppo_cli.planning.findings.rules import find_findings, list_texts
+from ppo_cli.planning.findings.run import refused_in_session
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import RunPlan, make_plan
+from ppo_cli.planning.second_judge import add_second_judge
 from ppo_cli.run_folder.folder import RunFolder, check_run_folder, run_settings
 from ppo_cli.run_folder.lines import read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.run_folder.store import localise

@@ -16,8 +16,8 @@ from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.devices import RESERVE, ModelShapes
-from ppo_cli.plan.memory.plan import estimate_memory
+from ppo_cli.planning.memory.devices import RESERVE, ModelShapes
+from ppo_cli.planning.memory.plan import estimate_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 MODELS = {

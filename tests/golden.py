@@ -80,8 +80,8 @@ def run_command(command: str) -> str:
             patch.setenv(name, value)
         for name in MISSING_PACKAGES:
             patch.setitem(sys.modules, name, None)
-        patch.setattr("ppo_cli.plan.memory.plan.matmul_library", lambda requested: "onednn")
-        patch.setattr("ppo_cli.plan.memory.plan.find_jemalloc", lambda: None)
+        patch.setattr("ppo_cli.machine.machine.matmul_library", lambda environ: "onednn")
+        patch.setattr("ppo_cli.planning.memory.plan.find_jemalloc", lambda: None)
         patch.setattr(sys, "argv", words[start:])
         patch.setattr(sys, "stdin", StringIO())
         patch.chdir(folder)

@@ -9,9 +9,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.device_record import Feature
 from ppo_cli.machine.gpus import Gpu
 from ppo_cli.machine.machine import PACKAGES, Machine
-from ppo_cli.plan import config_file
-from ppo_cli.plan.memory.plan import fit_memory
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning import config_file
+from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.resolved import Resolved
 
 GIB = 1 << 30
 CPU = Machine(packages=frozenset(PACKAGES), cores=4, host_bytes=64 * GIB)

@@ -24,7 +24,7 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural, ppo
-from ppo_cli.plan.batches import describe_lowered_batches
+from ppo_cli.planning.batches import describe_lowered_batches
 from ppo_cli.run_folder.lines import to_json
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from ppo_cli.errors import (
     ppo,
     replace_path,
 )
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder.sources import ModelSource
 from ppo_cli.run_folder.store import find_source_anywhere, localise

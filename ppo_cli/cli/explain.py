@@ -27,7 +27,7 @@ from ppo_cli.config.schema.keys import (
     table,
 )
 from ppo_cli.errors import ConfigError, did_you_mean, ppo
-from ppo_cli.plan.findings.unused import describe_unused
+from ppo_cli.planning.findings.unused import describe_unused
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.limits import Limits

@@ -21,8 +21,8 @@ from ppo_cli.cli.help import ALL_FLAGS, HelpCommand
 from ppo_cli.config.models.bundled import ALIASES, preset_names
 from ppo_cli.config.schema.keys import Key, describe_range, offered_choices, table
 from ppo_cli.errors import ConfigError, ppo
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.plugins import Engine, Line, find_plugin, import_name, load, load_all
 
 # Group of settings -> its heading in the help; other groups have their own name.

@@ -28,8 +28,8 @@ from ppo_cli.config.layers import (
     PLACE_KEYS,
     is_chosen,
 )
-from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import load_yaml
+from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import (
     ConfigError,
     DataError,
@@ -39,7 +39,7 @@ from ppo_cli.errors import (
     plural,
     ppo,
 )
-from ppo_cli.plan.batches import batch_arithmetic
+from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.records import format_call, text_of
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.episode_card import describe_episodes
@@ -344,7 +344,7 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and below it the card of the judges, and the critic."""
     config, _ = read_run_config(run)
-    judge = describe_judges(run, config or Config(), history)
+    judge = describe_judges(run, config or settle_defaults(), history)
     fork, episodes = describe_fork_of(run), describe_episodes(run, history)
     blocks = [
         format_steps_table(steps),
@@ -354,7 +354,7 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
         *([fork] if fork else []),
     ]
     if lines := read_pretraining(run):
-        blocks.append(describe_pretraining(read_run_config(run)[0] or Config(), lines))
+        blocks.append(describe_pretraining(read_run_config(run)[0] or settle_defaults(), lines))
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))

@@ -37,15 +37,15 @@ from ppo_cli.errors import (
     is_address,
     ppo,
 )
-from ppo_cli.plan.batches import count_steps, split_files
-from ppo_cli.plan.findings.rules import find_findings, list_texts
-from ppo_cli.plan.memory.devices import read_memory_size
-from ppo_cli.plan.memory.disk import find_disk_shortage
-from ppo_cli.plan.placement import PlanPart
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import RunPlan, make_plan
-from ppo_cli.plan.second_judge import add_second_judge
-from ppo_cli.plan.text import format_plan
+from ppo_cli.planning.batches import count_steps, split_files
+from ppo_cli.planning.findings.rules import find_findings, list_texts
+from ppo_cli.planning.memory.devices import read_memory_size
+from ppo_cli.planning.memory.disk import find_disk_shortage
+from ppo_cli.planning.placement import PlanPart
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import RunPlan, make_plan
+from ppo_cli.planning.second_judge import add_second_judge
+from ppo_cli.planning.text import format_plan
 from ppo_cli.plugins import PlanSection, import_name, load_all
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings

@@ -36,7 +36,7 @@ from ppo_cli.cluster.worker_process import KILLED, read_tail
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import PpoError, WorkerLost
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt, Rollout
 
 STOP, DROP = "stop", "drop"  # messages without an answer

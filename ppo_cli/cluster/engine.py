@@ -28,7 +28,7 @@ from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
 from ppo_cli.errors import ConfigError, UserError, WorkerLost, plural
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt, Rollout
 
 

@@ -33,7 +33,7 @@ from ppo_cli.cluster.worker_process import (
 )
 from ppo_cli.config.schema.run import Transfer
 from ppo_cli.errors import Interrupted, UserError, WorkerLost, plural
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 
 # Ray's message about a worker that ended by itself.
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)

@@ -41,7 +41,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.errors import ConfigError, PpoError
-from ppo_cli.plan.memory.advice import advise_memory
+from ppo_cli.planning.memory.advice import advise_memory
 from ppo_cli.records import Prompt, Rollout
 
 # Ranks wait longer than the driver, whose message is better.

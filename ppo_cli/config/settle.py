@@ -1,7 +1,7 @@
 """Decides every unset setting, once, right after the layers are merged.
 
 The rules are in the declarations (`schema/unset.py`). Settings that the memory plan decides stay
-unset here: `ppo_cli.plan` decides them when it knows the shapes of the models.
+unset here: `ppo_cli.planning` decides them when it knows the shapes of the models.
 """
 
 from __future__ import annotations
@@ -53,3 +53,8 @@ def settle(config: Config, machine: Machine | None = None) -> Settled:
     for key in table():
         settling[key]
     return Settled(with_settings(config, settling.decided), settling.why)
+
+
+def settle_defaults() -> Config:
+    """Return the defaults as they hold here: for a run folder whose config.yaml cannot be read."""
+    return settle(Config()).config

@@ -79,7 +79,7 @@ from ppo_cli.engine.training.actor_critic import (
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError, ppo
 from ppo_cli.machine.device_record import is_proven
-from ppo_cli.plan.memory.advice import advise_memory
+from ppo_cli.planning.memory.advice import advise_memory
 from ppo_cli.records import Prompt, Rollout
 
 

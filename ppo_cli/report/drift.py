@@ -13,7 +13,7 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import DataError
-from ppo_cli.plan.findings.rewards import scale_labels
+from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.report.labels import read_labels_with_scores
 
 History = Sequence[Mapping[str, Any]]

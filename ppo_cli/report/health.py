@@ -18,7 +18,7 @@ from statistics import correlation, fmean, median
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
-from ppo_cli.plan.batches import batch_arithmetic
+from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.report.drift import DRIFTED, History, Opinion
 from ppo_cli.report.exploits import describe_failures
 from ppo_cli.report.hacking import find_hacking, reward_rises

@@ -18,7 +18,7 @@ from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema.keys import table, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
-from ppo_cli.plan.batches import batch_arithmetic
+from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.records import Scored
 from ppo_cli.report.drift import read_opinions
 from ppo_cli.report.episode_card import describe_episodes

@@ -16,7 +16,7 @@ from typing import Any
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.estimates import LEVEL, Estimate, estimate_mean
-from ppo_cli.plan.batches import val_rows
+from ppo_cli.planning.batches import val_rows
 from ppo_cli.run_folder.lines import read_lines, rollout_file
 
 Line = Mapping[str, Any]  # of metrics.jsonl

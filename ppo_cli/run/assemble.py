@@ -49,14 +49,14 @@ from ppo_cli.errors import (
     replace_flag,
 )
 from ppo_cli.loop import run
-from ppo_cli.plan.batches import DataSplit, describe_missing_rows, split_files
-from ppo_cli.plan.config_file import config_yaml
-from ppo_cli.plan.findings.judge_server import with_judge_devices
-from ppo_cli.plan.memory.plan import cpu_plan
-from ppo_cli.plan.placement import placement_of
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import RunPlan
-from ppo_cli.plan.second_judge import restore_second_judge
+from ppo_cli.planning.batches import DataSplit, describe_missing_rows, split_files
+from ppo_cli.planning.config_file import config_yaml
+from ppo_cli.planning.findings.judge_server import with_judge_devices
+from ppo_cli.planning.memory.plan import cpu_plan
+from ppo_cli.planning.placement import placement_of
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import RunPlan
+from ppo_cli.planning.second_judge import restore_second_judge
 from ppo_cli.records import Prompt
 from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise

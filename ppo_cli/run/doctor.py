@@ -39,12 +39,12 @@ from ppo_cli.machine.gpus import (
 )
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
-from ppo_cli.plan.memory.devices import GIB
-from ppo_cli.plan.memory.plan import (
+from ppo_cli.planning.memory.devices import GIB
+from ppo_cli.planning.memory.plan import (
     fit_memory,
     memory_plan,
 )
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run.network import find_network
 from ppo_cli.secrets.redact import redact
 

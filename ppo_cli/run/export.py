@@ -36,6 +36,7 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle_defaults
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
     ConfigError,
@@ -47,7 +48,7 @@ from ppo_cli.errors import (
     replace_path,
     shell_name,
 )
-from ppo_cli.plan.batches import train_rows, val_rows
+from ppo_cli.planning.batches import train_rows, val_rows
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
     Lines,
@@ -95,7 +96,11 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     lineage = [*reversed(list_ancestors(run)), (run, step)]
     history = [line for folder, last in lineage for line in _read_steps(folder, last)]
     summarise_lines = partial(
-        summarise, run_dir=run, config=config or Config(), session=(0, 0.0), resume_command=""
+        summarise,
+        run_dir=run,
+        config=config or settle_defaults(),
+        session=(0, 0.0),
+        resume_command="",
     )
     picture = draw_curve(_curve_series(history))
     if picture:

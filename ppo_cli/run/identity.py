@@ -22,7 +22,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import ConfigError, UserError
-from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining

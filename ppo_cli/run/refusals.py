@@ -23,17 +23,17 @@ from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
-from ppo_cli.plan.batches import (
+from ppo_cli.planning.batches import (
     DataSplit,
     count_steps,
     describe_missing_rows,
     split_files,
     train_rows,
 )
-from ppo_cli.plan.findings.models import damaged_models
-from ppo_cli.plan.findings.rules import list_texts
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.planning.findings.models import damaged_models
+from ppo_cli.planning.findings.rules import list_texts
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE

@@ -20,7 +20,7 @@ from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UserError, WorkerLost, plural
-from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import HostMaker, Reward, read_returned, submit_rollout

@@ -93,7 +93,7 @@ def run_settings(run: Path) -> Config:
     as in `resolve`.
     """
     from ppo_cli.config.schema.keys import with_settings
-    from ppo_cli.plan.resolve import resolve
+    from ppo_cli.planning.resolve import resolve
 
     files = [run / "config.yaml"]
     resolved = resolve(flags={}, preset=None, config_files=files, overrides=[], environ={})

@@ -23,7 +23,7 @@ from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
-from ppo_cli.plan.batches import batch_arithmetic, split_files, train_rows, val_rows
+from ppo_cli.planning.batches import batch_arithmetic, split_files, train_rows, val_rows
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt

@@ -13,7 +13,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.plan.batches import most_gen_batches
+from ppo_cli.planning.batches import most_gen_batches
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.base import RoundKind, submit_rollout

@@ -26,7 +26,7 @@ from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart
 from ppo_cli.errors import exit_code_of as node_exit_code
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 
 PRESET = ["--preset", "embedded"]
 

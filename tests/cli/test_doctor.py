@@ -19,7 +19,7 @@ from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import Gpu, list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import TorchBuild
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run import doctor
 from ppo_cli.run.doctor import CHECKS, Finding, Subject, examine
 from tests.config.settling import settle

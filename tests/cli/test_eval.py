@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import model_folder, prompt_files
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from ppo_cli.run.evaluate import SampledModel
 from ppo_cli.run_folder.lines import read_lines, read_metrics
 from ppo_cli.run_folder.sources import find_source

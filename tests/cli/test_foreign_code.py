@@ -17,8 +17,8 @@ from transformers import dynamic_module_utils
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import model_folder, prompt_files
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run_folder.checkpoints import FORMAT
 
 ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:4]

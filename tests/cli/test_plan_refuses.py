@@ -11,7 +11,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path
-from ppo_cli.plan.batches import fit_batches
+from ppo_cli.planning.batches import fit_batches
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {

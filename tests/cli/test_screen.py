@@ -124,7 +124,7 @@ def test_on_a_terminal_bars_lines_and_a_frame() -> None:
 VIEW = """
 import sys
 from ppo_cli.cli.screen import make_screen
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
 screen = make_screen()
@@ -393,7 +393,7 @@ def test_step_line() -> None:
 
 PRETRAINING = """
 from ppo_cli.cli.screen import make_screen
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
 import sys

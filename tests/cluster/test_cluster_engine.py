@@ -16,7 +16,7 @@ from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.errors import DataError, ModelError
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.tiny_families import save_model

@@ -24,7 +24,7 @@ from ppo_cli.cluster.workers import ExchangePlan
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.errors import ConfigError, WorkerLost
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.settings import complete

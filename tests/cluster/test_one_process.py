@@ -27,7 +27,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.settings import complete

@@ -20,7 +20,7 @@ from ppo_cli.engine.models.lora import LoRA
 from ppo_cli.engine.samplers import vllm as vllm_sampler
 from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import UserError
-from ppo_cli.plan.memory.publishing import publish_bytes
+from ppo_cli.planning.memory.publishing import publish_bytes
 from ppo_cli.records import Prompt
 from tests.config.test_publishing import QWEN_7B, RANKS_8, WHOLE
 from tests.engine.gpu_engine import Gpu, GpuEngine

@@ -27,7 +27,7 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import gather_objects, join_ranks
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import Interrupted, PpoError, UserError, WorkerLost
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.reaper import descendants
 from tests.cluster.conftest import local_ray
 from tests.cluster.test_workers import Hosted

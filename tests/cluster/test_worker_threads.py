@@ -14,7 +14,7 @@ import pytest
 from ppo_cli.cluster.members import Cluster
 from ppo_cli.cluster.worker_process import THREAD_VARIABLES
 from ppo_cli.machine.processor import count_cores
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 
 GPUS = 2
 PLACED = Placement(1, GPUS, (0, 1), (), ())

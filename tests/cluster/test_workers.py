@@ -21,7 +21,7 @@ from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import Cluster, WorkerFault, WorkerHandle, worker_lost
 from ppo_cli.cluster.worker_process import _failure
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
-from ppo_cli.plan.placement import Placement
+from ppo_cli.planning.placement import Placement
 
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 

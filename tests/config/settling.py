@@ -14,12 +14,12 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.values import read_value
 from ppo_cli.errors import ConfigError
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.findings.devices import device_remarks
-from ppo_cli.plan.findings.rules import find_findings, list_texts
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.findings.unused import find_unused
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings.devices import device_remarks
+from ppo_cli.planning.findings.rules import find_findings, list_texts
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.findings.unused import find_unused
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.resolved import Resolved
 from tests.settings import CPU, complete
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}

@@ -11,7 +11,7 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models import bundled
-from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.planning.run_plan import make_plan
 from tests.config.settling import settle
 
 

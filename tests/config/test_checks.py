@@ -6,7 +6,7 @@ import pytest
 
 from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.planning.run_plan import make_plan
 from tests.config.settling import refusals, remarks, settle
 
 FILE = "data.train_files=x.jsonl"

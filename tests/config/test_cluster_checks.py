@@ -9,8 +9,8 @@ import pytest
 from ppo_cli.errors import ConfigError
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.machine import PACKAGES
-from ppo_cli.plan.findings import devices
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings import devices
+from ppo_cli.planning.resolved import Resolved
 from tests.config import settling
 from tests.config.settling import problems, refusals, remarks
 from tests.settings import with_gpus

@@ -9,16 +9,16 @@ from ppo_cli.config.device_roles import format_devices
 from ppo_cli.config.schema.keys import nest_values
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
-from ppo_cli.plan.findings.devices import check_devices
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.findings.devices import check_devices
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.placement import (
     data_ranks,
     describe_placement,
     learner_ranks,
     placement_of,
     plan_devices,
 )
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config.settling import device_notes
 from tests.settings import with_gpus
 

@@ -21,7 +21,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import table
-from ppo_cli.plan import placement
+from ppo_cli.planning import placement
 from ppo_cli.report import loggers
 from tests.config.settling import load_table
 from tests.nvml import H100

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.schema.keys import Key, table
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config import settling
 from tests.settings import config_yaml
 

@@ -8,7 +8,7 @@ from typing import get_origin
 import pytest
 
 from ppo_cli.config.schema.keys import table
-from ppo_cli.plan.findings.unused import UNUSED
+from ppo_cli.planning.findings.unused import UNUSED
 from tests.config.settling import refusals, remarks, settle, unused
 from tests.settings import with_gpus
 

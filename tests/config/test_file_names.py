@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.device_record import Feature
-from ppo_cli.plan.memory.devices import ModelShapes, count_memory
-from ppo_cli.plan.memory.plan import (
+from ppo_cli.planning.memory.devices import ModelShapes, count_memory
+from ppo_cli.planning.memory.plan import (
     Estimate,
     estimate_memory,
     fit_memory,

@@ -10,8 +10,8 @@ from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.findings.rewards import judge_remarks, missing_keys
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings.rewards import judge_remarks, missing_keys
+from ppo_cli.planning.resolved import Resolved
 from tests.config import settling
 from tests.config.settling import remarks
 

@@ -9,19 +9,19 @@ import pytest
 
 from ppo_cli.config.device_roles import read_placement
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.findings.judge_server import (
+from ppo_cli.planning.findings.judge_server import (
     judge_server_remarks,
     missing_for_judge_server,
     vllm_python,
     with_judge_devices,
 )
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.memory.devices import count_judge_server
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.memory.devices import count_judge_server
+from ppo_cli.planning.placement import (
     describe_placement,
     placement_of,
 )
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config.settling import settle
 from tests.settings import CPU
 
@@ -47,7 +47,7 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert missing_for_judge_server(Scene(resolve(f"{ON}Qwen/Qwen3-8B"), environ)) == []
     (lost,) = missing_for_judge_server(Scene(resolve(f"{ON}{tmp_path}"), environ))
     assert "no model folder" in lost
-    monkeypatch.setattr("ppo_cli.plan.findings.judge_server.find_spec", lambda name: None)
+    monkeypatch.setattr("ppo_cli.planning.findings.judge_server.find_spec", lambda name: None)
     judge = tmp_path / "bin" / "python"
     assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
     (lost,) = missing_for_judge_server(
@@ -63,7 +63,7 @@ def test_the_environment_of_setup_is_found_in_the_checkout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = ROOT / ".venv-judge" / "bin" / "python"  # as scripts/local_judge.sh has it
-    monkeypatch.setattr("ppo_cli.plan.findings.judge_server.find_spec", lambda name: None)
+    monkeypatch.setattr("ppo_cli.planning.findings.judge_server.find_spec", lambda name: None)
     monkeypatch.setattr(Path, "exists", lambda path: path == made)
     assert vllm_python({}) == str(made)
 

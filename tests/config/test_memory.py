@@ -19,13 +19,13 @@ from ppo_cli.config.settle import settle
 from ppo_cli.engine.cpu.lean_layers import use_lean_layers
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.memory import host_memory
-from ppo_cli.plan.memory.devices import (
+from ppo_cli.planning.memory.devices import (
     DeviceNeeds,
     ModelShapes,
     count_memory,
     read_shapes,
 )
-from ppo_cli.plan.memory.plan import (
+from ppo_cli.planning.memory.plan import (
     estimate_memory,
     find_smallest_change,
     fit_memory,

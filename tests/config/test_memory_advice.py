@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.advice import Cause, advise_memory
+from ppo_cli.planning.memory.advice import Cause, advise_memory
 from tests.settings import complete, with_gpus
 
 CAUSES: tuple[Cause, ...] = ("weights", "sequence", "step", "sampling")

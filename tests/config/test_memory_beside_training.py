@@ -11,19 +11,19 @@ from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.devices import (
+from ppo_cli.planning.memory.devices import (
     CONTEXT_BYTES,
     DeviceNeeds,
     ModelShapes,
     count_host,
     count_memory,
 )
-from ppo_cli.plan.memory.plan import (
+from ppo_cli.planning.memory.plan import (
     Estimate,
     estimate_memory,
     find_smallest_change,
 )
-from ppo_cli.plan.memory.publishing import CHUNK_BYTES
+from ppo_cli.planning.memory.publishing import CHUNK_BYTES
 from tests.settings import CPU, complete, with_gpus
 
 GB = 10**9

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.memory.plan import cpu_plan
+from ppo_cli.planning.memory.plan import cpu_plan
 from tests.config.settling import problems, refusals, settle
 from tests.rewards.models import twins
 from tests.settings import with_gpus

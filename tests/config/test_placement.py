@@ -7,11 +7,11 @@ import json
 import pytest
 
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.placement import (
     placement_of,
     plan_devices,
 )
-from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.planning.run_plan import make_plan
 from tests.config.settling import load_table, settle, unchecked
 from tests.settings import with_gpus
 

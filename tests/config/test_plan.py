@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.data_sets.files import count_rows
-from ppo_cli.plan.batches import batch_arithmetic
-from ppo_cli.plan.memory.disk import plan_disk
-from ppo_cli.plan.run_plan import RunPlan, make_plan
+from ppo_cli.planning.batches import batch_arithmetic
+from ppo_cli.planning.memory.disk import plan_disk
+from ppo_cli.planning.run_plan import RunPlan, make_plan
 from tests.config.settling import settle
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
+from ppo_cli.planning.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
 from tests.settings import complete, with_gpus
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)

@@ -16,12 +16,12 @@ from aiohttp import web
 from ppo_cli.config.models import remote_configs
 from ppo_cli.config.models.bundled import MODELS, preset_names
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.plan.memory.devices import counted_models
-from ppo_cli.plan.memory.plan import (
+from ppo_cli.planning.memory.devices import counted_models
+from ppo_cli.planning.memory.plan import (
     fit_memory,
     memory_plan,
 )
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from tests.loopback import Loopback
 
 ROWS = tomllib.loads(

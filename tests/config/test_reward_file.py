@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config import settling
 from tests.config.settling import written
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import make_plan
-from ppo_cli.plan.second_judge import add_second_judge, restore_second_judge
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import make_plan
+from ppo_cli.planning.second_judge import add_second_judge, restore_second_judge
 from tests.config.settling import refusals, settle, unused
 from tests.settings import config_yaml
 

@@ -15,7 +15,7 @@ from ppo_cli.config.schema.unset import Fitted, Follows
 from ppo_cli.config.settle import Settling, settle
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from tests.settings import CPU, with_gpus
 
 MACHINES = {"cpu": CPU, "gpu": with_gpus(1), "gpus": with_gpus(8, proven=FEATURES)}

@@ -19,8 +19,8 @@ from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
-from ppo_cli.plan.memory.devices import ModelShapes
-from ppo_cli.plan.memory.plan import estimate_memory
+from ppo_cli.planning.memory.devices import ModelShapes
+from ppo_cli.planning.memory.plan import estimate_memory
 from tests.settings import with_gpus
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("simulated_memory.json").read_text())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.machine.device_record import FEATURES, Feature
-from ppo_cli.plan.memory.plan import fit_memory
-from ppo_cli.plan.placement import plan_devices
+from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.placement import plan_devices
 from tests.config.settling import device_notes, settle
 from tests.settings import with_gpus
 

@@ -12,7 +12,7 @@ from ppo_cli.data_sets.files import check_readable, count_rows
 from ppo_cli.data_sets.rows import load_sets
 from ppo_cli.data_sets.sources import is_hub_name, split_sources
 from ppo_cli.errors import DataError
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 
 
 def rows(count: int, first: int = 0) -> Any:

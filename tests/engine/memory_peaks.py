@@ -30,8 +30,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.plan.memory.devices import ModelShapes, count_memory, read_shapes
-from ppo_cli.plan.memory.plan import with_settings
+from ppo_cli.planning.memory.devices import ModelShapes, count_memory, read_shapes
+from ppo_cli.planning.memory.plan import with_settings
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import annotated, make_batch, scored
 from tests.settings import CPU, complete

@@ -42,7 +42,7 @@ from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy
 from ppo_cli.engine.training import actor_critic
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.memory.plan import with_settings
+from ppo_cli.planning.memory.plan import with_settings
 from tests.engine.packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from tests.engine.published_weights import published
 from tests.engine.spread_training import (

@@ -17,7 +17,7 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.errors import MissingPart, ModelError
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.engine.small_samplers import logprob_gap

@@ -37,7 +37,7 @@ from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.errors import ModelError
-from ppo_cli.plan.findings.models import broken_models, critic_remarks
+from ppo_cli.planning.findings.models import broken_models, critic_remarks
 from tests.engine.adapted_models import save_adapter, trained
 from tests.engine.test_checkpoint import train
 from tests.settings import complete

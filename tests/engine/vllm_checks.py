@@ -28,7 +28,7 @@ from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.engine.samplers.vllm import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.small_samplers import logprob_gap
 from tests.engine.tiny_families import save_model

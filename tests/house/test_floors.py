@@ -16,7 +16,7 @@ GROUND = {
     "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "processes",
     "moments", "records", "secrets", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
-FLOOR_2 = {"config", "data_sets", "machine", "plan", "report", "run_folder"}
+FLOOR_2 = {"config", "data_sets", "machine", "planning", "report", "run_folder"}
 LOOP = {"loop", "step"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
@@ -29,15 +29,15 @@ MAY: dict[str, set[str]] = {
     # A plan counts the rows of prompt files; settings take the names of estimators.
     "config": GROUND | {"algo.estimators", "data_sets.files", "machine"},
     # What holds: nothing above it decides anything again.
-    "plan": GROUND | FLOOR_2 | {"algo.estimators", "CallablePackage"},
-    "rewards": GROUND | {"config", "machine", "plan"},
-    "engine": GROUND | {"config", "machine", "plan", "algo"},
+    "planning": GROUND | FLOOR_2 | {"algo.estimators"},
+    "rewards": GROUND | {"config", "machine", "planning"},
+    "engine": GROUND | {"config", "machine", "planning", "algo"},
     "environments": GROUND | {"config", "data_sets", "algo", "engine.base"},
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # Scores rows without training: no engine, no torch.
     "scoring": GROUND | FLOOR_2 | {"rewards"},
     # The engine over many processes and machines; starts Ray and brings the nodes together.
-    "cluster": GROUND | {"config", "machine", "plan", "algo", "engine"},
+    "cluster": GROUND | {"config", "machine", "planning", "algo", "engine"},
     # What registers by entry points, like packages of others; they do not import each other.
     "extras.lab": GROUND | FLOOR_2 | {"algo.batch", "cli", "engine", "rewards", "scoring"},
     # Models and rewards behind HTTP calls, for loops of other programs.

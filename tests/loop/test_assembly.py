@@ -14,9 +14,9 @@ import pytest
 
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
-from ppo_cli.plan.placement import placement_of
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.planning.placement import placement_of
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.run_plan import make_plan
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import EngineFactory, start_engine
 from ppo_cli.step.state import RunState

@@ -12,9 +12,9 @@ import yaml
 
 from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.plan import fit_memory
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import make_plan
+from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import make_plan
 from ppo_cli.run.identity import (
     ROWS,
     describe_changes,

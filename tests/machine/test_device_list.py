@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.placement import (
     Roles,
     format_devices,
     read_placement,

@@ -17,8 +17,8 @@ from ppo_cli.machine.gpus import (
     list_gpus,
     read_inventory,
 )
-from ppo_cli.plan.memory.devices import device_memory
-from ppo_cli.plan.placement import plan_devices
+from ppo_cli.planning.memory.devices import device_memory
+from ppo_cli.planning.placement import plan_devices
 from tests.config.settling import device_notes, settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, Machine, build_library, environment, h100
 from tests.settings import complete

@@ -12,9 +12,9 @@ from ppo_cli.cli.app import main
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
 from ppo_cli.machine.torch_build import TorchBuild, find_gpu_fault, read_build
-from ppo_cli.plan.findings.devices import unusable_gpus
-from ppo_cli.plan.findings.judge_server import judge_fault
-from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.planning.findings.devices import unusable_gpus
+from ppo_cli.planning.findings.judge_server import judge_fault
+from ppo_cli.planning.findings.scene import Scene
 from tests.config.settling import device_notes, settle
 from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 

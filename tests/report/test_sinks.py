@@ -75,7 +75,7 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
         "import sys; from pathlib import Path\n"
-        "from ppo_cli.plan.memory.plan import fit_memory\n"
+        "from ppo_cli.planning.memory.plan import fit_memory\n"
         "from ppo_cli.config.schema.run import Config\n"
         "from ppo_cli.machine.machine import Machine\n"
         "from ppo_cli.report.tracker import Screen, Tracker\n"

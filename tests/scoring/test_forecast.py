@@ -10,7 +10,7 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import RewardError
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from ppo_cli.rewards.judge.prompt import EPISODE
 from ppo_cli.run.refusals import make_prompt_reader
 from ppo_cli.scoring.forecast import (

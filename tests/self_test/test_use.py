@@ -16,7 +16,7 @@ from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine import device_record
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config.settling import device_notes, settle
 from tests.report.page.runs import make_run
 from tests.settings import with_gpus

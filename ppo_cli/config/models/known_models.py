@@ -175,8 +175,8 @@ def is_url(path: str) -> bool:
 def choose_adapter(path: str, adapter: str | None = None) -> AdapterChoice:
     """Return how the reward model at `path` (folder, hub name or URL) is read.
 
-    A set `adapter` wins if it can read the checkpoint; plan/findings/models.py checks that it fits
-    the kind of path.
+    A set `adapter` wins if it can read the checkpoint; planning/findings/models.py checks that it
+    fits the kind of path.
     """
     if is_url(path):
         return _choose_protocol(path, adapter)

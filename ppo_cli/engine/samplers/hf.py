@@ -54,7 +54,7 @@ from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
-from ppo_cli.plan.memory.devices import PREFILL_TOKENS
+from ppo_cli.planning.memory.devices import PREFILL_TOKENS
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 

@@ -52,7 +52,7 @@ from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP
-from ppo_cli.plan.placement import shared_samplers
+from ppo_cli.planning.placement import shared_samplers
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
 

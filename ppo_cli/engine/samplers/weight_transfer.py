@@ -50,7 +50,7 @@ from ppo_cli.engine.ranks import GLOO, GlooGroup, join_store, open_store
 from ppo_cli.errors import ModelError
 
 # The memory plan counts these sizes too.
-from ppo_cli.plan.memory.publishing import CHUNK_BYTES, ipc_buffer_bytes
+from ppo_cli.planning.memory.publishing import CHUNK_BYTES, ipc_buffer_bytes
 
 
 class SamplerClient:

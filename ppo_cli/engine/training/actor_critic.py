@@ -37,7 +37,7 @@ from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.training.experts import ExpertMonitor, expert_metrics
 from ppo_cli.engine.training.optimizer import Optimizer
-from ppo_cli.plan.memory.model import KEPT_LOGITS, LOGIT_CHUNK
+from ppo_cli.planning.memory.model import KEPT_LOGITS, LOGIT_CHUNK
 
 # Metric -> (sum over a micro-batch, number of tokens); scalars stay on the device. None as number
 # of tokens stands for count 0 of `Sums`.

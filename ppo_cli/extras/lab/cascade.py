@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import Judge, cheaper_judge, judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.plan.findings.rewards import scale_labels
+from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.records import Rollout
 from ppo_cli.rewards.judge.cascade import Doubt
 from ppo_cli.rewards.judge.prompt import load_template

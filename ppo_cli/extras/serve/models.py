@@ -37,7 +37,7 @@ from ppo_cli.engine.pretrained import pad_token_id
 from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.errors import UserError
 from ppo_cli.extras.serve.wire import Datum
-from ppo_cli.plan.memory.model import LOGIT_CHUNK
+from ppo_cli.planning.memory.model import LOGIT_CHUNK
 from ppo_cli.records import Prompt, Rollout
 
 FACTS = "tinker.json"  # what is in a saved folder: the model, its rank, metadata

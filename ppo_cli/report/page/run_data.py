@@ -12,6 +12,7 @@ from typing import Any
 from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import UserError, plural
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.critic import describe_critic
@@ -98,7 +99,7 @@ class RunData:
         config, note = read_run_config(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         # Ranges of the run's settings; labels of people measure the judge's drift.
-        run_config = config or Config()
+        run_config = config or settle_defaults()
         limits = read_limits(self.folder, run_config)
         total = limits.total_steps if config else None
         summary = summarise(history, self.folder, run_config, session=(0, 0.0), resume_command="")

@@ -21,7 +21,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.estimates import correlate
-from ppo_cli.plan.findings.rewards import scale_labels
+from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache

@@ -19,9 +19,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.plan.memory.devices import GIB
-from ppo_cli.plan.memory.publishing import publish_bytes
-from ppo_cli.plan.placement import placement_of
+from ppo_cli.planning.memory.devices import GIB
+from ppo_cli.planning.memory.publishing import publish_bytes
+from ppo_cli.planning.placement import placement_of
 from ppo_cli.records import Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, largest_gap, make_config, score_rows
 from ppo_cli.self_test.checks.samplers import make_prompts

@@ -10,7 +10,7 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.memory import host_memory
-from ppo_cli.plan.memory.devices import GIB
+from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.self_test.results import Results, Setup
 
 SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not

@@ -20,7 +20,7 @@ from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer
-from ppo_cli.plan.memory.model import LOGIT_CHUNK
+from ppo_cli.planning.memory.model import LOGIT_CHUNK
 from ppo_cli.self_test.results import Results, Setup
 
 # Common head sizes; the size of the model to train is added.

@@ -12,7 +12,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 
 OPTIM = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: no gradient counts by its sign alone

@@ -15,7 +15,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import adapter_tensors
-from ppo_cli.plan.memory.devices import GIB
+from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, make_config
 from ppo_cli.self_test.checks.training import LORA, make_learner, merge_adapter

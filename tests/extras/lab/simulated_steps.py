@@ -28,7 +28,7 @@ from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.lab.simulation import steps
 from ppo_cli.extras.lab.simulation.counters import CollectiveCounter, MemoryCounter, Watch
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, register
-from ppo_cli.plan.memory.plan import with_settings
+from ppo_cli.planning.memory.plan import with_settings
 from tests.engine.tiny_families import FAMILIES, SIZE
 from tests.settings import complete, with_gpus
 

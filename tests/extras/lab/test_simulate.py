@@ -13,8 +13,8 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
-from ppo_cli.plan.resolve import resolve
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolve import resolve
+from ppo_cli.planning.resolved import Resolved
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # A preset and the config.json of its model.

@@ -15,7 +15,7 @@ from ppo_cli.engine.batches.rows import row_lengths, row_prompts
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.extras.lab.simulation.counters import CollectiveCounter
 from ppo_cli.extras.lab.simulation.steps import make_batch
-from ppo_cli.plan.memory.plan import with_settings
+from ppo_cli.planning.memory.plan import with_settings
 from tests.extras.lab.simulated_steps import (
     BUDGET,
     HIDDEN,

@@ -10,7 +10,7 @@ from typing import Any
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.migrate.verl import translator
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from tests.config.settling import problems, remarks, settle, unused
 
 FILE = Path(translator.__file__).with_name("verl_defaults.json")

@@ -9,8 +9,8 @@ import pytest
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import foreign_names
-from ppo_cli.plan.batches import batch_arithmetic
-from ppo_cli.plan.placement import data_ranks
+from ppo_cli.planning.batches import batch_arithmetic
+from ppo_cli.planning.placement import data_ranks
 from tests.config.settling import load_table, problems, refusals, remarks, settle
 from tests.settings import with_gpus
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer

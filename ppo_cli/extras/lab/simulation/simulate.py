@@ -19,7 +19,7 @@ from typing import Any
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.devices import (
+from ppo_cli.planning.memory.devices import (
     GIB,
     RESERVE,
     ModelShapes,
@@ -28,8 +28,8 @@ from ppo_cli.plan.memory.devices import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.plan.memory.plan import fit_memory, format_size
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.memory.plan import fit_memory, format_size
+from ppo_cli.planning.resolved import Resolved
 
 MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 

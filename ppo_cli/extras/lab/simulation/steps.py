@@ -37,7 +37,7 @@ from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
 from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.errors import PpoError
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.placement import (
     data_ranks,
     learner_ranks,
 )

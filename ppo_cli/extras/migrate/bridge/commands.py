@@ -28,9 +28,9 @@ from ppo_cli.errors import (
     ppo,
     refuse_out_address,
 )
-from ppo_cli.plan.findings.models import damaged_models
-from ppo_cli.plan.findings.rules import find_findings, list_texts
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings.models import damaged_models
+from ppo_cli.planning.findings.rules import find_findings, list_texts
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.secrets.redact import redact
 

@@ -21,9 +21,9 @@ from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
 from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
-from ppo_cli.plan.batches import DataSplit, describe_missing_rows, split_files
-from ppo_cli.plan.config_file import config_yaml
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.batches import DataSplit, describe_missing_rows, split_files
+from ppo_cli.planning.config_file import config_yaml
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.scoring.sources import row_checks

@@ -24,7 +24,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.plan import fit_memory
+from ppo_cli.planning.memory.plan import fit_memory
 
 VERSION: Final = "0.9.1"
 NEVER: Final = 1_000_000_000  # a step interval longer than any run

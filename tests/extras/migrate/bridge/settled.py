@@ -15,7 +15,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.migrate.bridge.folder import write_folder
 from ppo_cli.extras.migrate.bridge.overrides import OUR_ENGINE_ONLY, REFUSED, build_overrides
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from tests.scoring.scripted import write_rows
 
 # The model is one that is here, since verl's own checks load its tokenizer.

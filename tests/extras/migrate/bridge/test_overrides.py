@@ -14,7 +14,7 @@ from ppo_cli.config.models.bundled import preset_names
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.migrate.bridge import overrides as bridge
-from ppo_cli.plan.resolve import resolve
+from ppo_cli.planning.resolve import resolve
 from tests.extras.migrate.bridge.settled import GPUS, drawn, settled, verl_config_dir
 
 FOLDER = Path("/shared/run one")

@@ -30,7 +30,7 @@ from ppo_cli.config.schema.keys import find_conflicts
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, did_you_mean
-from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.planning.findings.scene import Scene
 
 # Limits that each of several judges gets in full.
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")

@@ -16,9 +16,9 @@ from ppo_cli.machine.gpus import explain_hidden_gpus, has_bfloat16
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import count_cores
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
-from ppo_cli.plan.findings.judge_server import check_judge_server
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.findings.judge_server import check_judge_server
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.placement import (
     data_ranks,
     hosts_reward,
     learner_ranks,

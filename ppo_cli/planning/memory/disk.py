@@ -14,10 +14,10 @@ from typing import Any
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.devices import read_shapes
-from ppo_cli.plan.memory.model import EIGHT_BITS
-from ppo_cli.plan.memory.plan import format_size
-from ppo_cli.plan.placement import PlanPart
+from ppo_cli.planning.memory.devices import read_shapes
+from ppo_cli.planning.memory.model import EIGHT_BITS
+from ppo_cli.planning.memory.plan import format_size
+from ppo_cli.planning.placement import PlanPart
 
 
 def plan_disk(config: Config, steps: int | None) -> PlanPart:

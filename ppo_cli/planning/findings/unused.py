@@ -15,7 +15,7 @@ from ppo_cli.config.schema.finding import Finding, Kind
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 
 
 @dataclass(frozen=True)

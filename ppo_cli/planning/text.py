@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ppo_cli.config.layers import DEFAULT, INHERITED, is_chosen
-from ppo_cli.plan.placement import PlanPart
-from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.planning.placement import PlanPart
+from ppo_cli.planning.run_plan import RunPlan
 
 
 def format_plan(

@@ -9,7 +9,7 @@ import yaml
 
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.secrets.redact import mask_secrets, redact
 
 YAML_HEADER = (

@@ -19,7 +19,7 @@ from ppo_cli.config.schema.unset import Fitted as FittedRule
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import ppo
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.devices import (
+from ppo_cli.planning.memory.devices import (
     AMPLE,
     GIB,
     DeviceNeeds,
@@ -34,7 +34,7 @@ from ppo_cli.plan.memory.devices import (
     read_shapes,
     sampled_rows,
 )
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.placement import (
     PlanPart,
     data_ranks,
     learner_ranks,

@@ -17,8 +17,8 @@ from ppo_cli.config.models.known_models import JUDGES, effective_provider
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ConfigError
-from ppo_cli.plan.resolved import Resolved
-from ppo_cli.plan.run_plan import RunPlan
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.run_plan import RunPlan
 
 # Providers that need no more than a key.
 _PUBLIC = ("claude", "openai", "gemini", "dashscope")

@@ -27,9 +27,9 @@ from ppo_cli.machine.torch_build import (
     find_gpu_fault,
     read_build,
 )
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.memory.devices import GIB, KV_GB, count_judge_server
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.memory.devices import GIB, KV_GB, count_judge_server
+from ppo_cli.planning.placement import (
     judge_devices,
     local_judge,
 )

@@ -13,17 +13,17 @@ from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError, plural
-from ppo_cli.plan.batches import (
+from ppo_cli.planning.batches import (
     batch_arithmetic,
     count_micro_batches,
     describe_arithmetic,
     multiply,
 )
-from ppo_cli.plan.findings.rules import find_findings, list_texts
-from ppo_cli.plan.memory.disk import find_disk_shortage, plan_disk
-from ppo_cli.plan.memory.plan import fit_memory, memory_plan
-from ppo_cli.plan.placement import Placement, PlanPart, placement_of, plan_devices
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings.rules import find_findings, list_texts
+from ppo_cli.planning.memory.disk import find_disk_shortage, plan_disk
+from ppo_cli.planning.memory.plan import fit_memory, memory_plan
+from ppo_cli.planning.placement import Placement, PlanPart, placement_of, plan_devices
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.secrets.redact import mask_secrets, redact, redact_url
 
 # What the plan shows of a part; its source is shown next to it.

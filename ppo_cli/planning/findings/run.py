@@ -11,7 +11,7 @@ from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config, runs_elsewhere
 from ppo_cli.config.settle import Settling
-from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.planning.findings.scene import Scene
 
 
 def kl_remarks(config: Config) -> Iterator[str]:

@@ -23,9 +23,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
 from ppo_cli.machine import processor
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.memory.model import ModelBytes, ModelOnRank, RoleBytes
-from ppo_cli.plan.memory.publishing import publish_bytes
-from ppo_cli.plan.placement import (
+from ppo_cli.planning.memory.model import ModelBytes, ModelOnRank, RoleBytes
+from ppo_cli.planning.memory.publishing import publish_bytes
+from ppo_cli.planning.placement import (
     data_ranks,
     judge_devices,
     local_judge,

@@ -43,10 +43,10 @@ from ppo_cli.config.schema.values import NO
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import ConfigError, is_address, plural
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.batches import describe_lowered_batches, fit_batches, train_rows
-from ppo_cli.plan.findings.rules import find_clashes
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.batches import describe_lowered_batches, fit_batches, train_rows
+from ppo_cli.planning.findings.rules import find_clashes
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.plugins import import_name, load_all
 from ppo_cli.secrets.known import hide_settings
 from ppo_cli.secrets.redact import redact, redact_url

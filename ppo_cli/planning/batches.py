@@ -13,7 +13,7 @@ from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import plural
-from ppo_cli.plan.placement import data_ranks
+from ppo_cli.planning.placement import data_ranks
 
 DataSplit = Literal["train", "val"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic, Sharding
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.placement import data_ranks
+from ppo_cli.planning.placement import data_ranks
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.resolved import Resolved
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Final
 from ppo_cli.config.schema.finding import Finding, Kind
 from ppo_cli.config.schema.keys import find_conflicts, range_remarks
 from ppo_cli.errors import ppo
-from ppo_cli.plan.findings import devices, judge_server, models, rewards, run
-from ppo_cli.plan.findings.scene import Scene
-from ppo_cli.plan.findings.unused import find_unused
-from ppo_cli.plan.resolved import Resolved
+from ppo_cli.planning.findings import devices, judge_server, models, rewards, run
+from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.planning.findings.unused import find_unused
+from ppo_cli.planning.resolved import Resolved
 
 # Rules that only compare settings: `resolve` raises what they find, with all other mistakes.
 CLASHES: Final[tuple[Callable[[Scene], Iterable[Finding]], ...]] = (

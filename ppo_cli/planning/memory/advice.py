@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ppo_cli.config.schema.run import Config
-from ppo_cli.plan.memory.plan import LORA_RANK
-from ppo_cli.plan.placement import learner_ranks
+from ppo_cli.planning.memory.plan import LORA_RANK
+from ppo_cli.planning.placement import learner_ranks
 
 Cause = Literal["weights", "sequence", "step", "sampling"]
 

@@ -45,7 +45,7 @@ from ppo_cli.errors import (
     replace_flag,
     replace_path,
 )
-from ppo_cli.plan.findings.scene import Scene
+from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.secrets.redact import redact_url
 
 TENSOR = "trainer.tensor_parallel_size"
