@@ -249,11 +249,11 @@ def _check_nodes(subject: Subject) -> Findings:
     if trainer.nnodes == 1:
         yield "ok", "one (--nnodes)", ""
         return
-    paths = {"--model": config.model.path, "--critic_model": config.critic.model.path,
-             "--ref_model": config.ref.path}  # fmt: skip
+    paths = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model",
+             config.model.path: "--model"}  # fmt: skip
     # Every node loads the models from its own disk.
     same = "the same path on every node: copy it, or name it on a disk that all share"
-    for flag, path in ((flag, path) for flag, path in paths.items() if path is not None):
+    for path, flag in ((path, flag) for path, flag in paths.items() if path is not None):
         try:
             check_folder(model_folder(path), flag)
         except UserError as error:

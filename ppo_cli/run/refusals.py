@@ -215,9 +215,9 @@ def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         yield partial(check_present, name)
-    # Models on this disk, by the flag that names them.
-    models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
-    for flag, path in (models | {"--ref_model": config.ref.path}).items():
+    # Models on this disk, each once: critic and reference are the policy's unless they are named.
+    models = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model"}
+    for path, flag in (models | {config.model.path: "--model"}).items():
         if path is not None:
             yield partial(check_folder, model_folder(path), flag)
     # Files of the reward and packages of the loggers.

@@ -80,8 +80,8 @@ def setting(
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     A value outside the `usual` range gets a remark. `identity` defaults to that of the section. A
     list of `files` keeps the commas in names of files that exist. A `consent` is never taken from a
-    run folder: people give it again. `unused` names the condition under which the setting has no
-    effect (planning/findings/unused.py); "" means that conditions of its section do not apply to it.
+    run folder: people give it again. `unused` names the condition of planning/findings/unused.py
+    under which it has no effect; "" means that conditions of its section do not apply to it.
     `common` puts it on the first screen of `--help`. `advice` says when to change it, for `ppo
     explain`.
     """

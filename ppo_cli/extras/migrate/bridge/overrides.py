@@ -323,7 +323,7 @@ def _write_others(config: Config) -> Values:
         "data.train_max_samples": -1,
         "data.prompt_key": "prompt",
         "data.reward_fn_key": "data_source",
-        f"{sampler}.name": config.rollout.name or "vllm",
+        f"{sampler}.name": config.rollout.name,
         f"{sampler}.seed": config.rollout.seed,
         f"{sampler}.val_kwargs.temperature": temperature,
         f"{sampler}.val_kwargs.do_sample": temperature > 0,
