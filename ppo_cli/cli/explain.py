@@ -316,6 +316,18 @@ def build_schema() -> dict[str, Any]:
     from ppo_cli.config.schema.run import Config
 
     built: dict[str, Any] = Config.model_json_schema()
+    # A setting with a rule may be null in a file: it is unset there, and the rule decides it.
+    for section in built["$defs"].values():
+        for field in section.get("properties", {}).values():
+            null, kinds = {"type": "null"}, field.get("anyOf")
+            if field.get("default", 0) is not None or (kinds and null in kinds):
+                continue
+            if kinds:
+                kinds.append(null)
+            else:
+                field["type"] = [field["type"], "null"]
+                if "enum" in field:
+                    field["enum"].append(None)
     # Names at the top of a file that are not ours, but are read.
     for reader in load_all("readers")[0]:
         built["properties"] |= {n: {"description": text} for n, text in reader.sections.items()}

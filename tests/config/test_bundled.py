@@ -11,6 +11,7 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.models import bundled
+from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.run_plan import make_plan
 from tests.config.settling import settle
 
@@ -40,6 +41,8 @@ def test_an_editor_finds_the_schema_of_a_preset_and_of_its_copy(
     assert main(["presets", "copy", "embedded", str(tmp_path / "mine.yaml")]) == 0
     first = (tmp_path / "mine.yaml").read_text(encoding="utf-8").partition("\n")[0]
     assert json.loads(Path(first.partition("=")[2]).read_text(encoding="utf-8")) == schema
+    # Unset settings that have a rule are null.
+    check.validate(Config().model_dump(mode="json"))
     for wrong in ({"actor": {"clip_ratios": 1}}, {"rollout": {"n": 0}}, {"modl": {}}):
         assert not check.is_valid(wrong)
 
