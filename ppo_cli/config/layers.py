@@ -1,7 +1,7 @@
 """Reads the layers of settings in order, and merges them: the last value of a setting counts.
 
 Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides.
-All hand over raw values with their origins; config/resolve turns the merged values into a Config.
+All hand over raw values with their origins; planning/resolve turns the merged values into a Config.
 """
 
 from __future__ import annotations
@@ -344,11 +344,11 @@ def read_layers(
     reward_files: Sequence[str] = (),
     run: Path | None = None,
 ) -> Layers:
-    """Read all layers: preset < run < files < reward file < variables < flags < overrides.
+    """Read all layers: preset < run < files < variables < flags < overrides.
 
     `run` is the folder of a run whose settings are the defaults. `origins` names where variables
-    really come from, such as SLURM. `reward_files` were found, not named; they are below the
-    settings files.
+    really come from, such as SLURM. A reward file is just below the layer that names it;
+    `reward_files` were found, not named: they are below `run`.
     """
     gathered = Layers()
     # Low layers are files; high ones are variables, flags and overrides.

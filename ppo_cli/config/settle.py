@@ -1,7 +1,8 @@
-"""Decides every unset setting, once, right after the layers are merged.
+"""Decides each unset setting that has a rule, once, right after the layers are merged.
 
-The rules are in the declarations (`schema/unset.py`). Settings that the memory plan decides stay
-unset here: `ppo_cli.planning` decides them when it knows the shapes of the models.
+The rules are in the declarations (`schema/unset.py`). A `Fitted` one stays unset here: the memory
+plan decides it when it knows the shapes of the models. What layers fill in for each other, such as
+a judge's usual model, `planning/resolve.py` has done before, with an origin in place of a reason.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Settling:
         return value
 
     def is_set(self, key: str) -> bool:
-        """Whether somebody has set it."""
+        """Whether it has a value without its rule."""
         return value_of(self._config, key) is not None
 
 

@@ -87,8 +87,8 @@ def resolve(
     settled = settle(config, machine)
     notes = tuple(dict.fromkeys(draft.notes))
     resolved = Resolved(
-        config, settled.config, _list_origins(draft.entries), settled.why, machine, notes,
-        foreign=draft.foreign,
+        requested=config, config=settled.config, origins=_list_origins(draft.entries),
+        why=settled.why, machine=machine, notes=notes, foreign=draft.foreign,
     )  # fmt: skip
     # A clash of settings that could not be read would only repeat that problem.
     for clash in find_clashes(Scene(resolved, environ)):

@@ -22,13 +22,12 @@ def format_plan(
     Without `every`, settings at their default are only counted; without `debug` there are no
     details. `left_out` are sentences that the caller prints elsewhere.
     """
-    rows = [
-        (key, _format_value(value), origin)
-        for key, (value, origin) in plan.values.items()
-        if every or is_chosen(origin)
-    ]
     # Settings that somebody has set come first.
-    rows.sort(key=lambda row: (not is_chosen(row[2]), row[2] == DEFAULT))
+    shown = sorted(
+        (key for key, (_, origin) in plan.values.items() if every or is_chosen(origin)),
+        key=lambda key: (not is_chosen(plan.values[key][1]), plan.values[key][1] == DEFAULT),
+    )
+    rows = [(key, _format_value(plan.values[key][0]), _explain_origin(plan, key)) for key in shown]
     lines = ["Settings", *_format_settings(rows)]
     if hidden := len(plan.values) - len(rows):
         fork = any(origin == INHERITED for _, origin in plan.values.values())
@@ -49,6 +48,12 @@ def format_plan(
         block = [f"  {s}" for s in sentences if s not in left_out]
         lines += ["", title, *block] if block else []
     return lines
+
+
+def _explain_origin(plan: RunPlan, key: str) -> str:
+    """Return where a value is from, with the reason of a rule that decided it."""
+    origin = plan.values[key][1]
+    return f"{origin}: {plan.why[key]}" if origin == DEFAULT and key in plan.why else origin
 
 
 def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:

@@ -396,6 +396,7 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
     if checkpoint:
+        # What the run decided holds here too; `free` are settings that cannot be kept here.
         kept, free, notes = keep_decisions(plan, checkpoint)
         same = run_identity(kept.settings, prompts, val_prompts)
         bound = {key: value for key, value in same.items() if key not in free}

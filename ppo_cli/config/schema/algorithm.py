@@ -186,7 +186,7 @@ class ActorOptim(Optim):
     """AdamW of the actor and its schedule."""
 
     lr: float = setting(
-        1e-6, "Learning rate of the actor.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0,
+        1e-6, "Peak learning rate of the actor.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0,
         le=1.0, common=True,
         advice="Divide by 3 if KL or clip fraction is above its range, or the reward falls. "
         "Multiply by 3 if KL stays below 0.001 and the reward does not rise. Start with "

@@ -30,7 +30,7 @@ class Settings(Protocol):
         ...
 
     def is_set(self, key: str) -> bool:
-        """Whether somebody has set it."""
+        """Whether it has a value without its rule."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of the two trained models, actor and critic.
+"""Steps of the two trained models, actor and critic, with optimizers that `learner.py` builds.
 
 Legend: B rows of a micro-batch, T response tokens, N response tokens of all rows.
 """

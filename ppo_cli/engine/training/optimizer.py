@@ -98,7 +98,7 @@ class Optimizer:
     def configure(
         self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float
     ) -> None:
-        """Set the numbers of the next steps; `clip` 0 does not clip the norm of the gradient."""
+        """Set the numbers of the next steps, for a program that steps by itself; `clip` 0: none."""
         self._grad_clip = clip
         for group in self._adamw.param_groups:
             group |= {"lr": lr, "betas": betas, "eps": eps}
@@ -150,7 +150,7 @@ class Optimizer:
         return moments
 
     def load_moments(self, names: Collection[str], read: Callable[[str], Tensor | None]) -> None:
-        """Restore the moments with these `names`; settings do not change; all ranks call.
+        """Restore the moments with these `names`, not the learning rate; all ranks call.
 
         `read` returns the whole tensor of a name on the first rank, None on the others. Raises
         ModelError if the names are not those of the trained parameters.

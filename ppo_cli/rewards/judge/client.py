@@ -105,7 +105,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         self._open_s_before = 0.0
         self._pending: dict[Hashable, _Pending] = {}
         self._known_good: Question | None = None
-        self._mean_output = 0.0
+        self._mean_output: float | None = None
         self._closed = False
 
     async def ask(self, question: Question, *, fresh: bool = False) -> Verdict:
@@ -325,7 +325,8 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             call.cost_usd += reservation.settle(usage, outcome_name, call.last_attempt_s, note)
         self._counts.latencies.append(call.last_attempt_s)
         # A moving average is a better guess for the token cap than the limit.
-        self._mean_output += 0.1 * (usage.output - self._mean_output)
+        before = usage.output if self._mean_output is None else self._mean_output
+        self._mean_output = before + 0.1 * (usage.output - before)
         return Verdict(
             value, redact(reason), redact(reply.text), usage=usage, info=mask_secrets(info)
         )
@@ -334,7 +335,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         """Return roughly what a call will use of a cap on tokens: a token has 3 characters."""
         if self._limits.max_tpm is None:
             return 0
-        output = self._mean_output or question.max_tokens
+        output = question.max_tokens if self._mean_output is None else self._mean_output
         return (len(question.system) + len(question.user)) // 3 + int(output)
 
     def _rejected_text(self, call: _JudgeCall, error: RemoteError) -> str | None:

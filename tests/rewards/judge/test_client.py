@@ -18,6 +18,7 @@ from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, Reservation
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote.failures import Failure
+from ppo_cli.rewards.remote.limits import QueueSlot
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 
@@ -232,6 +233,25 @@ def test_tokens_a_minute_are_kept(server: JudgeServer) -> None:
     done, took = run(server, work, max_tpm=30_000)
     used = sum(v.usage.input + v.usage.output for v in done)
     assert used / took <= 1.3 * 500
+
+
+def test_a_reply_tells_how_long_the_next_one_may_be(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    async def work(client: JudgeClient) -> list[Verdict]:
+        enter = client._admission.enter
+
+        async def note(slot: QueueSlot) -> None:
+            counted.append(slot.tokens)
+            await enter(slot)
+
+        monkeypatch.setattr(client._admission, "enter", note)
+        return [await client.ask(ask_for(text)) for text in ("one", "two")]
+
+    first, _ = run(server, work, max_tpm=100_000)
+    assert counted[0] - counted[1] == 64 - first.usage.output
 
 
 def test_equal_questions_share_one_call(server: JudgeServer, cache: VerdictCache) -> None:
