@@ -79,7 +79,7 @@ def test_an_unset_setting_has_the_value_of_the_one_it_follows(name: str, other: 
     assert settled.why[name] == f"as {other}"
 
 
-@pytest.mark.parametrize("here", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_nothing_is_left_undecided(machine: Machine) -> None:
     config = fit_memory(Config.model_validate({"model": {"path": "embedded"}}), machine).config
     undecided = {name for name in RULES if value_of(config, name) is None}
