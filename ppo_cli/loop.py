@@ -81,7 +81,7 @@ def learn(job: Job, state: RunState, step_sample: StepSample, before: Snapshot) 
         metrics |= step_sample.metrics | shaped.metrics | sums.means()
         if config.trainer.async_steps:
             metrics |= staleness_metrics(scored, state.step - 1)
-        # Write the responses, some of them token by token (but not rows of single turns).
+        # Write the responses, some token by token (not if responses were split into turns).
         kept = config.trainer.token_details if len(shaped.batch) == len(scored) else 0
         details = list_token_details(shaped.batch, step_sample.rollouts, job.decode, kept)
         tracker.rollouts(state.step, scores.logged, tokens=details, critic=shaped.critic)

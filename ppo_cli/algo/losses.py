@@ -34,8 +34,8 @@ class PolicyLoss:
 
     loss: Tensor  # with gradient, normalised by the mini-batch's counts
     ratio_sum: Tensor  # new over old probability
-    clip_sum: Tensor  # tokens that are clipped, or chosen (clip_cov, kl_cov)
-    clip_lower_sum: Tensor  # tokens bounded by the dual clip; for geo_mean, clipped with A < 0
+    clip_sum: Tensor  # tokens in `TokenLoss.clip_BT`
+    clip_lower_sum: Tensor  # tokens in `TokenLoss.clip_lower_BT`
     approx_kl_sum: Tensor  # log old - log new
     token_count: Tensor
 
@@ -152,11 +152,15 @@ def policy_loss(
 
 
 class TokenLoss(NamedTuple):
-    """What a formula returns: the loss of each token, and where it is clipped; None: nowhere."""
+    """What a formula returns: the loss of each token, and where it is clipped; None: nowhere.
+
+    For dppo the two masks have masked and truncated tokens, for geo_mean tokens outside the range
+    with A > 0 and with A < 0.
+    """
 
     loss_BT: Tensor
     clip_BT: Tensor | None = None  # bool: the clip is active, or the token chosen
-    clip_lower_BT: Tensor | None = None  # bool: the bound on the other side is active
+    clip_lower_BT: Tensor | None = None  # bool: the dual clip is active
 
 
 def _count(where_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
@@ -217,11 +221,11 @@ def vanilla(
     minus_BT = -advantages_BT
     free_BT = minus_BT * ratio_BT
     held_BT = minus_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    clipped_BT = torch.maximum(free_BT, held_BT)
-    bound_BT = clipped_BT if dual_clip is None else minus_BT * dual_clip
+    pessimistic_BT = torch.maximum(free_BT, held_BT)
+    bound_BT = pessimistic_BT if dual_clip is None else minus_BT * dual_clip
     negative_BT = advantages_BT < 0
-    loss_BT = torch.where(negative_BT, torch.minimum(clipped_BT, bound_BT), clipped_BT)
-    return TokenLoss(loss_BT, held_BT > free_BT, (clipped_BT > bound_BT) & negative_BT)
+    loss_BT = torch.where(negative_BT, torch.minimum(pessimistic_BT, bound_BT), pessimistic_BT)
+    return TokenLoss(loss_BT, held_BT > free_BT, (pessimistic_BT > bound_BT) & negative_BT)
 
 
 def dppo_tv(

@@ -253,8 +253,8 @@ class Renderer:
 def limit_template() -> Iterator[None]:
     """Raise TimeoutError or MemoryError if the code inside takes too much time or memory.
 
-    Both are limits of the process. Only the main thread can be interrupted; on a system that does
-    not report the mapped memory only the time is limited.
+    Both are limits of the process, and neither applies outside the main thread. On a system that
+    does not report the mapped memory only the time is limited.
     """
 
     # Python's regular expressions and Jinja run in the main thread: SIGALRM ends them.
@@ -445,7 +445,10 @@ def apply_length_limit(
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Return a short hash of the prompts in their order: uids, token ids, ground truths."""
+    """Return a short hash of the prompts in order: uids, token ids, data sources, ground truths.
+
+    `run_identity` digests their extra_info separately.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         # One JSON line for each prompt, so that no two lists collide.
@@ -459,8 +462,8 @@ class PromptOrder:
     """Endless batches of prompt indices: seeded, full, resumable at any batch.
 
     An epoch has `size // batch_size` full batches. Prompts that do not fit start the next epoch: no
-    prompt appears twice in an epoch, and none is left out twice in a row. The order depends only on
-    the seed and the epoch, on every machine.
+    prompt appears twice in an epoch, and none is left out twice in a row. The order is the same on
+    every machine: seed and epoch shuffle it, after the prompts that the last epoch held over.
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 Flat: `{"prompt": text or messages, "ground_truth", "data_source", "extra_info"}`.
 verl: the same with `reward_model.ground_truth` instead of the flat `ground_truth`.
-A prompt is text, chat messages or an HH-RLHF transcript. Values of parquet and hub rows become
-plain JSON values for the rollout log.
+A prompt is text or chat messages; `split_transcript` is for `ppo data prepare` and `extras/lab`,
+which read HH-RLHF transcripts. Values of parquet and hub rows become plain JSON values for the
+rollout log.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class NotUtf8Error(ValueError):
 def as_plain(value: Any, *, strict: bool = False) -> Any:
     """Convert a value to dict, list, str, int, float, bool and None.
 
-    With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotText; otherwise
-    such bytes become escapes.
+    With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotUtf8Error;
+    otherwise such bytes become escapes.
     """
     if value is None:
         return None
@@ -482,7 +483,7 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
     extra_info = read_plain(record.get("extra_info"), "extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
-    # Tests of code data sets, unless the row has its extra_info.
+    # Tests of code data sets; a key of extra_info wins over a column of the same name.
     tests = {name: read_plain(record[name], name) for name in TEST_COLUMNS if record.get(name)}
     return Row(place, prompt, ground_truth, source or "", {**tests, **(extra_info or {})})
 

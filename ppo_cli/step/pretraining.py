@@ -14,7 +14,7 @@ from ppo_cli.report.metrics import (
     score_metrics,
 )
 from ppo_cli.step.checks import check_reward
-from ppo_cli.step.sampling import PRETRAIN_SHUFFLE, sample_pretraining
+from ppo_cli.step.sampling import PRETRAIN_MINI_BATCHES, sample_pretraining
 from ppo_cli.step.saving import Snapshot, make_resumable, save
 from ppo_cli.step.state import Job, RunState
 from ppo_cli.step.stops import is_due, unscored_reason
@@ -65,7 +65,7 @@ def pretrain_step(job: Job, state: RunState, step: int) -> tuple[list[Scored], d
     scored, scores, shaped = prepare_batch(job, state, sample, critic_lam=1.0)
     state.moments = scores.moments
     sums = StepSums()
-    update_critic(job, shaped.batch, sums, (PRETRAIN_SHUFFLE, step), pretraining=True)
+    update_critic(job, shaped.batch, sums, (PRETRAIN_MINI_BATCHES, step), pretraining=True)
     state.count_broken_steps(sums)
     metrics = score_metrics(scored) | job.reward.pop_metrics() | scores.metrics
     return list(scores.logged), metrics | shaped.metrics | sums.means()

@@ -22,11 +22,14 @@ from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.step.state import Job, RunState
 
 # Numbers of the random streams, a part of each seed: changing one changes every run.
-TRAIN, BASELINE, VALIDATION, SHUFFLE, PRETRAIN, PRETRAIN_SHUFFLE = range(6)
+TRAIN, BASELINE, VALIDATION, MINI_BATCHES, PRETRAIN, PRETRAIN_MINI_BATCHES = range(6)
 
 
 def stream_seed(*key: int) -> int:
-    """Derive a seed from (run seed, stream, step, …), so that no generator state must be saved."""
+    """Derive a seed from (seed, stream, step, …), so that no generator state must be saved.
+
+    Responses of training steps and of evaluations have rollout.seed, all else trainer.seed.
+    """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
 
 
@@ -47,7 +50,7 @@ def train_sampling(config: Config, step: int, turn: int = 0, stream: int = TRAIN
 
 @dataclass(frozen=True)
 class StepSample:
-    """The batch of a step: prompts, their responses in prompt order, pending scores, metrics."""
+    """The batch of a step: prompts, responses in prompt order, futures of scores, metrics."""
 
     prompts: list[Prompt]
     rollouts: list[Rollout]
@@ -155,7 +158,7 @@ def sample_rollouts(
 ) -> tuple[list[Rollout], list[Future[Score]]]:  # fmt: skip
     """Sample responses, submit each to the reward as it finishes; return both in prompt order.
 
-    With `deferred` the reward gets none of them, and the caller completes the futures.
+    With `deferred` the reward gets none of them, and `Session.update` completes the futures.
     """
     # Responses finish in any order; futures of earlier rounds may still be running.
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}

@@ -56,6 +56,7 @@ def wait_for_save(job: Job) -> None:
     if job.store.busy:
         with job.tracker.phase("save"):
             job.store.wait_for_save()
+    # Raises the error of a checkpoint that ended earlier.
     job.store.wait_for_save()
 
 
@@ -81,7 +82,10 @@ def save_last_step(job: Job, state: RunState) -> None:
 
 @contextmanager
 def undone_on_stop(job: Job, state: RunState, before: Snapshot) -> Iterator[None]:
-    """Undo the step and save the run if the block is interrupted (judge down, budget used up)."""
+    """Undo the step and save the run if the block is interrupted (judge down, budget used up).
+
+    Only sampling and waiting for scores raise Interrupted, before the weights change.
+    """
     try:
         yield
     except Interrupted as stop:
@@ -92,7 +96,7 @@ def undone_on_stop(job: Job, state: RunState, before: Snapshot) -> Iterator[None
 
 @contextmanager
 def saved_on_stop(job: Job, state: RunState) -> Iterator[None]:
-    """Save the run if the block, which changes nothing that is saved, is interrupted."""
+    """Save the run if the block, a validation, is interrupted: its result is noted at its end."""
     try:
         yield
     except Interrupted as stop:

@@ -92,13 +92,13 @@ def shape_scores(
     """
     # Penalties first, then one scale for all samples, then normalisation and clipping.
     penalties = [compute_penalties(settings, sample.rollout, longest) for sample in scored]
-    lowered = [_subtract_penalties(s, t) for s, t in zip(scored, penalties, strict=True)]
+    lowered = [_apply_penalties(s, t) for s, t in zip(scored, penalties, strict=True)]
     if settings.normalize == "running":
         moments = moments.merge(_judged_moments(lowered))
     scale = _compute_scale(settings, lowered, moments)
     ready = tuple(_normalise_and_clip(settings, sample, scale) for sample in lowered)
     greedy = None if baselines is None else tuple(
-        _normalise_and_clip(settings, _subtract_penalties(b, penalty), scale)
+        _normalise_and_clip(settings, _apply_penalties(b, penalty), scale)
         for b in baselines
         for penalty in [compute_penalties(settings, b.rollout, longest)]
     )  # fmt: skip
@@ -159,7 +159,7 @@ def _is_shaping_enabled(settings: Shaping) -> bool:
     )
 
 
-def _subtract_penalties(sample: Scored, penalties: Mapping[str, float]) -> Scored:
+def _apply_penalties(sample: Scored, penalties: Mapping[str, float]) -> Scored:
     value = sample.score.value
     if value is None or not penalties:
         return sample
@@ -167,7 +167,7 @@ def _subtract_penalties(sample: Scored, penalties: Mapping[str, float]) -> Score
 
 
 def _judged_moments(scored: Sequence[Scored]) -> Moments:
-    # Imputed values do not count.
+    # Values that --rm_on_failure batch_mean imputed do not count.
     return Moments.from_values(s.score.value for s in scored if s.score.judged)
 
 
@@ -297,9 +297,8 @@ def shape_step(
         returns_BT=returns_BT,
         is_weight_BT=_compute_importance_weights(config, annotated, mask_BT),
     )
-    if (
-        limits := config.algorithm.rollout_correction.rejections()
-    ):  # masked in the losses only: their rewards are valid
+    # Rejected tokens count in rewards and advantages, but not in losses and `_step_metrics`.
+    if limits := config.algorithm.rollout_correction.rejections():
         old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
         kept_BT = accepted_tokens(old_BT, sampler_BT, annotated.response_mask_BT, limits)
         rejected = mask_BT & ~kept_BT

@@ -16,7 +16,7 @@ from ppo_cli.records import Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.step.checks import check_sampler_weights
 from ppo_cli.step.sampling import (
-    SHUFFLE,
+    MINI_BATCHES,
     StepSample,
     gather,
     gather_baselines,
@@ -83,7 +83,7 @@ def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
     # The critic, unless the estimator works without one.
     sums = StepSums()
     if batch.values_BT is not None:
-        update_critic(job, batch, sums, (SHUFFLE, state.step))
+        update_critic(job, batch, sums, (MINI_BATCHES, state.step))
     # The actor, after the critic's warm-up.
     if state.step > job.config.trainer.critic_warmup:
         _update_actor(job, state, batch, sums)
@@ -111,7 +111,7 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
     size = settings.ppo_mini_batch_size
     with job.tracker.phase("update actor", settings.ppo_epochs) as advance:
         for epoch in range(settings.ppo_epochs):
-            key = SHUFFLE, state.step
+            key = MINI_BATCHES, state.step
             for rows in _mini_batches(job.config, key, epoch, size, batch, "actor"):
                 step = job.engine.step(MiniBatch(batch.rows(rows), actor=True, critic=False))
                 sums.add(step)

@@ -152,7 +152,10 @@ class JudgeAsker:
         return score, error
 
     async def is_up(self) -> bool:
-        """Return whether the judge still answers a question that it answered before."""
+        """Return whether the judge still answers a question that it answered before.
+
+        False if it has not scored any response yet.
+        """
         if self._last_judged is None:
             return False
         try:

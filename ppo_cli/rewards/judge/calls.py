@@ -32,8 +32,8 @@ Output = Literal["json", "text"]
 REQUEST_OVERHEAD = 64
 # HTTP libraries name a connection that was never made so (httpx 0.28, aiohttp 3.13).
 _NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|Cannot connect")
-# Causes of failures before any call was sent.
-_NO_CALL = {"sdk", "credentials", "unread"}
+# Causes without a bill: nothing was sent, or (`unread`) a batch is booked when it is read.
+_NOT_BILLED = {"sdk", "credentials", "unread"}
 # A request may time out after it was processed; Azure bills what its filter reads.
 _PROCESSED_STATUSES, _FILTER = {408, 499}, "content_filter"
 # Tokens have 3 to 5 characters of prose: a count of one per 8 characters or fewer is wrong.
@@ -77,7 +77,7 @@ class Question:
     """One rendered request to a judge.
 
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
-    is the same text without the nonce: the key of the cache and of de-duplication.
+    is the same text without the nonce, a part of the key of the cache and of de-duplication.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
     With a `comparison` it says which response is better, with a `draft` it writes criteria.
@@ -260,7 +260,7 @@ def _was_not_billed(error: JudgeError) -> bool:
         return rejected or error.status == 0 or error.cause == "http_429"
     # A connection that was never made cost nothing, one that broke may have.
     never_sent = error.cause == "connection" and _NEVER_SENT.search(str(error))
-    return error.cause in _NO_CALL or bool(never_sent)
+    return error.cause in _NOT_BILLED or bool(never_sent)
 
 
 def _tokens_of_piece(piece: str) -> int:
@@ -302,7 +302,10 @@ def score_from_votes(
 
 
 def needs_vote(answers: Sequence[Verdict | BaseException]) -> bool:
-    """Return whether no value has more than half of the votes; a failed call agrees with none."""
+    """Return whether no value has more than half of the votes; a failed call agrees with none.
+
+    A majority only ends further votes: the score is the mean of all.
+    """
     values = Counter(answer.value for answer in answers if isinstance(answer, Verdict))
     return 2 * max(values.values(), default=0) <= len(answers)
 
@@ -343,7 +346,7 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
 def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     """Return the mean of the verdicts on one response as its score.
 
-    It has the reason of the verdict closest to the mean, and costs and calls of all.
+    It has the reason of the verdict closest to the mean, and costs and calls of all verdicts.
     """
     scale = question.scale
     raw = fmean(v.value for v in verdicts)

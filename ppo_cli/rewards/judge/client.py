@@ -109,8 +109,9 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         self._closed = False
 
     async def ask(self, question: Question, *, fresh: bool = False) -> Verdict:
-        """Return a verdict; raises the JudgeError that ended it, or Interrupted for all callers.
+        """Return a verdict; raises the JudgeError that ended it, or Interrupted to stop the run.
 
+        That happens when the judge is given up, the budget is used up, or the client is closed.
         A `fresh` verdict always makes a call: it is neither read from the cache nor stored there.
         """
         if self._closed:
@@ -126,6 +127,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             return await self._join(self._start(key, question, key))
         verdict = await self._join(pending)
         self._counts.shared += 1
+        # As one from the cache, it cost this caller nothing.
         info = {**verdict.info, "shared": True}
         return replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
 

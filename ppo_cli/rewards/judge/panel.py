@@ -84,7 +84,7 @@ class PanelReward(JudgeReward):
         few = Score.failed("too few judges gave a verdict")
         return [self._combine(p, question) if len(p) >= self._least else few for p in panels]
 
-    async def _rejudge(self, rollout: Rollout) -> float:
+    async def _ask_fresh_score(self, rollout: Rollout) -> float:
         """Return a fresh score of the panel in [0, 1]."""
         (score,) = await self._repeat(rollout, 1)
         if score.value is None:

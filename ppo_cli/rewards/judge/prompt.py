@@ -38,10 +38,10 @@ from ppo_cli.rewards.judge.written import FileModel, named_scale, parse_scale, r
 
 VARIABLES = ("prompt", "response", "ground_truth")
 EXTRA = "extra_info"
-# Variables of a scoring prompt: {name}, or {{name}} for literal braces.
 # `extra_info.NAME`, or a path of names.
 EXTRA_NAME = re.compile(r"extra_info(?:\.[\w-]{1,80})+")
 NAME = r"[^\W\d]\w*(?:\.[\w-]+)*"
+# Variables of a scoring prompt: {name}, or {{name}} for literal braces.
 BRACES = re.compile(rf"\{{\{{(?P<literal>{NAME})\}}\}}|\{{(?P<name>{NAME})\}}")
 # `{ prompt }`: a mistake, since a variable has no spaces.
 SPACED = re.compile(
@@ -516,7 +516,7 @@ def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
 def check_each_row(
     what: str, of: Callable[[Material], object], materials: Sequence[Material]
 ) -> None:
-    """Raise a RewardError that names the first rows for which `read` raises one."""
+    """Raise a RewardError that names the first rows for which `of` raises one."""
     # Check all rows before raising: one message names several.
     wrong = []
     for number, material in enumerate(materials, start=1):

@@ -1,7 +1,7 @@
 """The reward that asks an LLM judge: rollouts in, scores in [0, 1] out.
 
-`start` shows with one call that key, model and reply format are right. `submit` asks at once on a
-background event loop; `end_round` asks again for what failed, before any update (`rounds`).
+`start` shows with a few calls that key, model and reply format are right. `submit` asks at once on
+a background event loop; `end_round` asks again for what failed, before any update (`rounds`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class JudgeReward(JudgeAsker, Reward):
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
     ) -> None:
-        """Check the template against the rows, and key, model and reply format by one call.
+        """Check the template against the rows, and key, model and reply format by first calls.
 
-        The call is skipped while its verdict is in the cache: a run with all verdicts paid for
-        costs nothing.
+        Calls with a verdict in the cache are skipped, except before a new batch; the second judge
+        is always called.
         """
         # Mistakes in the data come first: they cost nothing.
         for asker in self._askers:
@@ -100,7 +100,10 @@ class JudgeReward(JudgeAsker, Reward):
         monitor = self._api.monitor
         if monitor.labels is not None:
             self._labelled = LabelledCheck(
-                labelled[monitor.labels], self._rejudge, self.template.scale, monitor.labels_every
+                labelled[monitor.labels],
+                self._ask_fresh_score,
+                self.template.scale,
+                monitor.labels_every,
             )
 
     def begin_step(self, step: int) -> None:
@@ -114,8 +117,8 @@ class JudgeReward(JudgeAsker, Reward):
         """Ask the judge at once, and return the future score."""
         entry = PendingScore(rollout)
         self._round.add(entry, self._loop.submit(self._judge_new(entry)))
-        # Canaries go with the first prompt of a step in which they are due, to all judges: one that
-        # is fooled decides scores too.
+        # Canaries go with the first prompt of a step in which they are due, to all judges, since
+        # any of them may decide a score.
         for text in CANARY_REPLIES if self._canaries.pop_due() else ():
             for asker in self._askers:
                 question = asker.question(rollout.prompt, text)
@@ -199,7 +202,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
         await ended.finish()
         if measuring:
-            await self._noise.measure(self._rejudge)
+            await self._noise.measure(self._ask_fresh_score)
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
@@ -221,7 +224,7 @@ class JudgeReward(JudgeAsker, Reward):
         if score is None:
             return
         self._report.add(entry.rollout, score)
-        if entry.info.get("escalated", True):  # not a verdict of the cheaper judge
+        if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
             self._noise.offer(entry.rollout, question, float(score.value or 0.0))
             if votes := score.info.get("votes"):
                 self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
@@ -235,10 +238,13 @@ class JudgeReward(JudgeAsker, Reward):
     async def _ask_judges(
         self, entry: PendingScore, question: Question
     ) -> tuple[Score | None, JudgeError | None]:
-        """Return the score of an entry; None and the error if there is no verdict."""
+        """Return an entry's score; None and the error if there is no verdict.
+
+        This class asks one judge; cascades and panels override it.
+        """
         return await self.ask_score(entry.rollout, question)
 
-    async def _rejudge(self, rollout: Rollout) -> float:
+    async def _ask_fresh_score(self, rollout: Rollout) -> float:
         """Return the score in [0, 1] of a fresh verdict on a response."""
         # Built again, so that the request has another nonce, as in another run.
         question = self.question(rollout.prompt, self._visible(rollout))

@@ -2,7 +2,8 @@
 
 Called by the client, once for each reply. What counts depends on what was asked for:
 
-- JSON: the reply is one object with the key `score` and, besides it, only strings that explain it.
+- JSON: the reply is one object with the key `score_1_to_10` (the scale's) or `score`, and only
+  strings that explain it besides.
 - Text: the reply is a bare number, or its last line is `Score: N` and no line has another score.
 
 A complete thought before the answer is skipped. A reply that was cut never counts. A number inside

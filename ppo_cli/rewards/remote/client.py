@@ -34,8 +34,9 @@ FIRST_POLL_S, LONGEST_POLL_S = 1.0, 30.0
 class RemoteCall:
     """All attempts at one result.
 
-    `spent_s` is its own time, which the deadline limits: attempts and backoff, without queueing.
-    `max_attempts` ends it earlier. `tokens_used` is what the last attempt used of a token cap.
+    `spent_s` is its own time: attempts and backoff, without queueing. The deadline limits it, or
+    `max_attempts` ends the call earlier, once the service has answered others.
+    `tokens_used` is what the last attempt used of a token cap.
     """
 
     slot: QueueSlot = field(default_factory=QueueSlot)
@@ -73,7 +74,7 @@ class RemoteClient(ABC, Generic[Call, Result]):
     def _rejected_text(self, call: Call, error: RemoteError) -> str | None:
         """Return an id of the text, if the service rejected it and might reject any other.
 
-        The id is empty if this rejection says nothing about that, None if the service works.
+        The id is empty if this rejection says nothing about that, None for any other error.
         """
 
     @abstractmethod
@@ -100,7 +101,11 @@ class RemoteClient(ABC, Generic[Call, Result]):
                 await self._admission.back_off(pause)
 
     def _pause_after(self, call: Call, error: RemoteError) -> float:
-        """Return the seconds to wait before the next attempt; raises the error if it is final."""
+        """Return the seconds to wait before the next attempt; raises the error if it is final.
+
+        Refused and unparsed are final. So is the last of MAX_FATAL_ANSWERS fatal ones, or any at
+        the deadline, once other calls were answered; until then only the breaker gives up.
+        """
         if error.kind in (Failure.REFUSED, Failure.UNPARSED):
             raise error
         if error.kind is Failure.FATAL:
