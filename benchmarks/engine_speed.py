@@ -111,9 +111,10 @@ def read_options() -> argparse.Namespace:
 def settings(options: argparse.Namespace, folder: str, packing: bool) -> Config:
     """A run with all three models in one layout."""
     budget = {"ppo_max_token_len_per_gpu": options.tokens}
+    precision = {"dtype": options.dtype} if options.dtype else {}
     return fit_memory(Config.model_validate({
         "model": {
-            "path": folder, "dtype": options.dtype, "packing": packing,
+            **precision, "path": folder, "packing": packing,
             "attn_implementation": options.attention,
             "enable_gradient_checkpointing": not options.keep,
         },

@@ -20,6 +20,7 @@ from ppo_cli.cli.help import App
 from ppo_cli.config.layers import (
     DEFAULT,
     INHERITED,
+    RUN_ORIGIN,
     describe_fork,
 )
 from ppo_cli.config.mixture import describe_reward, judges_of
@@ -162,7 +163,8 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     before = run_settings(source.run)
     origins = {
         key: INHERITED
-        if origin != DEFAULT and value_of(resolved.config, key) == value_of(before, key)
+        if origin.startswith(RUN_ORIGIN)
+        or (origin != DEFAULT and value_of(resolved.config, key) == value_of(before, key))
         else origin
         for key, origin in resolved.origins.items()
     }

@@ -231,7 +231,7 @@ TINY = (
     "--reward", "rule:exact:1", "--reward", "rule:length:0.5",
 )  # fmt: skip
 CHANGED = {
-    "actor.clip_ratio_high=0.3": "had another actor.clip_ratio_high (was unset, now 0.3). ",
+    "actor.clip_ratio_high=0.3": "had another actor.clip_ratio_high (was 0.2, now 0.3). ",
     "reward.composite.weights.length=0.5": "reward.composite.weights.length (was unset, now 0.5)",
 }
 
