@@ -344,7 +344,7 @@ def read_run_config(folder: Path) -> tuple[Config | None, str]:
 
 
 def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
-    """Return (key, value, origin) of each setting in config.yaml, and what wrote the file."""
+    """Return (key, value that held, origin) of each setting in config.yaml, and what wrote it."""
     file = folder / "config.yaml"
     if not file.exists():
         return [], ""
@@ -357,6 +357,9 @@ def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
             indent, key, value, origin = len(match[1]), match[2], match[3], match[4]
             groups = [(depth, name) for depth, name in groups if depth < indent] + [(indent, key)]
             if value is not None:
+                # An unset value has what the run decided in its comment: "; holds: 42 (why)".
+                origin, _, held = origin.partition("; holds: ")
+                value = held.partition(" (")[0] or value
                 settings.append((".".join(name for _, name in groups), value, origin))
     return settings, written_by
 
