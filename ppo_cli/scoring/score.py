@@ -464,7 +464,7 @@ def summarise_scores(
         **part_facts(settings, [row.rollout for row in rows], scores),
         **scoring_spending(scores, scoring),
         **_best_and_worst(rows, scores),
-        "stopped": scoring.stopped,
+        "stopped": redact(scoring.stopped),
     }
 
 

@@ -112,14 +112,16 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--all", "--model", "a/b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["model.path", "a/b", "flag", "--model"]
-    assert sum(line.endswith("  default") for line in lines) == len(table()) - 3  # model, prompts
+    origins = [line.partition("  default")[2] for line in lines if "  default" in line]
+    assert len(origins) == len(table()) - 3  # model, prompts
+    assert all(why == "" or why.startswith(": ") for why in origins)
 
 
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     parts = {"values", "arithmetic", "placement", "memory", "disk", "reward", "notes", "problems"}
-    assert set(document) == parts
+    assert set(document) == parts | {"findings"}
     assert set(document["values"]) == set(table())
     assert "No GPU and no --model" in document["notes"][0]
 
@@ -199,12 +201,14 @@ def test_who_trains_and_who_joins(
     nodes = types.SimpleNamespace()
 
     @contextmanager
-    def open_cluster(config: Config, environ: object, tell: object) -> Iterator[object]:
+    def open_cluster(
+        config: Config, requested: Config, environ: object, tell: object
+    ) -> Iterator[object]:
         done.append("open")
         yield nodes
         done.append("close")
 
-    def join_cluster(config: Config, environ: object, tell: object) -> int:
+    def join_cluster(config: Config, requested: Config, environ: object, tell: object) -> int:
         done.append(f"join {config.trainer.node_rank}")
         return 3
 

@@ -118,7 +118,13 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
         (
             500_000,
             "checkpoint of step 1 could not be written to outputs/checkpoints: File too large",
-            ["config.yaml", "critic.jsonl", "metrics.jsonl", "rollouts/step_000001.jsonl"],
+            [
+                "config.yaml",
+                "critic.jsonl",
+                "metrics.jsonl",
+                "plan.json",
+                "rollouts/step_000001.jsonl",
+            ],
         ),
         (2_000_000, "checkpoint of step 1 could not be written.*File too large", None),
     ],

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from ppo_cli.processes.reaper import descendants
 from ppo_cli.records import Part
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.function import RuleReward
@@ -127,7 +129,8 @@ def test_the_limits_of_the_settings_reach_the_workers(build: Build) -> None:
     while not all(score.done() for score in scores) and time.monotonic() < until:
         workers = set(_children()) - before
         most_workers = max(most_workers, len(workers))
-        for worker in workers:
+        # Each worker runs under a process that ends it.
+        for worker in chain.from_iterable(descendants(int(pid)) for pid in workers):
             with suppress(OSError):
                 memory |= set(
                     re.findall(r"address space +(\S+)", Path(f"/proc/{worker}/limits").read_text())

@@ -25,7 +25,7 @@ def serve(arguments: Arguments) -> None:
     extras = arguments.extras
     if not extras["tinker"]:
         raise ConfigError("Name the protocol: --tinker.")
-    config = replace(arguments, overrides=(*ENGINE, *arguments.overrides)).resolve_node().config
+    resolved = replace(arguments, overrides=(*ENGINE, *arguments.overrides)).resolve_node()
     try:
         listener = socket.create_server(("127.0.0.1", extras["port"]))
     except OSError as error:
@@ -36,7 +36,7 @@ def serve(arguments: Arguments) -> None:
     with pause_garbage_collection():
         from ppo_cli.extras.serve.server import TinkerServer
     with listener:
-        TinkerServer(config, extras["served_name"]).serve(listener, typer.echo)
+        TinkerServer(resolved.requested, extras["served_name"]).serve(listener, typer.echo)
 
 
 serve_app = App()

@@ -37,7 +37,9 @@ from ppo_cli.engine.pretrained import pad_token_id
 from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.errors import UserError
 from ppo_cli.extras.serve.wire import Datum
+from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.model import LOGIT_CHUNK
+from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 
 FACTS = "tinker.json"  # what is in a saved folder: the model, its rank, metadata
@@ -87,17 +89,18 @@ class ServedModel:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any, rank: int, seed: int, adapter: Path | None = None
+        self, requested: Config, tokenizer: Any, rank: int, seed: int, adapter: Path | None = None
     ) -> None:
-        shape = Shape.from_config(read_config(config.model.path))
+        shape = Shape.from_config(read_config(requested.model.path))
         if shape and rank > shape.hidden:
             raise UserError(
                 f"rank is {rank}, more than the layers have: give one of 1 to {shape.hidden}, or 0 "
                 "to train all weights."
             )
-        self.config = with_settings(config, {"model.lora_rank": rank, "trainer.seed": seed})
+        requested = with_settings(requested, {"model.lora_rank": rank, "trainer.seed": seed})
+        self.config = fit_memory(requested, Machine.here()).config
         self.rank, self._tokenizer = rank, tokenizer
-        self._compute = Compute.choose(config.model.dtype)
+        self._compute = Compute.choose(self.config.model.dtype)
         self._learner = Learner(self.config, tokenizer, total_steps=1)
         self._policy, self._actor = self._learner.policy, self._learner.trained()[0]
         if adapter is not None:

@@ -27,6 +27,7 @@ from ppo_cli.atomic import delete, sweep_unfinished
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.data_sets.files import Place, RowError
 from ppo_cli.data_sets.rows import Columns
 from ppo_cli.engine.base import Sampling, stream_key
@@ -72,11 +73,15 @@ Body = Mapping[str, Any]
 
 
 class TinkerServer:
-    """Serves one base model, by its name and by `served_name`, with the reward of the settings."""
+    """Serves one base model, by its name and by `served_name`, with the reward of the settings.
 
-    def __init__(self, config: Config, served_name: str | None) -> None:
+    Each model decides what is unset in `requested` for itself: its rank is the client's.
+    """
+
+    def __init__(self, requested: Config, served_name: str | None) -> None:
+        config = settle(requested).config
         model = config.model
-        self._config = config
+        self._requested, self._config = requested, config
         # The SDK and the cookbook load the tokenizer from this machine.
         self._tokenizer_folder = str(Path(model_folder(model.path)).resolve())
         names = (model.path, self._tokenizer_folder, served_name or model.path)
@@ -238,7 +243,7 @@ class TinkerServer:
     def _add_model(self, body: Body, rank: int, seed: int | None = None) -> str:
         name = f"{body['session_id']}:train:{body['model_seq_id']}"
         seed = self._config.trainer.seed if seed is None else seed
-        self._models[name] = ServedModel(self._config, self._tokenizer, rank, seed)
+        self._models[name] = ServedModel(self._requested, self._tokenizer, rank, seed)
         for oldest in [*self._models][:-KEPT_MODELS]:
             del self._models[oldest]
         return name
@@ -315,7 +320,7 @@ class TinkerServer:
 
     def _open_sampler(self, path: str | None) -> ServedModel:
         """Return a model with saved weights, or the base model; it has no critic."""
-        config, seed = with_settings(self._config, SAMPLER_SETTINGS), self._config.trainer.seed
+        config, seed = with_settings(self._requested, SAMPLER_SETTINGS), self._config.trainer.seed
         folder, rank = self._find(path, "sampler_weights") if path else (None, 0)
         if folder and not rank:
             config = with_settings(config, {"model.path": str(folder)})

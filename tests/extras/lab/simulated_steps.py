@@ -209,7 +209,7 @@ def main(folder: Path) -> None:
     }
     adapter = {
         "model.lora_rank": RANK, "actor.fsdp_config.optimizer_offload": True,
-        "actor.ppo_max_token_len_per_gpu": BUDGET,
+        "actor.ppo_max_token_len_per_gpu": BUDGET, "model.packing": True,
     }  # fmt: skip
     report["adapter, offloaded"] = measure(make_config(path, 8, **adapter))
     wide = make_config(path, 2, **{"model.lora_rank": WIDE_RANK})
