@@ -255,7 +255,7 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     assert budget(ExhaustedBudget("--rm_budget_usd", 0.5, 50, 0.0), 0, False, 0)[1] == "3.6"
     assert budget(ExhaustedBudget("--rm_budget_usd", 1.4, 140, 0.0), 4, False, 0)[1] == "3.6"
     config = config.model_copy(
-        update={"critic": config.critic.model_copy(update={"pretrain_steps": None})}
+        update={"critic": config.critic.model_copy(update={"pretrain_steps": 0})}
     )
     # Two votes a response, and a step cut short: 12 of 200 were asked, 24 calls; a call is added.
     votes = config.reward.api.model_copy(update={"votes": 2})
@@ -335,7 +335,7 @@ def test_summary_and_page_judge_recorded_runs_alike(
     lines = [line for line in read_lines(HISTORIES) if line.pop("run") == run]
     replace_lines(tmp_path / "metrics.jsonl", lines)
     settings = {
-        "model": {"path": "m", "dtype": None},
+        "model": {"path": "m", "dtype": "bfloat16"},
         "data": {"val_files": ["embedded"]},
         "reward": reward,
     }
