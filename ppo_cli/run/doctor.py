@@ -46,6 +46,7 @@ from ppo_cli.planning.memory.plan import (
 )
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run.network import find_network
+from ppo_cli.run.refusals import models_by_flag
 from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
@@ -249,11 +250,9 @@ def _check_nodes(subject: Subject) -> Findings:
     if trainer.nnodes == 1:
         yield "ok", "one (--nnodes)", ""
         return
-    paths = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model",
-             config.model.path: "--model"}  # fmt: skip
     # Every node loads the models from its own disk.
     same = "the same path on every node: copy it, or name it on a disk that all share"
-    for path, flag in ((path, flag) for path, flag in paths.items() if path is not None):
+    for flag, path in models_by_flag(config):
         try:
             check_folder(model_folder(path), flag)
         except UserError as error:

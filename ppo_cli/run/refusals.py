@@ -209,17 +209,22 @@ def _find_row_refusals(config: Config, read: PromptReader, *, scored: bool) -> l
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
+def models_by_flag(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the models of a run with their flags, each once: unset ones are the policy's."""
+    models = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model"}
+    for path, flag in (models | {config.model.path: "--model"}).items():
+        if path is not None:
+            yield flag, path
+
+
 def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield functions that raise UserError if a file, model or package of the run is missing."""
     from ppo_cli.report.loggers import check_loggers
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         yield partial(check_present, name)
-    # Models on this disk, each once: critic and reference are the policy's unless they are named.
-    models = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model"}
-    for path, flag in (models | {config.model.path: "--model"}).items():
-        if path is not None:
-            yield partial(check_folder, model_folder(path), flag)
+    for flag, path in models_by_flag(config):
+        yield partial(check_folder, model_folder(path), flag)
     # Files of the reward and packages of the loggers.
     yield from file_checks(config.reward)
     yield partial(check_loggers, config.trainer.logger)
