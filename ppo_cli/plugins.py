@@ -343,3 +343,8 @@ class Names:
         if isinstance(self.table, Declarations):
             self.table[text]
         return text
+
+
+def runs_elsewhere(engine: str) -> bool:
+    """Whether an engine is that of a package, which checks for itself what it supports."""
+    return engine in entry_points("engines")

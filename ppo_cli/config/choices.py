@@ -14,7 +14,7 @@ from ppo_cli.config.device_roles import Roles, read_placement
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.unset import Choice, Settings
-from ppo_cli.plugins import entry_points
+from ppo_cli.plugins import runs_elsewhere
 
 # Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
 MIN_BFLOAT16_WIDTH: Final = 320
@@ -88,7 +88,7 @@ def _placed(settings: Settings) -> Roles:
 
 def choose_sampler(settings: Settings) -> Choice:
     """Choose vLLM where it can run: in separate processes on GPUs."""
-    if settings["trainer.engine"] in entry_points("engines"):
+    if runs_elsewhere(settings["trainer.engine"]):
         return Choice("vllm", "the engine of a package starts it")
     if not settings["trainer.n_gpus_per_node"]:
         return Choice("hf", "no GPU is used")

@@ -39,7 +39,7 @@ from ppo_cli.config.schema.algorithm import (
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.unset import Chosen, Fitted, Follows
-from ppo_cli.plugins import Names, entry_points
+from ppo_cli.plugins import Names, runs_elsewhere
 
 # The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -316,11 +316,6 @@ def _check_steps(steps: tuple[str, ...]) -> None:
 
 _ENGINES = Names({"local": "one process", "ray": "several"}, "engines")
 EngineName = Annotated[str, _ENGINES, checked(_ENGINES.read), WithJsonSchema(_ENGINES.schema)]
-
-
-def runs_elsewhere(engine: str) -> bool:
-    """Whether an engine is that of a package, which checks for itself what it supports."""
-    return engine in entry_points("engines")
 
 
 class Trainer(Section):

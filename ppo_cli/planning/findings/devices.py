@@ -8,7 +8,7 @@ from dataclasses import replace
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config, runs_elsewhere
+from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import plural, ppo
 from ppo_cli.machine.device_record import FEATURES
@@ -26,6 +26,7 @@ from ppo_cli.planning.placement import (
     shared_samplers,
     train_devices,
 )
+from ppo_cli.plugins import runs_elsewhere
 
 
 def missing_packages(scene: Scene) -> Iterator[str]:

@@ -9,9 +9,10 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.run import Config, runs_elsewhere
+from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import Settling
 from ppo_cli.planning.findings.scene import Scene
+from ppo_cli.plugins import runs_elsewhere
 
 
 def kl_remarks(config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
-from ppo_cli.config.schema.run import Config, Sleep, runs_elsewhere
+from ppo_cli.config.schema.run import Config, Sleep
 from ppo_cli.config.schema.unset import Fitted as FittedRule
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import ppo
@@ -40,6 +40,7 @@ from ppo_cli.planning.placement import (
     learner_ranks,
     placement_of,
 )
+from ppo_cli.plugins import runs_elsewhere
 
 LORA_RANK = 16  # of the adapter that is suggested
 STEP_PHASES = ("annotation", "update")  # in which checkpointing and gathering matter
