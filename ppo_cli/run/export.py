@@ -58,7 +58,7 @@ from ppo_cli.report.metrics import (
 from ppo_cli.report.page.run_data import read_requests, read_run_config, read_settings
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder.checkpoints import STEP_NAME
-from ppo_cli.run_folder.folder import list_ancestors, paid_calls
+from ppo_cli.run_folder.folder import list_ancestors, paid_calls, read_decisions
 from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.run_folder.sources import find_model, has_model
 from ppo_cli.secrets.redact import mask_secrets, redact
@@ -112,10 +112,11 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     front, base_lines = _describe_base(base)
     front |= {"library_name": "transformers", "tags": ["ppo", "reinforcement-learning"]}
     front |= {} if critic else {"pipeline_tag": "text-generation"}
+    decided = read_decisions(run)  # nobody has set these
     chosen = [
         f"{key}: {_public_value(key, value)}"
         for key, value, origin in settings
-        if origin != DEFAULT and key not in MACHINE_SETTINGS
+        if origin != DEFAULT and key not in MACHINE_SETTINGS and key not in decided
         if config is None or value_of(config, key) != value_of(Config(), key)
     ]
     estimator = yaml.safe_load(values.get("algorithm.adv_estimator", UNKNOWN))

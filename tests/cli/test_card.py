@@ -220,6 +220,8 @@ def test_the_card_of_a_fork_counts_from_the_base_model(
         'ppo generate m "Your prompt"',
     ):
         assert fact in body, (fact, body)
+    settings = body.partition("## Settings that differ")[2].partition("\n## ")[0]
+    assert "trainer.total_training_steps" in settings and "rollout.seed" not in settings
     # The same prompt before training and after it.
     rows = {
         at: read_lines(rollout_file(folder, at, "val"))[0]
