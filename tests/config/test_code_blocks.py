@@ -21,10 +21,10 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import table
-from ppo_cli.planning import placement
+from ppo_cli.machine.machine import Machine
 from ppo_cli.report import loggers
 from tests.config.settling import load_table
-from tests.nvml import H100
+from tests.settings import with_gpus
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "asked_for"
 GPUS = 8
@@ -82,7 +82,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config" / "ppo_config.yaml").write_text(read("000_00"), encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(placement, "list_gpus", lambda environ=None: (H100,) * GPUS)
+    monkeypatch.setattr(Machine, "here", lambda environ=None: with_gpus(GPUS))
     monkeypatch.setattr(loggers, "find_spec", lambda name: name)  # every logger is installed
     for name in ("CUDA_VISIBLE_DEVICES", *(key.env for key in table().values() if key.env)):
         monkeypatch.delenv(name, raising=False)
