@@ -21,10 +21,10 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
     [
         (
             "lr",
-            "rate of the actor. (actor.optim.lr; at least 0, at most 1; default 1e-06; env LR",
+            "rate of the actor. (actor.optim.lr; at least 0, at most 1; default 1e-06; env PPO_LR",
         ),
         ("engine", "one of local, ray, verl; default unset"),
-        ("train_files", "(data.train_files; default unset; env TRAIN_FILES)"),
+        ("train_files", "(data.train_files; default unset; env PPO_TRAIN_FILES)"),
         ("logger", "one of console, tensorboard, wandb, trackio, mlflow, swanlab; default console"),
         (
             "gamma",
@@ -62,9 +62,9 @@ def test_help_all_has_every_flag_and_its_facts(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
     assert [name for name in list_flag_keys() if f"  --{name}" not in out] == []
-    assert "Model and data:" in out and "Reward:" in out and "env BATCH_SIZE" in out
+    assert "Model and data:" in out and "Reward:" in out and "env PPO_BATCH_SIZE" in out
     assert main(["train", "--help"]) == 0
     screen = capsys.readouterr().out
     common = {key.flag for key in table().values() if key.common}
     assert {flag for flag in common if f"  {flag}" not in screen} == set()
-    assert "Prompts per step [256]" in screen and "BATCH_SIZE" not in screen
+    assert "Prompts per step [256]" in screen and "PPO_BATCH_SIZE" not in screen

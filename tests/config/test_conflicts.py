@@ -77,5 +77,5 @@ def test_a_value_that_cannot_be_read_is_in_no_conflict() -> None:
 
 def test_a_conflict_names_all_places_it_came_from() -> None:
     flags = {"data.train_batch_size": ("100", "flag --batch_size")}
-    (line,) = problems(flags=flags, env={"MINI_BATCH_SIZE": "30"})
-    assert line.startswith("env MINI_BATCH_SIZE, flag --batch_size: ")
+    (line,) = problems(flags=flags, env={"PPO_MINI_BATCH_SIZE": "30"})
+    assert line.startswith("env PPO_MINI_BATCH_SIZE, flag --batch_size: ")

@@ -44,7 +44,7 @@ def test_a_comma_in_the_name_of_an_existing_file(
     desk: Path, text: str, names: tuple[str, ...]
 ) -> None:
     assert train_files(desk, flags={"data.train_files": ((text,), "flag")}) == names
-    assert train_files(desk, environ={"TRAIN_FILES": text}) == names
+    assert train_files(desk, environ={"PPO_TRAIN_FILES": text}) == names
     assert train_files(desk, overrides=[f"data.train_files={text}"]) == names
     assert train_files(desk, overrides=[f"data.train_files=[{text}]"]) == names
     (desk / "s.yaml").write_text(f"data:\n  train_files: [{text.strip(',')}]\n")

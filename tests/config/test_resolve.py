@@ -35,7 +35,7 @@ def test_later_layers_win_and_are_named() -> None:
     files = [Path("a.yaml"), Path("b.yaml")]
     key = "actor.optim.lr"
     flag = {key: ("5e-6", "flag --lr")}
-    env = {"LR": "4e-6"}
+    env = {"PPO_LR": "4e-6", "LR": "1"}
     seen = [
         settle(),
         settle(preset="gsm8k"),
@@ -51,8 +51,26 @@ def test_later_layers_win_and_are_named() -> None:
     assert origins[0] == "default"
     assert origins[1].startswith("preset gsm8k line ")
     assert origins[2].startswith("preset embedded line ")
-    assert origins[3:] == ["a.yaml line 3", "b.yaml line 3", "env LR", "flag --lr", "override"]
+    assert origins[3:] == ["a.yaml line 3", "b.yaml line 3", "env PPO_LR", "flag --lr", "override"]
     assert seen[-1].origins["actor.ppo_epochs"] == "a.yaml line 4"
+
+
+# Variables of the original scripts. Any other name may be set by a scheduler or a container.
+WITHOUT_PREFIX = {
+    "MODEL_PATH", "REWARD_MODEL_PATH", "CRITIC_LR", "KL_COEF", "CLIP_RATIO", "GAE_GAMMA",
+    "GAE_LAMBDA", "CRITIC_EPOCHS", "CLIPRANGE_VALUE", "ROLLOUT_N", "ROLLOUT_TEMPERATURE",
+    "ROLLOUT_TP_SIZE", "GPU_MEMORY_UTILIZATION", "N_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
+
+
+def test_variables_of_other_programs_set_nothing() -> None:
+    names = {key.env for key in table().values() if key.env}
+    assert {name for name in names if not name.startswith("PPO_")} == WITHOUT_PREFIX
+    others = {name.removeprefix("PPO_"): "BATCH" for name in names} | {"PPO_SEED": "7"}
+    env = {name: value for name, value in others.items() if name not in names - {"PPO_SEED"}}
+    before, origins = settle().origins, settle(env=env).origins
+    assert {key for key in origins if origins[key] != before[key]} == {"trainer.seed"}
 
 
 def test_without_gpu_and_model_the_embedded_preset_lies_lowest() -> None:
@@ -94,7 +112,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     write(Path("my.yaml"), "actor:\n  clip_ratio: 1.5\n  clip_ratoi: 0.2\nrollout:\n  n: two\n")
     lines = problems(
         "trainer.seed=nan", "lr=1", "junk", flags={"actor.optim.lr": ("1e-5x", "flag --lr")},
-        files=[Path("my.yaml"), Path("no.yaml")], env={"CRITIC_LR": "-1", "BATCH_SIZE": "100"},
+        files=[Path("my.yaml"), Path("no.yaml")], env={"CRITIC_LR": "-1", "PPO_BATCH_SIZE": "100"},
     )  # fmt: skip
     for start in (
         "flag --lr: actor.optim.lr: '1e-5x' is not a number",
@@ -106,7 +124,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         "override: trainer.seed: 'nan' is not a finite number",
         "override: there is no setting 'lr'. Did you mean 'actor.optim.lr' (--lr)?",
         "'junk' is neither a flag nor an override",
-        "env BATCH_SIZE: data.train_batch_size 100 is not divisible",
+        "env PPO_BATCH_SIZE: data.train_batch_size 100 is not divisible",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, start
     assert len(lines) == 10
@@ -182,7 +200,7 @@ def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
 def test_quotes_inside_a_text_stay() -> None:
     resolved = settle("data.system_prompt='a' or 'b'")
     assert resolved.config.data.system_prompt == "'a' or 'b'"
-    assert settle(env={"LR": "''"}).origins["actor.optim.lr"] == "default"
+    assert settle(env={"PPO_LR": "''"}).origins["actor.optim.lr"] == "default"
 
 
 def test_a_tilde_takes_a_setting_back_to_its_default() -> None:

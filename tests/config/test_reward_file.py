@@ -59,10 +59,10 @@ def test_a_line_reaches_its_setting(text: str, key: str, value: object) -> None:
 
 def test_variables_and_overrides_win_over_the_file() -> None:
     text = "api_reward: {model: a, votes: 2, type: openai}\n"
-    resolved = settle(text, "reward.api.votes=3", env={"RM_MODEL": "b"})
+    resolved = settle(text, "reward.api.votes=3", env={"PPO_RM_MODEL": "b"})
     api = resolved.config.reward.api
     assert (api.model, api.votes, api.type) == ("b", 3, "openai")
-    assert resolved.origins["reward.api.model"] == "env RM_MODEL"
+    assert resolved.origins["reward.api.model"] == "env PPO_RM_MODEL"
 
 
 @pytest.mark.parametrize(

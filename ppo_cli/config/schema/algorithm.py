@@ -186,7 +186,7 @@ class ActorOptim(Optim):
     """AdamW of the actor and its schedule."""
 
     lr: float = setting(
-        1e-6, "Peak learning rate of the actor.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0,
+        1e-6, "Peak learning rate of the actor.", flag="--lr", env="PPO_LR", usual=(1e-8, 1e-3), ge=0.0,
         le=1.0, common=True,
         advice="Divide by 3 if KL or clip fraction is above its range, or the reward falls. "
         "Multiply by 3 if KL stays below 0.001 and the reward does not rise. Start with "
@@ -310,7 +310,7 @@ class Actor(Trained):
 
     optim: ActorOptim = section(ActorOptim)
     ppo_mini_batch_size: int = setting(
-        64, "Prompts per optimizer step.", flag="--mini_batch_size", env="MINI_BATCH_SIZE", ge=1,
+        64, "Prompts per optimizer step.", flag="--mini_batch_size", env="PPO_MINI_BATCH_SIZE", ge=1,
         common=True,
         advice="Raise it if clip fraction is high; lower it if learning is slow. A quarter of "
         "--batch_size is usual.",
@@ -427,7 +427,7 @@ class CriticModel(Section):
 
     path: Annotated[str, checked(refuse_address)] = setting(
         Follows("model.path"), "Model that the critic starts from; of a reward model with its "
-        "head, if that is one number.", flag="--critic_model", env="CRITIC_MODEL_PATH",
+        "head, if that is one number.", flag="--critic_model", env="PPO_CRITIC_MODEL_PATH",
         identity="checkpoint",
     )  # fmt: skip
     enable_gradient_checkpointing: bool = setting(
@@ -649,7 +649,7 @@ class Algorithm(Section):
 
     adv_estimator: EstimatorName = setting(
         "gae", "Advantage estimator; only gae has a critic.", flag="--adv_estimator",
-        env="ADV_ESTIMATOR", identity="checkpoint", common=True,
+        env="PPO_ADV_ESTIMATOR", identity="checkpoint", common=True,
         advice="grpo (with --rollout_n 4 or more) needs no critic, so about half the memory; "
         "gae learns from single responses.",
     )  # fmt: skip

@@ -14,11 +14,11 @@ class Environment(Section):
     path: LocalPath = setting(
         None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME or openenv:URL.",
         flag="--environment",
-        env="ENVIRONMENT", unused="", common=True,
+        env="PPO_ENVIRONMENT", unused="", common=True,
     )  # fmt: skip
     tools: LocalPath = setting(
         None, "Python functions that the model may call. FILE.py or FILE.py:NAME,NAME.",
-        flag="--tools", env="TOOLS", unused="", common=True,
+        flag="--tools", env="PPO_TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
         (), "Tools of MCP servers: each a command, which speaks MCP over stdin and stdout, or an "

@@ -288,14 +288,14 @@ class ApiReward(Section):
         False, "Score responses with an LLM judge.", flag="--use_api_reward", unused="", common=True
     )
     type: JudgeType = setting(
-        "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE", common=True
+        "dashscope", "Provider of the judge.", flag="--rm_api_type", env="PPO_RM_API_TYPE", common=True
     )
     model: LocalPath = setting(
         None, "Model of the judge, such as qwen-plus. For local: a folder or hub name.",
-        flag="--rm_model", env="RM_MODEL", common=True,
+        flag="--rm_model", env="PPO_RM_MODEL", common=True,
     )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint, if not the provider's own.", flag="--rm_base_url", env="RM_BASE_URL",
+        None, "Endpoint, if not the provider's own.", flag="--rm_base_url", env="PPO_RM_BASE_URL",
         identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
@@ -305,7 +305,7 @@ class ApiReward(Section):
     # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
         "dialogue", "Bundled judge prompt.",
-        flag="--rm_prompt_preset", env="RM_PROMPT_PRESET", unused="own_judge_prompt", common=True,
+        flag="--rm_prompt_preset", env="PPO_RM_PROMPT_PRESET", unused="own_judge_prompt", common=True,
     )  # fmt: skip
     prompt_file: LocalPath = setting(
         None, "Your judge prompt: a YAML file like those in reward_prompts/.",
@@ -427,7 +427,7 @@ class ApiReward(Section):
     )  # fmt: skip
     cache: LocalPath = setting(
         None, "File of cached verdicts, or `off`. Unset: one file for all runs of this user.",
-        flag="--rm_cache", env="RM_CACHE", identity="start",
+        flag="--rm_cache", env="PPO_RM_CACHE", identity="start",
     )  # fmt: skip
     # Spending.
     budget_usd: float | None = setting(
@@ -438,7 +438,7 @@ class ApiReward(Section):
         None, "Maximum tokens of the judge.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
     prices: LocalPath = setting(
-        None, "YAML file with your prices.", flag="--rm_prices", env="RM_PRICES", identity="start",
+        None, "YAML file with your prices.", flag="--rm_prices", env="PPO_RM_PRICES", identity="start",
         unused="own_prices",
     )  # fmt: skip
     price_input: float | None = setting(
@@ -761,7 +761,7 @@ class Reward(Section):
     # Rules and functions, and the processes that run them.
     function: LocalPath = setting(
         None, "Python file with compute_score, FILE[:NAME].", flag="--reward_function",
-        env="REWARD_FUNCTION", unused="every_rule_its_own", common=True,
+        env="PPO_REWARD_FUNCTION", unused="every_rule_its_own", common=True,
     )  # fmt: skip
     function_kwargs: dict[str, Any] = setting(
         {}, "Keyword arguments of the reward function.", unused="no_rule"

@@ -136,15 +136,15 @@ class Data(Section):
 
     # Files and batches.
     train_files: Annotated[tuple[str, ...], checked(check_data_files)] = setting(
-        (), "Training prompts: files or hub sets.", flag="--train_files", env="TRAIN_FILES",
+        (), "Training prompts: files or hub sets.", flag="--train_files", env="PPO_TRAIN_FILES",
         files=True, identity="checkpoint", common=True,
     )  # fmt: skip
     val_files: Annotated[tuple[str, ...], checked(check_data_files)] = setting(
-        (), "Validation prompts: files or hub sets.", flag="--val_files", env="VAL_FILES",
+        (), "Validation prompts: files or hub sets.", flag="--val_files", env="PPO_VAL_FILES",
         files=True, common=True,
     )  # fmt: skip
     train_batch_size: int = setting(
-        256, "Prompts per step.", flag="--batch_size", env="BATCH_SIZE", ge=1,
+        256, "Prompts per step.", flag="--batch_size", env="PPO_BATCH_SIZE", ge=1,
         identity="checkpoint", common=True,
         advice="Raise it if the reward curve is noisy; lower it if steps take too long. 128 to "
         "512 is usual.",
@@ -156,14 +156,14 @@ class Data(Section):
     )
     # Lengths in tokens, and prompts that are too long.
     max_prompt_length: int = setting(
-        512, "Maximum prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH",
+        512, "Maximum prompt, in tokens.", flag="--max_prompt_length", env="PPO_MAX_PROMPT_LENGTH",
         ge=1, common=True,
         advice="`ppo data check FILE` prints the lengths of your prompts; take the largest, or "
         "drop longer prompts with data.filter_overlong_prompts=true.",
     )  # fmt: skip
     max_response_length: int = setting(
         512, "Maximum response, in tokens.", flag="--max_response_length",
-        env="MAX_RESPONSE_LENGTH", ge=1, common=True,
+        env="PPO_MAX_RESPONSE_LENGTH", ge=1, common=True,
         advice="Raise it if responses are cut off and good answers need the length; lower it "
         "if sampling takes too long or only length grows.",
     )  # fmt: skip
@@ -324,11 +324,11 @@ class Trainer(Section):
     identity: ClassVar[Identity] = "start"
     # Length of the run.
     total_epochs: int = setting(
-        1, "Passes over the training prompts.", flag="--epochs", env="TOTAL_EPOCHS", ge=1,
+        1, "Passes over the training prompts.", flag="--epochs", env="PPO_TOTAL_EPOCHS", ge=1,
         common=True,
     )  # fmt: skip
     total_training_steps: int | None = setting(
-        None, "Stop after this number of steps.", flag="--max_steps", env="MAX_STEPS", ge=1,
+        None, "Stop after this number of steps.", flag="--max_steps", env="PPO_MAX_STEPS", ge=1,
         common=True,
     )  # fmt: skip
     critic_warmup: int = setting(
@@ -338,7 +338,7 @@ class Trainer(Section):
     # The run folder, and what happens to an earlier run in it.
     output_dir: str = setting(
         "./outputs", "Run folder, or s3://NAME of a copy.", flag="--output_dir",
-        env="OUTPUT_DIR", min_length=1, common=True,
+        env="PPO_OUTPUT_DIR", min_length=1, common=True,
     )  # fmt: skip
     store: Annotated[str | None, checked(check_store)] = setting(
         None,
@@ -348,7 +348,7 @@ class Trainer(Section):
         "auto", "auto, never, or a checkpoint folder.", flag="--resume", common=True
     )
     seed: int = setting(
-        42, "Seed of sampling, order and new weights.", flag="--seed", env="SEED", ge=0, lt=2**31,
+        42, "Seed of sampling, order and new weights.", flag="--seed", env="PPO_SEED", ge=0, lt=2**31,
         identity="checkpoint", common=True,
     )  # fmt: skip
     # Cadence of checkpoints and validations.

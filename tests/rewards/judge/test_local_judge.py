@@ -41,7 +41,7 @@ def root() -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PPO_", "RM_", "OPENAI_"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PPO_", "OPENAI_"))}
     return {**environ, "PPO_PYTHON": sys.executable, **extra}
 
 

@@ -160,7 +160,7 @@ def test_a_run_starts_its_judge_goes_on_when_it_is_killed_and_leaves_nothing(
         "--batch_size", "4", "--mini_batch_size", "4", "--rollout_n", "2", "data.val_max_samples=4",
         "--output_dir", str(out),
     ]  # fmt: skip
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("RM_", "OPENAI_"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PPO_", "OPENAI_"))}
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
     log_file, seen = tmp_path / "log", set()
