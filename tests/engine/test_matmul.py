@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppo_cli.engine.cpu import products
 from ppo_cli.engine.cpu.products import set_matmul_library, use_blas, using_onednn
 from ppo_cli.engine.cpu.row_products import RowAttention, RowSpan
 from ppo_cli.engine.models.attention import LONGEST, PackedRows, attend_by_rows, longest_row
@@ -174,13 +174,13 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
 @pytest.mark.parametrize("library", ["blas", "onednn"])
 @pytest.mark.parametrize("longest", [40, LONGEST, LONGEST + 1])
 def test_attention_by_rows_has_the_scaling_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, longest: int, library: str, scaling: float | None
+    longest: int, library: Literal["blas", "onednn"], scaling: float | None
 ) -> None:
     """With both libraries, around the length above which another kernel attends."""
-    monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
+    if not set_matmul_library(library):
+        pytest.skip("oneDNN rounds float32 on this processor, so runs leave it to BLAS")
     rows = [longest, 20, 9], [0, 0, 2], [0, 13, 0]
     states = draw_states(longest + 29)
-    set_matmul_library(library)
     results = attend(states, *rows, scaling=scaling)
     assert_near(results.double(), attend_alone(states, *rows, scaling), terms=2 * longest)
 
@@ -208,8 +208,8 @@ def test_a_token_that_looks_back_leaves_its_products_to_blas(
         return torch.zeros(1), None
 
     monkeypatch.setattr("ppo_cli.engine.models.attention.sdpa_attention_forward", attend)
-    monkeypatch.setattr(products, "_multiplies_exactly", lambda: True)
-    set_matmul_library("onednn")
+    if not set_matmul_library("onednn"):
+        pytest.skip("oneDNN rounds float32 on this processor, so runs leave it to BLAS")
     past = torch.zeros(1, 2, 9, SIZE)
     for queries in (1, 9):
         attend_by_rows(nn.Module(), past[:, :, :queries], past, past, None)

@@ -179,7 +179,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     stops.append(Interrupted("Spent.", used_up=ExhaustedBudget("--rm_budget_usd", 1.3, 13, 0.0)))
     with pytest.raises(Interrupted) as stopped:  # 13 of 3 x 2 x 4 x n responses and 2 validations
         build("rollout.n=2", "rollout.val_kwargs.n=1", environ=("PPO_SEED",))
-    assert str(stopped.value).startswith("Spent. Go on with: PPO_SEED=42 ppo train --lr '1 2' --rm_b")
+    assert str(stopped.value).startswith("Spent. Go on with: PPO_SEED=42 ppo train --lr '1 2' --")
     assert str(stopped.value).endswith("--rm_budget_usd 6.5")
     stops.append(Interrupted("Down."))
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--resume", "never"])

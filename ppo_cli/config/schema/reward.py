@@ -288,7 +288,11 @@ class ApiReward(Section):
         False, "Score responses with an LLM judge.", flag="--use_api_reward", unused="", common=True
     )
     type: JudgeType = setting(
-        "dashscope", "Provider of the judge.", flag="--rm_api_type", env="PPO_RM_API_TYPE", common=True
+        "dashscope",
+        "Provider of the judge.",
+        flag="--rm_api_type",
+        env="PPO_RM_API_TYPE",
+        common=True,
     )
     model: LocalPath = setting(
         None, "Model of the judge, such as qwen-plus. For local: a folder or hub name.",

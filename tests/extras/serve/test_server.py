@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(client: Client, loss: st
     hand.backward()
     assert total == pytest.approx(hand.item(), rel=1e-5, abs=1e-5)
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model().parameters()))
-    assert client.step(name)["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert client.step(name)["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_gradients_of_calls_add_up_and_steps_are_those_of_adamw(client: Client) -> None:
