@@ -186,8 +186,8 @@ class ActorOptim(Optim):
     """AdamW of the actor and its schedule."""
 
     lr: float = setting(
-        1e-6, "Peak learning rate of the actor.", flag="--lr", env="PPO_LR", usual=(1e-8, 1e-3), ge=0.0,
-        le=1.0, common=True,
+        1e-6, "Peak learning rate of the actor.", flag="--lr", env="PPO_LR", usual=(1e-8, 1e-3),
+        ge=0.0, le=1.0, common=True,
         advice="Divide by 3 if KL or clip fraction is above its range, or the reward falls. "
         "Multiply by 3 if KL stays below 0.001 and the reward does not rise. Start with "
         "1e-6, or 1e-5 with LoRA.",
@@ -310,8 +310,8 @@ class Actor(Trained):
 
     optim: ActorOptim = section(ActorOptim)
     ppo_mini_batch_size: int = setting(
-        64, "Prompts per optimizer step.", flag="--mini_batch_size", env="PPO_MINI_BATCH_SIZE", ge=1,
-        common=True,
+        64, "Prompts per optimizer step.", flag="--mini_batch_size", env="PPO_MINI_BATCH_SIZE",
+        ge=1, common=True,
         advice="Raise it if clip fraction is high; lower it if learning is slow. A quarter of "
         "--batch_size is usual.",
     )  # fmt: skip

@@ -309,7 +309,8 @@ class ApiReward(Section):
     # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
         "dialogue", "Bundled judge prompt.",
-        flag="--rm_prompt_preset", env="PPO_RM_PROMPT_PRESET", unused="own_judge_prompt", common=True,
+        flag="--rm_prompt_preset", env="PPO_RM_PROMPT_PRESET", unused="own_judge_prompt",
+        common=True,
     )  # fmt: skip
     prompt_file: LocalPath = setting(
         None, "Your judge prompt: a YAML file like those in reward_prompts/.",
@@ -442,8 +443,8 @@ class ApiReward(Section):
         None, "Maximum tokens of the judge.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
     prices: LocalPath = setting(
-        None, "YAML file with your prices.", flag="--rm_prices", env="PPO_RM_PRICES", identity="start",
-        unused="own_prices",
+        None, "YAML file with your prices.", flag="--rm_prices", env="PPO_RM_PRICES",
+        identity="start", unused="own_prices",
     )  # fmt: skip
     price_input: float | None = setting(
         None, "US dollars per million input tokens.", flag="--rm_price_input", ge=0.0,

@@ -348,8 +348,8 @@ class Trainer(Section):
         "auto", "auto, never, or a checkpoint folder.", flag="--resume", common=True
     )
     seed: int = setting(
-        42, "Seed of sampling, order and new weights.", flag="--seed", env="PPO_SEED", ge=0, lt=2**31,
-        identity="checkpoint", common=True,
+        42, "Seed of sampling, order and new weights.", flag="--seed", env="PPO_SEED", ge=0,
+        lt=2**31, identity="checkpoint", common=True,
     )  # fmt: skip
     # Cadence of checkpoints and validations.
     save_freq: NotZero = setting(
