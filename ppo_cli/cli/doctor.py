@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
     from ppo_cli.self_test.runner import Progress
 
-# State of an outcome -> the word in the table.
+# Kind of a finding about this machine -> the word in its line.
+FINDING_STATES = {"ok": "ok", "remark": "warn", "missing": "fail"}
+# State of an outcome of the self-test -> the word in the table.
 STATES = {"ok": "ok", "differs": "differs", "failed": "failed", "skipped": "does not apply"}
 
 
@@ -47,16 +49,17 @@ def doctor(arguments: Arguments) -> None:
     from ppo_cli.run.doctor import examine
 
     # A check may take seconds, so each finding is printed at once.
-    findings = []
-    for finding in examine(resolved, os.environ, probe=arguments.extras["probe"]):
-        findings.append(finding)
+    rows = []
+    for part, finding in examine(resolved, os.environ, probe=arguments.extras["probe"]):
+        state = FINDING_STATES[finding.kind]
+        rows.append({"part": part, "state": state, "found": finding.text, "fix": finding.advice})
         if not as_json:
-            lines = [f"{finding.state:<5} {finding.part:<14} {finding.description}"]
-            lines += [f"{'':<20} -> {finding.fix}"] * bool(finding.fix)
+            lines = [f"{state:<5} {part:<14} {finding.text}"]
+            lines += [f"{'':<20} -> {finding.advice}"] * bool(finding.advice)
             print_text("\n".join(lines))
     if as_json:
-        print_json([finding.as_json() for finding in findings])
-    if any(finding.state == "fail" for finding in findings):
+        print_json(rows)
+    if any(row["state"] == "fail" for row in rows):
         raise typer.Exit(EXIT_USER)
 
 

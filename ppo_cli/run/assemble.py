@@ -299,9 +299,7 @@ class EngineFactory:
         placement = placement_of(self.config)
         if placement.nodes > 1 and placement.devices_per_node:
             network = find_network(os.environ)
-            self.tell(
-                f"Between nodes: {network.description}" + (network.repair and " (ppo doctor)")
-            )
+            self.tell(f"Between nodes: {network.text}" + (network.advice and " (ppo doctor)"))
         from ppo_cli.cluster.driver import DriverEngine
 
         engine = DriverEngine(

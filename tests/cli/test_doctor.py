@@ -13,15 +13,16 @@ import pytest
 from huggingface_hub import constants
 
 from ppo_cli.cli.app import main
+from ppo_cli.cli.doctor import FINDING_STATES
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import WorkerLost
 from ppo_cli.machine import torch_build
+from ppo_cli.machine.device_record import Feature
 from ppo_cli.machine.gpus import Gpu, list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import TorchBuild
 from ppo_cli.planning.resolved import Resolved
-from ppo_cli.run import doctor
-from ppo_cli.run.doctor import CHECKS, Finding, Subject, examine
+from ppo_cli.run.doctor import CHECKS, Subject, examine
 from tests.config.settling import settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
@@ -40,9 +41,15 @@ def looked_at(
 
 
 def check(
-    part: str, *, gpus: tuple[Gpu, ...] = (), probe: bool = False, **environ: str
-) -> list[Any]:
-    return list(CHECKS[part](Subject(resolved(Machine(gpus=gpus)), environ, probe)))
+    part: str, *, gpus: tuple[Gpu, ...] = (), proven: frozenset[Feature] = frozenset(),
+    probe: bool = False, **environ: str,
+) -> list[Any]:  # fmt: skip
+    return states(part, Subject(resolved(Machine(gpus=gpus, proven=proven)), environ, probe))
+
+
+def states(part: str, subject: Subject) -> list[Any]:
+    """State, text and advice of each finding about a part."""
+    return [(FINDING_STATES[f.kind], f.text, f.advice) for f in CHECKS[part](subject)]
 
 
 def resolved(here: Machine = CPU, *overrides: str) -> Resolved:
@@ -144,9 +151,11 @@ def make_program(path: Path) -> None:
     path.chmod(0o755)
 
 
-def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def state(**environ: str) -> tuple[str, str]:
-        ((state, finding, fix),) = check("gpu memory", gpus=(H100,), **environ)
+def test_expandable_segments_are_proven_first() -> None:
+    def state(*proven: Feature, **environ: str) -> tuple[str, str]:
+        ((state, finding, fix),) = check(
+            "gpu memory", gpus=(H100,), proven=frozenset(proven), **environ
+        )
         assert (state == "ok") == (fix == "")
         return state, finding
 
@@ -156,8 +165,7 @@ def test_expandable_segments_are_proven_first(monkeypatch: pytest.MonkeyPatch) -
     assert state(PYTORCH_CUDA_ALLOC_CONF=on)[0] == "warn"
     both = state(PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=on)
     assert both == ("ok", "PYTORCH_ALLOC_CONF=max_split_size_mb:64")
-    monkeypatch.setattr(doctor, "is_proven", lambda feature: feature == "expandable_segments")
-    assert state(PYTORCH_ALLOC_CONF=on)[0] == "ok"
+    assert state("expandable_segments", PYTORCH_ALLOC_CONF=on)[0] == "ok"
 
 
 def test_nodes_need_the_folders_and_ports() -> None:
@@ -165,7 +173,7 @@ def test_nodes_need_the_folders_and_ports() -> None:
         values = {"model": {"path": model}, "trainer": {"nnodes": 2, **trainer}}
         asked = Config.model_validate(values)
         subject = Subject(Resolved(asked, complete(asked), {}, {}, CPU), {}, probe)
-        return next(CHECKS["nodes"](subject))
+        return states("nodes", subject)[0]
 
     assert check("nodes") == [("ok", "one (--nnodes)", "")]
     assert nodes(master_addr="127.0.0.1", node_rank=0)[1].startswith("2; nodes must reach each")
@@ -210,16 +218,10 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"libcudart.so.13: no such file (key {SECRET})")
 
     monkeypatch.setitem(CHECKS, "torch", broken)
-    findings = {
-        finding.part: finding
-        for finding in examine(resolved(), {"OPENAI_API_KEY": SECRET}, probe=False)
-    }
+    findings = dict(examine(resolved(), {"OPENAI_API_KEY": SECRET}, probe=False))
     failure = "the check failed: OSError: libcudart.so.13: no such file (key"
-    assert isinstance(findings["torch"], Finding) and findings["torch"].state == "fail"
-    assert (
-        findings["torch"].description.startswith(failure)
-        and SECRET not in findings["torch"].description
-    )
+    torch = findings["torch"]
+    assert torch.kind == "missing" and torch.text.startswith(failure) and SECRET not in torch.text
 
 
 def test_a_run_names_the_doctor_where_it_may_be_the_machine(
