@@ -343,8 +343,8 @@ class ApiReward(Section):
         flag="--rm_scale", unused="fixed_scale",
     )  # fmt: skip
     output: Literal["json", "text"] | None = setting(
-        None, "Format of the answer: a JSON object, or a last line `Score: N`. Unset: that of the "
-        "prompt file, else json.", flag="--rm_output", unused="fixed_output",
+        None, "Format of the answer: a JSON object, or a last line with the score. Unset: that of "
+        "the prompt file, else json.", flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
     # How it answers.
     mode: Literal["text", "decision", "compare"] = setting(

@@ -17,6 +17,7 @@ from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal
 
+from ppo_cli.digests import digest_text
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Score
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # The form of answer that a judge is asked for.
 Output = Literal["json", "text"]
+CODE_LENGTH = 6  # hexadecimal digits
 # Upper bound of the tokens of roles, separators and the schema of the answer.
 REQUEST_OVERHEAD = 64
 # HTTP libraries name a connection that was never made so (httpx 0.28, aiohttp 3.13).
@@ -79,8 +81,9 @@ class Question:
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
     is the same text without the nonce, a part of the key of the cache and of de-duplication.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
-    `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
-    With a `comparison` it says which response is better, with a `draft` it writes criteria.
+    `user` asks for. `shown` has the texts to be judged, which a reply may quote. With a `rubric`
+    the answer decides its criteria, and the score is in [0, 1]. With a `comparison` it says which
+    response is better, with a `draft` it writes criteria.
     """
 
     system: str
@@ -90,6 +93,7 @@ class Question:
     max_tokens: int = 1024
     vote: int = 0
     output: Output = "json"
+    shown: str = ""
     rubric: Rubric | None = None
     comparison: Comparison | None = None
     draft: RubricDraft | None = None
@@ -98,6 +102,20 @@ class Question:
     def answer_spec(self) -> Rubric | Comparison | RubricDraft | None:
         """What is asked for in place of a score; it knows the form of the answer."""
         return self.comparison or self.rubric or self.draft
+
+    @property
+    def code(self) -> str:
+        """The code in the score line of a text verdict; see `score_code`."""
+        return score_code(self.identity)
+
+
+def score_code(identity: str) -> str:
+    """Return the code that the score line of a text verdict has to contain.
+
+    As a digest of the request it is the same in each process, but no response can contain it: the
+    response is a part of that request. So a judge that quotes the response does not quote a score.
+    """
+    return digest_text(identity)[:CODE_LENGTH]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.records import Prompt
-from ppo_cli.rewards.judge.calls import Output, Question, Scale
+from ppo_cli.rewards.judge.calls import CODE_LENGTH, Output, Question, Scale, score_code
 from ppo_cli.rewards.judge.rubric import (
     SCORING,
     SYSTEM,
@@ -47,7 +47,8 @@ BRACES = re.compile(rf"\{{\{{(?P<literal>{NAME})\}}\}}|\{{(?P<name>{NAME})\}}")
 SPACED = re.compile(
     r"\{(?:\s+(prompt|response|ground_truth)\s*|(prompt|response|ground_truth)\s+)\}"
 )
-NO_NONCE = "0" * 16  # in the identity of a request, which the cache key is made of
+# In the identity of a request, which the cache key is made of.
+NO_NONCE, NO_CODE = "0" * 16, "0" * CODE_LENGTH
 DEFAULT_API = ApiReward()
 # The pieces of one value with the names of their fences; a text has a single one without a name.
 Sections = list[tuple[str, Piece]]
@@ -191,18 +192,26 @@ class Template:
         pieces = self._pieces(material, api.reasoning, api.max_response_chars)
         comparison = Comparison(len(material.compared)) if material.compared else None
         answer_spec = comparison or rubric or draft
-        user = self._render(pieces, nonce or secrets.token_hex(8), answer_spec)
-        identity = self._render(pieces, NO_NONCE, answer_spec)
+        identity = self._render(pieces, NO_NONCE, NO_CODE, answer_spec)
+        identity = f"{self.system}{PART_END}{identity}"
+        nonce = nonce or secrets.token_hex(8)
+        user = self._render(pieces, nonce, score_code(identity), answer_spec)
         # Answers with a verdict per criterion need more tokens.
         criteria = len(rubric.criteria) if rubric else draft.max_criteria if draft else 0
         return Question(
             system=self.system,
             user=user,
-            identity=f"{self.system}{PART_END}{identity}",
+            identity=identity,
             scale=self.scale,
             max_tokens=api.max_tokens + TOKENS_A_CRITERION * criteria,
             vote=vote,
             output=self.output,
+            shown="\n".join(
+                text
+                for sections in pieces.get("response", ())
+                for _, (head, _, tail) in sections
+                for text in (head, tail)
+            ),
             rubric=rubric,
             comparison=comparison,
             draft=draft,
@@ -233,7 +242,11 @@ class Template:
         return pieces
 
     def _render(
-        self, pieces: Mapping[str, list[Sections]], nonce: str, answer_spec: AnswerSpec | None
+        self,
+        pieces: Mapping[str, list[Sections]],
+        nonce: str,
+        code: str,
+        answer_spec: AnswerSpec | None,
     ) -> str:
         """Return the scoring prompt with the fenced data and the closing instruction after it."""
         out = [
@@ -259,7 +272,7 @@ class Template:
                 f"Levels named above run from {named_scale.low} to {named_scale.high}; spread them "
                 f"evenly over {scale.low} to {scale.high}.\n"
             )
-        form = score_format(self.output, scale)
+        form = score_format(self.output, scale, code)
         asked = LEVELS.format(low=scale.low, high=scale.high, asked=form)
         if answer_spec is not None:
             asked = answer_spec.instructions()

@@ -4,7 +4,8 @@ Called by the client, once for each reply. What counts depends on what was asked
 
 - JSON: the reply is one object with the key `score_1_to_10` (the scale's) or `score`, and only
   strings that explain it besides.
-- Text: the reply is a bare number, or its last line is `Score: N` and no line has another score.
+- Text: the last line is `Score-CODE: N` with the code of the request, which no response knows. A
+  bare number or `Score: N` counts too where it cannot quote the response.
 
 A complete thought before the answer is skipped. A reply that was cut never counts. A number inside
 a sentence is never a score: asking again is cheap, a wrong reward is not.
@@ -15,12 +16,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from ppo_cli.errors import RewardError, first_line
-from ppo_cli.rewards.judge.calls import JudgeError, Output, Question, Reply, Scale
+from ppo_cli.rewards.judge.calls import (
+    CODE_LENGTH,
+    JudgeError,
+    Output,
+    Question,
+    Reply,
+    Scale,
+)
 from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.thoughts import MARKS, UnfinishedThought, strip_leading_thought
@@ -33,7 +42,7 @@ SCORE_FORMATS: Mapping[Output, str] = {
     ),
     "text": (
         "Give the reason first, in no more than three sentences. End with one line in exactly "
-        "this form and write nothing after it:\nScore: N"
+        "this form and write nothing after it:\nScore-{code}: N"
     ),
 }
 REMINDER = (
@@ -80,6 +89,8 @@ _COMPLETE_LINE = re.compile(
     rf"|\A\s*(?:[-*•+#|]|[0-9]+[.)]\s|(?:{'|'.join(REASON_KEYS)})\s*:)",
     re.I,
 )
+# "Punktzahl: zehn", which a judge may translate into a score line.
+_LABELLED_LINE = re.compile(r"^[^:=\n]{0,60}\w[^:=\n]{0,20}[:=]\s*[^\W\d]", re.M)
 _ANNOUNCING_LINE = re.compile(r"(?:[:：]|\b(?:follow(?:s|ing)|below|e\.g))\W{0,9}$", re.I)
 
 
@@ -123,13 +134,13 @@ def build_reminder(question: Question) -> str:
         form = question.answer_spec.answer_format()
         return f"Your last answer to this was not in the form asked for. {form}"
     scale = question.scale
-    form = score_format(question.output, scale)
+    form = score_format(question.output, scale, question.code)
     return REMINDER.format(asked=form, low=scale.low, high=scale.high)
 
 
-def score_format(output: Output, scale: Scale) -> str:
+def score_format(output: Output, scale: Scale, code: str) -> str:
     """Return the format of a score as the judge reads it."""
-    return SCORE_FORMATS[output].format(key=scale.key)
+    return SCORE_FORMATS[output].format(key=scale.key, code=code)
 
 
 def _build_error(cause: str, problem: str, reply: Reply) -> JudgeError:
@@ -155,8 +166,9 @@ def _read_reply(text: str, question: Question) -> tuple[float, str, dict[str, An
         grades, reason = _read_grades(answer, question.rubric)
         return question.rubric.value(grades), reason, {"grades": grades}
     # A judge that was asked for text may still answer with an object.
-    read_score = _read_object if answer[0] == "{" else _read_text
-    return *read_score(answer, question.scale), {}
+    if answer[0] == "{":
+        return *_read_object(answer, question), {}
+    return *_read_text(answer, question), {}
 
 
 def _extract_answer(text: str, output: Output) -> str:
@@ -191,9 +203,9 @@ def _check_range(value: float, scale: Scale) -> float:
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def _read_object(text: str, scale: Scale) -> tuple[float, str]:
+def _read_object(text: str, question: Question) -> tuple[float, str]:
     """Return score and reason of an object with the key that was asked for, or plain `score`."""
-    entries = _decode(text)
+    entries, scale = _decode(text), question.scale
     reasons = [value for key, value in entries.items() if key in REASON_KEYS]
     keys = [key for key in entries if key not in REASON_KEYS]
     if len(keys) != 1 or keys[0] not in (scale.key, PLAIN_KEY):
@@ -209,6 +221,10 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
         score = _read_number(score, scale)
     if score is None or isinstance(score, bool) or not isinstance(score, int | float):
         raise Unreadable("form", f'"{keys[0]}" is not a number')
+    # A judge that copies the response without escaping it copies this pair with it.
+    pairs = re.findall(rf"{keys[0]}[\"']?\s*:\s*[\"']?({_NUMBER})", question.shown, re.I)
+    if any(float(number.replace("−", "-")) == score for number in pairs):
+        raise Unreadable("form", "its score may be a quotation")
     return _check_range(score, scale), "\n".join(reasons)
 
 
@@ -318,36 +334,54 @@ _DECODER = json.JSONDecoder(
 # --- text ----------------------------------------------------------------------------------------
 
 
-def _read_text(text: str, scale: Scale) -> tuple[float, str]:
-    """Return score and reason of a reply that is a bare number or ends with `Score: N`.
+def _read_text(text: str, question: Question) -> tuple[float, str]:
+    """Return score and reason of a reply that ends with a score line, or is a bare number.
 
     The reason is the text before. Raises Unreadable for a score outside the scale, a second,
-    different score, or a last line that may be a quotation.
+    different score, or a last line that may quote the response.
     """
+    scale = question.scale
     lines = [line for line in text.translate(_FULL_WIDTH).split("\n") if re.search(r"\w", line)]
     if not lines or len(lines[-1]) > MAX_SCORE_LINE_CHARS:
         raise Unreadable("form", "its last line is not a score and nothing else")
     before, last = lines[:-1], lines[-1]
-    value = _read_score_line(last, scale)
-    if value is None and not before:
-        value = _read_number(last, scale)
-    if value is None:
-        raise Unreadable("form", "its last line is not a score and nothing else")
-    # An indented score, or one after an unfinished line, may quote the response.
-    quoted = bool(before) and (
-        last[0].isspace()
-        or not _COMPLETE_LINE.search(before[-1])
-        or bool(_ANNOUNCING_LINE.search(before[-1]))
-    )
-    if quoted:
-        raise Unreadable("form", "its last line may be a quotation")
+    scores = [_read_score_line(line, scale) for line in lines]
+    coded = [score[1] for score in scores if score and score[0] == question.code]
+    value: float | None
+    others: Sequence[float | None]
+    if coded and scores[-1] == (question.code, coded[-1]):
+        # Score lines without the code are quotations.
+        value, others = coded[-1], coded
+    else:
+        code, value = scores[-1] or ("", None if before else _read_number(last, scale))
+        if code or coded or value is None:
+            raise Unreadable("form", "its last line is not a score and nothing else")
+        if _may_be_quoted(before, last, value, question.shown):
+            raise Unreadable("form", "its last line may be a quotation")
+        others = [score[1] if score else _read_number(line, scale)
+                  for score, line in zip(scores, lines, strict=True)]  # fmt: skip
     value = _check_range(value, scale)
-    for line in before:
-        other = _read_score_line(line, scale)
-        other = _read_number(line, scale) if other is None else other
-        if other is not None and other != value:
-            raise Unreadable("ambiguous", "it names several different scores")
+    if any(other not in (None, value) for other in others):
+        raise Unreadable("ambiguous", "it names several different scores")
     return value, "\n".join(before)
+
+
+def _may_be_quoted(before: Sequence[str], last: str, value: float, shown: str) -> bool:
+    """Whether a score line without the code may quote the response that the judge was shown.
+
+    A judge may also translate the response, or quote a part of it: the number is enough, or any
+    label, since its number may be a word.
+    """
+    if not before:
+        return last.strip() in shown and not last.strip().isdigit()
+    # An indented score, or one after an unfinished line.
+    if last[0].isspace() or not _COMPLETE_LINE.search(before[-1]):
+        return True
+    text = unicodedata.normalize("NFKC", shown)
+    numbers = re.findall(r"\d+", text) + re.findall(r"\d+[.,]\d+", text)
+    is_shown = any(float(number.replace(",", ".")) == abs(value) for number in numbers)
+    labelled = _LABELLED_LINE.search(text) or _ANNOUNCING_LINE.search(before[-1])
+    return is_shown or labelled is not None
 
 
 @lru_cache(maxsize=16)
@@ -359,25 +393,35 @@ def _patterns(scale: Scale) -> tuple[re.Pattern[str], re.Pattern[str]]:
     low, high = re.escape(str(scale.low)), re.escape(str(scale.high))
     number = rf"(?P<value>{_NUMBER})(?:\s*(?:/|out\s+of)\s*{high})?(?:\s*points?)?\s*[.!]?"
     named = rf"(?:\s*(?:{low}\s*(?:[-–]|to)\s*{high}|out\s+of\s+{high}))?"
+    code = rf"(?:\s*[-–]?\s*(?P<code>[0-9a-f]{{{CODE_LENGTH}}}))?"
     return (
         re.compile(number, re.I),
-        re.compile(rf"{_LABEL}{named}\s*(?:is\s*:?|[:=])\s*{number}", re.I),
+        re.compile(rf"{_LABEL}{code}{named}\s*(?:is\s*:?|[:=])\s*{number}", re.I),
     )
 
 
-def _read_score_line(line: str, scale: Scale) -> float | None:
-    """Return N of a line that is `Score: N`, in any markup; None for any other line."""
-    return _match_value(_patterns(scale)[1], line)
+def _read_score_line(line: str, scale: Scale) -> tuple[str, float] | None:
+    """Return code and N of a line that is `Score-CODE: N`, in any markup; None for other lines.
+
+    The code is empty in a line without one.
+    """
+    match = _match(_patterns(scale)[1], line)
+    return None if match is None else ((match["code"] or "").lower(), _value(match))
 
 
 def _read_number(text: str, scale: Scale) -> float | None:
     """Return the number of a text that is one number, perhaps over the top of the scale."""
-    return None if re.fullmatch(r"\s*\d+\.\s*", text) else _match_value(_patterns(scale)[0], text)
+    item = re.fullmatch(r"\s*\d+\.\s*", text)
+    match = None if item else _match(_patterns(scale)[0], text)
+    return None if match is None else _value(match)
 
 
-def _match_value(pattern: re.Pattern[str], line: str) -> float | None:
-    match = pattern.fullmatch(_MARKUP.sub("", _MATHS.sub(r"\1", line)).strip())
-    return None if match is None else float(match["value"].replace("−", "-"))
+def _match(pattern: re.Pattern[str], line: str) -> re.Match[str] | None:
+    return pattern.fullmatch(_MARKUP.sub("", _MATHS.sub(r"\1", line)).strip())
+
+
+def _value(match: re.Match[str]) -> float:
+    return float(match["value"].replace("−", "-"))
 
 
 # --- probabilities -------------------------------------------------------------------------------

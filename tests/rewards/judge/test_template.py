@@ -78,7 +78,7 @@ def test_the_form_of_the_answer_is_a_setting(tmp_path: Path) -> None:
     material = Material("p", "r", "g")
     json, text = (custom(PLAIN, output=output).question(material) for output in ("json", "text"))
     assert (json.output, text.output) == ("json", "text")
-    assert text.user.endswith("write nothing after it:\nScore: N")
+    assert text.user.endswith(f"write nothing after it:\nScore-{text.code}: N")
     assert "JSON" not in text.user and text.identity != json.identity
     file = write(tmp_path, "scoring: 'Rate {response}'\noutput: text\n")
     assert load_template(file).output == "text"

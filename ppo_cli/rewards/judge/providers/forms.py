@@ -69,7 +69,8 @@ def decisions(question: Question) -> list[Decision]:
 
 def decision_input(question: Question) -> str:
     """Return the text that the questions are about, without the form of a written answer."""
-    text, form = question.user, score_format(question.output, question.scale)
+    text = question.user
+    form = score_format(question.output, question.scale, question.code)
     if question.rubric is not None:  # criteria have their own questions
         text, form = join_texts(question), question.rubric.instructions()
     return text.removesuffix(f"\n\n{build_reminder(question)}").removesuffix(form).rstrip()
