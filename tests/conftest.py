@@ -142,4 +142,4 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     from ppo_cli.machine import gpus
 
     yield Machine(tmp_path, monkeypatch)
-    gpus.query_nvml.cache_clear()
+    gpus.read_inventory.cache_clear()

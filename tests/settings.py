@@ -34,6 +34,11 @@ def complete(settings: Config | Mapping[str, Any], machine: Machine = CPU) -> Co
     return fit_memory(Config.model_validate(settings), machine).config
 
 
+def resolved(settings: Config, machine: Machine = CPU) -> Resolved:
+    """These settings as a command resolves them on a machine."""
+    return Resolved(settings, complete(settings, machine), {}, {}, machine)
+
+
 def config_yaml(resolved: Resolved) -> str:
     """The config.yaml that a run with these settings writes."""
     fitted = fit_memory(resolved.requested, resolved.machine)

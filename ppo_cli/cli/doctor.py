@@ -19,8 +19,8 @@ from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
-from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
-from ppo_cli.machine.torch_build import find_gpu_fault
+from ppo_cli.machine.gpus import pin_gpu_order
+from ppo_cli.machine.machine import Machine
 
 if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
@@ -43,7 +43,7 @@ def doctor(arguments: Arguments) -> None:
     resolved = arguments.resolve()
     as_json = bool(arguments.extras["json"])
     if arguments.extras["self_test"]:
-        _run_self_test(resolved.config, as_json=as_json)
+        _run_self_test(resolved.config, resolved.machine, as_json=as_json)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
@@ -63,7 +63,7 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _run_self_test(config: Config, *, as_json: bool) -> None:
+def _run_self_test(config: Config, machine: Machine, *, as_json: bool) -> None:
     """Run all checks of the self-test, write their record, print them; exit 2 if one fails."""
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.machine.device_record import require_writable, write_record
@@ -71,9 +71,9 @@ def _run_self_test(config: Config, *, as_json: bool) -> None:
     from ppo_cli.self_test.runner import make_record, run_checks
 
     # CUDA reads its variables once, so the order of the GPUs is set before torch is imported.
-    gpus = len(list_gpus())
+    gpus = len(machine.gpus)
     pin_gpu_order(os.environ)
-    if fault := find_gpu_fault(gpus or 1):
+    if fault := machine.gpu_fault(gpus):
         raise MissingPart(str(fault))
     try:
         require_writable()

@@ -30,7 +30,6 @@ from ppo_cli.config.layers import (
 )
 from ppo_cli.config.models.bundled import MODELS, prompt_files
 from ppo_cli.config.schema.keys import find_key
-from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
@@ -88,7 +87,7 @@ def evaluate(arguments: Arguments) -> None:
             problems.append(f"--tasks uses lm-eval's rows and scores: leave --{others[0]} out.")
         if problems:
             raise ConfigError(problems)
-        _run_lm_eval(arguments, config, sources)
+        _run_lm_eval(arguments, resolved, sources)
         return
     # Everything that is wrong with the flags, before anything heavy is imported.
     if extras["right"] is not None and not math.isfinite(extras["right"]):
@@ -116,7 +115,10 @@ def evaluate(arguments: Arguments) -> None:
     with closing(screen):
         screen.note_all(note for note in resolved.notes if note not in TRAINING_NOTES)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
-        report = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
+        report = evaluate(
+            config, resolved.machine, sources, sampling, screen, out=out,
+            threshold=extras["right"],
+        )  # fmt: skip
     print_result(report, lambda: format_evaluation(report), as_json=extras["json"])
     if report["stopped"]:
         raise Interrupted(
@@ -132,7 +134,7 @@ def evaluate(arguments: Arguments) -> None:
             )
 
 
-def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSource]) -> None:
+def _run_lm_eval(arguments: Arguments, resolved: Resolved, sources: Sequence[ModelSource]) -> None:
     """Evaluate the models on lm-eval's tasks and print a table, or JSON."""
     if not find_spec("lm_eval"):  # before the imports, which take seconds
         raise MissingPart(
@@ -145,7 +147,7 @@ def _run_lm_eval(arguments: Arguments, config: Config, sources: Sequence[ModelSo
     names = [name for text in arguments.extras["tasks"] for name in text.split(",") if name]
     screen = make_screen(sys.stderr)
     with closing(screen):
-        report = evaluate_tasks(config, sources, names, screen)
+        report = evaluate_tasks(resolved.config, resolved.machine, sources, names, screen)
     # One row for each model, task and metric.
     rows = [["", "task", "metric", "value", "stderr"]]
     for model in report["models"]:
@@ -284,7 +286,8 @@ def generate(arguments: Arguments) -> None:
         raise ConfigError(problems)
     # Check the model and --out before the imports, which take seconds.
     source = _find_intact_model(model)
-    config = resolve_model_settings(arguments, [source]).config
+    resolved = resolve_model_settings(arguments, [source])
+    config = resolved.config
     from ppo_cli.scoring.rows import check_out, write_rows
 
     for file in prompt_files([extras["data"]] if extras["data"] else [], "val"):
@@ -297,7 +300,7 @@ def generate(arguments: Arguments) -> None:
     sampling = eval_sampling(config, extras["n"] or 1, greedy=extras["greedy"], as_trained=True)
     screen = make_screen(sys.stderr)  # stdout is for the answers
     # A file of prompts, one prompt, or a chat.
-    with closing(screen), closing(SampledModel(config, source)) as sampled:
+    with closing(screen), closing(SampledModel(config, resolved.machine, source)) as sampled:
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
             screen.note_all(notes)

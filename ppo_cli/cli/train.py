@@ -326,7 +326,7 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
     if resolved.config.trainer.node_rank:
         from ppo_cli.cluster.nodes import join_cluster
 
-        raise typer.Exit(join_cluster(resolved.config, resolved.requested, os.environ, screen.note))
+        raise typer.Exit(join_cluster(resolved, os.environ, screen.note))
     # Notes that `ppo plan` shows in its last section.
     run_plan = make_plan(resolved, findings)
     start = align_columns(_describe_start(run_plan))
@@ -385,7 +385,7 @@ def _train_on_nodes(run_plan: RunPlan, screen: Screen) -> None:
     if several and config.trainer.engine != "local":
         from ppo_cli.cluster.nodes import open_cluster
 
-        cluster = open_cluster(config, run_plan.resolved.requested, os.environ, screen.note)
+        cluster = open_cluster(run_plan.resolved, os.environ, screen.note)
     with cluster as nodes:
         with pause_garbage_collection():
             from ppo_cli.run.assemble import train as train_now

@@ -278,17 +278,17 @@ TELL_EVERY_S = 10.0
 
 
 def reserve_nodes(
-    count: int, gpus: int, waits: Waits, timeout_s: float, tell: Callable[[str], None]
+    count: int, gpus_each: int, waits: Waits, timeout_s: float, tell: Callable[[str], None]
 ) -> PlacementGroup:
-    """Reserve `gpus` GPUs on each of `count` nodes; bundle i is node i.
+    """Reserve `gpus_each` GPUs on each of `count` nodes; bundle i is node i.
 
     Raises WorkerLost when they are not there in time, Interrupted when the user stops.
     """
     # One bundle a node: `STRICT_SPREAD` puts each on another machine.
     bundles: list[dict[str, float]] = []
     for _ in range(count):
-        bundles.append({"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {}))
-    if home := _home(gpus):
+        bundles.append({"CPU": 1.0} | ({"GPU": float(gpus_each)} if gpus_each else {}))
+    if home := _home(gpus_each):
         bundles[0] |= {f"node:{home}": 0.001}  # the first node is this one: it has the run folder
     group = placement_group(bundles, strategy="STRICT_SPREAD" if count > 1 else "PACK")
     ready, started, reported_at = group.ready(), time.monotonic(), time.monotonic()
@@ -298,12 +298,12 @@ def reserve_nodes(
             now = time.monotonic()
             if now - started > timeout_s:
                 raise WorkerLost(
-                    f"After {timeout_s:g} s still {describe_wait(count, gpus)}. Start the missing "
-                    "nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets how long "
-                    "to wait."
+                    f"After {timeout_s:g} s still {describe_wait(count, gpus_each)}. Start the "
+                    "missing nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets "
+                    "how long to wait."
                 )
             if now - reported_at > TELL_EVERY_S:
-                tell(describe_wait(count, gpus))
+                tell(describe_wait(count, gpus_each))
                 reported_at = now
     except BaseException:
         # A Ray that is gone cannot remove the group, and would be waited for.
@@ -313,11 +313,11 @@ def reserve_nodes(
     return group
 
 
-def describe_wait(count: int, gpus: int) -> str:
+def describe_wait(count: int, gpus_each: int) -> str:
     """Describe which nodes are requested and which the cluster has."""
-    request = plural(count, "node") + f" with {plural(gpus, 'GPU')}" * bool(gpus)
+    request = plural(count, "node") + f" with {plural(gpus_each, 'GPU')}" * bool(gpus_each)
     rooms = [_resources(node) for node in ray.nodes() if node["Alive"]]
-    fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus)
+    fit = sum(1 for room in rooms if room.get("GPU", 0) >= gpus_each)
     has = f"the cluster has {fit}"
     if fit < len(rooms):
         # The GPUs of each node show which ones are too small.
@@ -328,11 +328,11 @@ def describe_wait(count: int, gpus: int) -> str:
     return f"waiting for {request}; {has}"
 
 
-def _home(gpus: int) -> str | None:
+def _home(gpus_each: int) -> str | None:
     """The address of this node, if it has enough GPUs to take part."""
     local_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
-        if node["NodeID"] == local_id and _resources(node).get("GPU", 0) >= gpus:
+        if node["NodeID"] == local_id and _resources(node).get("GPU", 0) >= gpus_each:
             return str(node["NodeManagerAddress"])
     return None
 

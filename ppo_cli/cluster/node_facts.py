@@ -19,7 +19,7 @@ import ppo_cli
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import digest_text
-from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.planning.resolved import Resolved
 
 # Settings that may differ between nodes. The numbers of nodes and GPUs are compared as facts.
 # Only node 0 calls judges, so the keys of providers on other nodes do not matter.
@@ -72,25 +72,26 @@ def read_facts(raw: Mapping[str, Any]) -> NodeFacts:
 
 
 def collect_facts(
-    config: Config, requested: Config, environ: Mapping[str, str], host: str, address: str
+    resolved: Resolved, environ: Mapping[str, str], host: str, address: str
 ) -> NodeFacts:
     """Collect the facts of this node. Versions are read without importing the packages.
 
-    Nodes compare what was set (`requested`): what is chosen may differ between them.
+    Nodes compare what was set: what is chosen may differ between them.
     """
+    trainer = resolved.config.trainer
     return NodeFacts(
-        rank=config.trainer.node_rank or 0,
-        nnodes=config.trainer.nnodes,
+        rank=trainer.node_rank or 0,
+        nnodes=trainer.nnodes,
         host=host,
         address=address,
-        gpus=len(list_gpus(environ)),
-        wanted_gpus=config.trainer.n_gpus_per_node,
+        gpus=len(resolved.machine.gpus),
+        wanted_gpus=trainer.n_gpus_per_node,
         ppo=ppo_cli.__version__,
         code=_digest_code(),
         python=f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}",
         **{name: _package_version(name) for name in PACKAGES},
         slurm_job=environ.get("SLURM_JOB_ID", ""),
-        settings=digest_settings(requested),
+        settings=digest_settings(resolved.requested),
     )
 
 

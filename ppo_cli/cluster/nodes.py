@@ -63,6 +63,7 @@ from ppo_cli.errors import (
     WorkerLost,
     exit_code_of,
 )
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.processes.reaper import STOP_S
 from ppo_cli.signals import StopOnSignal
 
@@ -317,11 +318,9 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
     return f"{state}; did not connect in time (trainer.node_timeout): {', '.join(late)}.{hint}"
 
 
-def open_cluster(
-    config: Config, requested: Config, environ: Mapping[str, str], tell: Tell
-) -> Nodes:
+def open_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> Nodes:
     """Start Ray's head on node 0, and return when all nodes work."""
-    trainer = config.trainer
+    config, trainer = resolved.config, resolved.config.trainer
     if address := _given_cluster(config, environ):
         return _use_given_cluster(address, config, tell)
     # Mistakes in addresses and ports are reported before Ray starts.
@@ -338,7 +337,7 @@ def open_cluster(
     try:
         at = ray.await_address(RAY_START_S)
         store = HeadStore(at)
-        facts = collect_facts(config, requested, environ, host, at.rpartition(":")[0].strip("[]"))
+        facts = collect_facts(resolved, environ, host, at.rpartition(":")[0].strip("[]"))
         nodes = Nodes(
             at, trainer.node_timeout, tell, facts=facts, ray=ray, store=store,
             hosts=slurm_hosts(environ),
@@ -356,17 +355,15 @@ def open_cluster(
     return nodes
 
 
-def join_cluster(config: Config, requested: Config, environ: Mapping[str, str], tell: Tell) -> int:
+def join_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> int:
     """Work for node 0 until the run ends; return node 0's exit code."""
-    trainer = config.trainer
+    config, trainer = resolved.config, resolved.config.trainer
     _given_cluster(config, environ)
     assert trainer.node_rank and trainer.master_addr is not None
     address = node_address(environ.get("NODE_ADDR"))
     set_token(config, environ)
     store, local_address = find_head(config, address, tell)
-    facts = collect_facts(
-        config, requested, environ, socket.gethostname(), address or local_address
-    )
+    facts = collect_facts(resolved, environ, socket.gethostname(), address or local_address)
     options = replace(_offer(config, environ, facts.address), head_address=store.address)
 
     def start_ray() -> RayProcess:

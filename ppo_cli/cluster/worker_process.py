@@ -33,6 +33,7 @@ from ppo_cli.cluster.addresses import free_port
 from ppo_cli.engine.leftovers import create_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, is_picklable
 from ppo_cli.machine.gpus import pin_gpu_order
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import count_cores
 from ppo_cli.secrets.redact import redact
 
@@ -73,7 +74,7 @@ class Worker:
         self._object: Any = None  # what `build` has made
         self._thread: ThreadPoolExecutor | None = None
 
-    def arrive(self, log: str, gpus: tuple[int, ...], threads: int | None) -> Outcome:
+    def arrive(self, log: str, devices: tuple[int, ...], threads: int | None) -> Outcome:
         """Open the log, make only these GPUs visible, and return the node as in `WorkerHandle`.
 
         Without `threads` a worker with GPUs takes their share of the node's cores.
@@ -85,10 +86,10 @@ class Worker:
             write_into(Path(log))
             ignore_signals()
             pin_gpu_order(os.environ)
-            os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
+            os.environ[VISIBLE] = visible_gpus(devices, os.environ.get(VISIBLE))
             node_id = ray.get_runtime_context().get_node_id()
-            if gpus:  # Ray has set it to 1
-                count = str(threads or share_cores(len(gpus), node_id))
+            if devices:  # Ray has set it to 1
+                count = str(threads or share_cores(len(devices), node_id))
                 os.environ |= dict.fromkeys(THREAD_VARIABLES, count)
             return {
                 "node": ray.util.get_node_ip_address(), "node_id": node_id, "pid": os.getpid()
@@ -110,7 +111,8 @@ class Worker:
 
             # Fail here, with the host's name, rather than train on the CPU.
             try:
-                require_gpus(len(list(filter(None, os.environ.get(VISIBLE, "").split(",")))))
+                visible = list(filter(None, os.environ.get(VISIBLE, "").split(",")))
+                require_gpus(Machine.here(), len(visible))
             except MissingPart as error:
                 raise MissingPart(f"{socket.gethostname()}: {error}") from None
             send_tensors_as_arrays()
@@ -200,23 +202,23 @@ def rendezvous_url(node: str, one_node: bool) -> str:
     return f"tcp://{node}:{free_port(node)}"
 
 
-def share_cores(gpus: int, node_id: str) -> int:
+def share_cores(devices: int, node_id: str) -> int:
     """Return a worker's share of the node's cores: the share of the node's GPUs that it has."""
     (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-    return max(1, count_cores() * gpus // max(gpus, int(resources.get("GPU", 0))))
+    return max(1, count_cores() * devices // max(devices, int(resources.get("GPU", 0))))
 
 
-def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
+def visible_gpus(devices: Sequence[int], inherited: str | None) -> str:
     """Return CUDA_VISIBLE_DEVICES for these GPUs, numbered among those that the node shows."""
     if not inherited:
-        return ",".join(str(gpu) for gpu in gpus)
+        return ",".join(map(str, devices))
     names = [name.strip() for name in inherited.split(",")]
-    if gpus and max(gpus) >= len(names):
+    if devices and max(devices) >= len(names):
         raise ConfigError(
-            f"This node shows GPUs {inherited} ({VISIBLE}), so it has no GPU number {max(gpus)}; "
-            "lower --n_gpus or show more."
+            f"This node shows GPUs {inherited} ({VISIBLE}), so it has no GPU number "
+            f"{max(devices)}; lower --n_gpus or show more."
         )
-    return ",".join(names[gpu] for gpu in gpus)
+    return ",".join(names[device] for device in devices)
 
 
 def _try(work: Callable[[], Any]) -> Outcome:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ppo_cli.errors import MissingPart, first_line
-from ppo_cli.machine.gpus import has_bfloat16, list_gpus, pin_gpu_order
-from ppo_cli.machine.torch_build import GpuFault, describe, find_gpu_fault
+from ppo_cli.machine.gpus import pin_gpu_order
+from ppo_cli.machine.machine import Machine
+from ppo_cli.machine.torch_build import GpuFault, describe_gpus
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,10 @@ class Compute:
     dtype: torch.dtype
 
     @classmethod
-    def choose(cls, dtype: str | None) -> Compute:
-        """Choose the GPU if there is one; the default precision is bfloat16 if it supports it."""
+    def choose(cls, dtype: str) -> Compute:
+        """Choose the GPU if there is one."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # The plan reads the same list of GPUs, so that plan and run choose the same precision.
-        half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
-        name = dtype or ("bfloat16" if half else "float32")
-        return cls(device, getattr(torch, name))
+        return cls(device, getattr(torch, dtype))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Context in which forward passes run."""
@@ -50,19 +48,19 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return pin(tensor, device).to(device, non_blocking=True)
 
 
-def require_gpus(planned: int) -> None:
+def require_gpus(machine: Machine, planned: int) -> None:
     """Raise MissingPart if torch cannot use the planned GPUs, or sees GPUs that were not planned.
 
     Also fixes the order in which this process and its children number the GPUs.
     """
     pin_gpu_order(os.environ)
-    if (fault := find_gpu_fault(planned) or find_cuda_fault(planned)) is not None:
+    if (fault := machine.gpu_fault(planned) or find_cuda_fault(machine, planned)) is not None:
         raise MissingPart(str(fault))
 
 
-def find_cuda_fault(planned: int) -> GpuFault | None:
+def find_cuda_fault(machine: Machine, planned: int) -> GpuFault | None:
     """Return why CUDA does not start, or why its GPUs differ from the plan; None if all is well."""
-    gpus, starts = list_gpus()[:planned], torch.cuda.is_available()
+    gpus, starts = machine.gpus[:planned], torch.cuda.is_available()
     if not planned and starts:
         return GpuFault(
             f"torch {torch.__version__} sees a GPU that NVIDIA's management library (NVML) does "
@@ -77,7 +75,11 @@ def find_cuda_fault(planned: int) -> GpuFault | None:
         problem = f"it sees {torch.cuda.device_count()} of {planned} GPUs"
     except (RuntimeError, AssertionError) as error:
         problem = first_line(error).rstrip(".")
-    who = describe(gpus) if gpus else "A GPU that NVIDIA's driver does not show"
+    who = (
+        describe_gpus(gpus, machine.inventory)
+        if gpus
+        else "A GPU that NVIDIA's driver does not show"
+    )
     return GpuFault(
         f"{who} cannot be used by torch {torch.__version__}: {problem}",
         "`sudo nvidia-modprobe -u`, or a restart of the machine, brings back a driver that hangs",

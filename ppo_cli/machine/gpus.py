@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+ROOT = Path("/")  # of the file system; tests have others
 AMPERE = (8, 0)  # compute capability
 # Where Windows puts NVML for Linux under WSL, relative to the root.
 WSL_LIBRARY = "usr/lib/wsl/lib/libnvidia-ml.so.1"
@@ -56,7 +57,10 @@ class Inventory:
     fault: str | None = None  # why NVML does not answer although the machine has NVIDIA devices
 
 
-def list_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> tuple[Gpu, ...]:
+NO_GPUS = Inventory()
+
+
+def list_gpus(environ: Mapping[str, str] | None = None, root: Path = ROOT) -> tuple[Gpu, ...]:
     """Return the GPUs that a process with this environment may use, in CUDA's order."""
     environ = os.environ if environ is None else environ
     cards = _order_cards(environ, root)
@@ -112,14 +116,14 @@ def explain_hidden_gpus(environ: Mapping[str, str]) -> str | None:
 
 
 def _describe_missing_slice(card: Card) -> str:
-    index = read_inventory().cards.index(card)
+    index = read_inventory(ROOT).cards.index(card)
     return (
         f"GPU {index} ({card.gpu.name}) is in MIG mode without an instance, so nothing can use it: "
         f"`sudo nvidia-smi mig -cgi 0 -C -i {index}` makes one of the whole GPU."
     )
 
 
-def _order_cards(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Card, ...]:
+def _order_cards(environ: Mapping[str, str], root: Path = ROOT) -> tuple[Card, ...]:
     cards = read_inventory(root).cards
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         cards = tuple(sorted(cards, key=lambda card: card.speed, reverse=True))
@@ -136,7 +140,7 @@ def pin_gpu_order(environ: MutableMapping[str, str]) -> None:
 
     Programs that inherit the variables then number the GPUs in the same order.
     """
-    cards = [card.gpu for card in read_inventory().cards]
+    cards = [card.gpu for card in read_inventory(ROOT).cards]
     gpus = list_gpus(environ)
     if "CUDA_DEVICE_ORDER" in environ or len({card.name for card in cards}) < 2:
         return
@@ -147,7 +151,7 @@ def pin_gpu_order(environ: MutableMapping[str, str]) -> None:
 
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None without a driver."""
-    return read_inventory().driver
+    return read_inventory(ROOT).driver
 
 
 def _usable_gpus(card: Card) -> Sequence[Gpu]:
@@ -170,12 +174,13 @@ def _select_visible(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
         yield matches[0]
 
 
-def read_inventory(root: Path = Path("/")) -> Inventory:
-    """Query NVML; empty without NVIDIA's driver."""
+@cache
+def read_inventory(root: Path) -> Inventory:
+    """Query NVML, once in a process; empty without NVIDIA's driver."""
     import pynvml
 
     try:
-        return query_nvml(pynvml, root)
+        return _query_nvml(pynvml, root)
     except pynvml.NVMLError as error:
         # A machine without NVIDIA devices has no fault: NVML is not expected to answer.
         has_wsl_gpu = (root / "dev/dxg").exists() and (root / WSL_LIBRARY).exists()
@@ -183,8 +188,7 @@ def read_inventory(root: Path = Path("/")) -> Inventory:
         return Inventory(fault=str(error) if has_cards or has_wsl_gpu else None)
 
 
-@cache  # errors are not cached
-def query_nvml(nvml: Any, root: Path) -> Inventory:
+def _query_nvml(nvml: Any, root: Path) -> Inventory:
     """Read the inventory with the module pynvml; raise its errors."""
     try:
         nvml.nvmlInit()

@@ -9,9 +9,20 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 from ppo_cli.machine.device_record import Feature, read_record
-from ppo_cli.machine.gpus import Gpu, has_bfloat16, list_gpus
+from ppo_cli.machine.gpus import (
+    NO_GPUS,
+    ROOT,
+    Gpu,
+    Inventory,
+    explain_hidden_gpus,
+    has_bfloat16,
+    hides_all_gpus,
+    list_gpus,
+    read_inventory,
+)
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.processor import count_cores, has_fast_bfloat16, matmul_library
+from ppo_cli.machine.torch_build import GpuFault, TorchBuild, find_gpu_fault, read_build
 
 # Optional packages that choices and checks of settings look for; none of them is imported.
 PACKAGES: Final = ("bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm")
@@ -29,11 +40,14 @@ class Machine:
     fast_bfloat16: bool = False  # the processor multiplies in bfloat16 faster than in float32
     matmul: Literal["blas", "onednn"] = "blas"  # the faster library for float32 on the processor
     gpu_bytes: int | None = None  # of each GPU, if GPUs of another machine are assumed
+    inventory: Inventory = NO_GPUS  # all GPUs and the driver; no fault if all are hidden
+    hidden_gpus: str | None = None  # GPUs that a mistake in CUDA_VISIBLE_DEVICES hides
+    torch: TorchBuild | None = None  # None: not installed
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Machine:
         """Read this machine as a process with these variables sees it."""
-        gpus = list_gpus(environ)
+        gpus, inventory = list_gpus(environ), read_inventory(ROOT)
         record = read_record() if gpus else None
         return cls(
             gpus=gpus,
@@ -43,6 +57,9 @@ class Machine:
             host_bytes=host_memory(),
             fast_bfloat16=has_fast_bfloat16(environ),
             matmul=matmul_library(environ),
+            inventory=replace(inventory, fault=None) if hides_all_gpus(environ) else inventory,
+            hidden_gpus=explain_hidden_gpus(environ),
+            torch=read_build(),
         )
 
     def assume_memory(self, gpu_bytes: int) -> Machine:
@@ -52,3 +69,7 @@ class Machine:
     def has_bfloat16(self, gpus: int) -> bool:
         """Whether the first `gpus` GPUs compute in bfloat16; True if they are not here."""
         return has_bfloat16(self.gpus[:gpus])
+
+    def gpu_fault(self, used: int) -> GpuFault | None:
+        """Why torch cannot compute on the first `used` GPUs; None if it can, or there are none."""
+        return find_gpu_fault(self.gpus[:used], self.inventory, self.torch)

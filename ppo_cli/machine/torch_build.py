@@ -6,17 +6,16 @@ older GPUs.
 
 from __future__ import annotations
 
-import os
 import runpy
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ppo_cli.machine.gpus import Gpu, hides_all_gpus, list_gpus, read_inventory
+from ppo_cli.machine.gpus import Gpu, Inventory
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What installs vLLM: the script of a checkout, or an extra of the package that pip installed.
@@ -69,15 +68,15 @@ class GpuFault:
         return f"{self.what}. {self.repair[0].upper()}{self.repair[1:]}. {USE_CPU}"
 
 
-def find_gpu_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> GpuFault | None:
-    """Return why torch cannot compute on the first `used` GPUs.
+def find_gpu_fault(
+    gpus: Sequence[Gpu], inventory: Inventory, build: TorchBuild | None
+) -> GpuFault | None:
+    """Return why the build of torch cannot compute on these GPUs of the inventory.
 
-    None: it can, there are no GPUs, or CUDA_VISIBLE_DEVICES hides all. `engine.device.require_gpus`
-    finds faults that only a start of CUDA shows.
+    None: it can, or there are no GPUs. `engine.device.require_gpus` finds faults that only a start
+    of CUDA shows.
     """
-    environ = os.environ if environ is None else environ
-    gpus, inventory, build = list_gpus(environ)[:used], read_inventory(), read_build()
-    if inventory.fault is not None and not hides_all_gpus(environ):
+    if inventory.fault is not None:
         what = "This machine has NVIDIA GPUs, but their driver does not answer: "
         return GpuFault(what + inventory.fault.rstrip("."), _suggest_driver_fix(inventory.fault))
     if not gpus or build is None:
@@ -94,13 +93,14 @@ def find_gpu_fault(used: int = 1, environ: Mapping[str, str] | None = None) -> G
         why = ", which has no code for this GPU"
     else:
         return None
-    return GpuFault(f"{describe(gpus)} cannot be used: {build}{why}", _repair_command(build, gpus))
+    what = f"{describe_gpus(gpus, inventory)} cannot be used: {build}{why}"
+    return GpuFault(what, _repair_command(build, gpus, inventory))
 
 
-def _repair_command(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
+def _repair_command(build: TorchBuild, gpus: Sequence[Gpu], inventory: Inventory) -> str:
     """Return the command that installs the build of torch for these GPUs."""
     # The setup script is preferred; otherwise pip with the index of the build.
-    name = _choose_build(gpus)
+    name = _choose_build(gpus, inventory)
     if name is None:
         return f"update NVIDIA's driver to {DRIVERS[13]} or newer"
     if (setup := _setup_command()) is not None:
@@ -110,9 +110,8 @@ def _repair_command(build: TorchBuild, gpus: Sequence[Gpu]) -> str:
     return f"run `{shlex.join([*line, f'https://download.pytorch.org/whl/{name}'])}`"
 
 
-def describe(gpus: Sequence[Gpu]) -> str:
+def describe_gpus(gpus: Sequence[Gpu], inventory: Inventory) -> str:
     """Return the names of GPUs, and their driver with the newest CUDA that it runs."""
-    inventory = read_inventory()
     names = dict.fromkeys(gpu.name for gpu in gpus)
     capabilities = dict.fromkeys(gpu.compute_capability for gpu in gpus if gpu.compute_capability)
     shown = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
@@ -127,9 +126,9 @@ def _capability(gpu: Gpu) -> tuple[int, int]:
     return gpu.compute_capability or TURING
 
 
-def _choose_build(gpus: Sequence[Gpu]) -> str | None:
+def _choose_build(gpus: Sequence[Gpu], inventory: Inventory) -> str | None:
     """Return the build of torch that these GPUs and their driver can run; None: no build."""
-    newest = (read_inventory().cuda or (13, 0))[0]
+    newest = (inventory.cuda or (13, 0))[0]
     if newest >= 13 and all(_capability(gpu) >= TURING for gpu in gpus):
         return "cu130"
     return "cu126" if newest >= 12 and all(_capability(gpu) < BLACKWELL for gpu in gpus) else None

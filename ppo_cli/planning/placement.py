@@ -11,7 +11,6 @@ from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural
-from ppo_cli.machine.gpus import Gpu
 from ppo_cli.machine.machine import Machine
 
 
@@ -41,16 +40,15 @@ def train_devices(config: Config) -> tuple[int, ...]:
     all_gpus = trainer.n_gpus_per_node * trainer.nnodes
     if all_gpus == 0:
         return tuple(range(trainer.num_workers or trainer.nnodes))
-    return tuple(
-        range(all_gpus - (_count_sampling_gpus(config, all_gpus) if trainer.async_steps else 0))
-    )
+    return tuple(range(all_gpus - (_count_sampling_gpus(config) if trainer.async_steps else 0)))
 
 
-def _count_sampling_gpus(config: Config, gpus: int) -> int:
+def _count_sampling_gpus(config: Config) -> int:
     """Return how many GPUs only sample: about a quarter, in whole samplers.
 
     The other GPUs divide into groups of training ranks, if any such number exists.
     """
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     span = config.rollout.tensor_model_parallel_size
     # The GPUs that train must divide into groups of ranks.
     group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
@@ -111,7 +109,7 @@ def placement_of(config: Config) -> Placement:
     if config.trainer.placement is not None:
         roles = read_placement(config.trainer.placement)
     else:
-        roles = _default_roles(config, train_devices(config), per_node * nodes)
+        roles = _default_roles(config, train_devices(config))
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
     reward = roles.get("reward") or _choose_reward_devices(config, train, rollout, per_node)
     # Consecutive devices form a sampler.
@@ -119,11 +117,11 @@ def placement_of(config: Config) -> Placement:
     return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
 
 
-def _default_roles(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
+def _default_roles(config: Config, train: tuple[int, ...]) -> Roles:
     """Place roles without --placement: GPUs do both; on the CPU each process has its own slot."""
     # The CPU's samplers follow the slots that train; async samplers have the GPUs that do not
     # train.
-    first = len(train)
+    first, gpus = len(train), config.trainer.n_gpus_per_node * config.trainer.nnodes
     if gpus == 0:
         slots = range(first, first + (config.rollout.num_samplers or 1))
         return {"train": train, "rollout": tuple(slots)}
@@ -219,7 +217,7 @@ def plan_devices(config: Config, machine: Machine) -> PlanPart:
     # Sentences for people.
     sentences = [
         *describe_placement(placement),
-        *_describe_gpus(machine.gpus[: placement.devices_per_node]),
+        *_describe_gpus(machine, placement.devices_per_node),
     ]
     if engine == "ray":
         sentences += [
@@ -241,8 +239,9 @@ def plan_devices(config: Config, machine: Machine) -> PlanPart:
     return PlanPart(tuple(sentences), facts)
 
 
-def _describe_gpus(gpus: Sequence[Gpu]) -> list[str]:
+def _describe_gpus(machine: Machine, used: int) -> list[str]:
     """Name the GPUs of this node that are used, with their memory."""
+    gpus = machine.gpus[:used]
     # Equal GPUs are named once, different ones each.
     shown = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.3g} GiB" for gpu in gpus]
     if len(set(shown)) < 2:

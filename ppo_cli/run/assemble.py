@@ -432,7 +432,7 @@ def open_run(
     """
     config = plan.settings
     if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
-        require_gpus(config.trainer.n_gpus_per_node)
+        require_gpus(plan.resolved.machine, config.trainer.n_gpus_per_node)
     gc.freeze()  # loaded modules are not scanned for garbage in every step
     check_loggers(config.trainer.logger)
     # An empty folder of a run that failed at the start is removed again.

@@ -29,14 +29,9 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.reward import ApiReward, Code
 from ppo_cli.errors import UserError, first_line, ppo
-from ppo_cli.machine.gpus import (
-    driver_version,
-    explain_hidden_gpus,
-    has_bfloat16,
-    list_gpus,
-)
+from ppo_cli.machine.gpus import has_bfloat16
 from ppo_cli.machine.memory import host_memory
-from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.planning.memory.plan import (
@@ -137,20 +132,21 @@ def _check_torch(subject: Subject) -> Iterator[Finding]:
 
     # A GPU that torch cannot use is worse than none.
     gpus, version = subject.machine.gpus, torch.__version__
-    fault = find_gpu_fault(len(gpus), subject.environ) or find_cuda_fault(len(gpus))
+    machine = subject.machine
+    fault = machine.gpu_fault(len(gpus)) or find_cuda_fault(machine, len(gpus))
     if fault is not None:
         yield _fail(fault.what, fault.repair)
         return
     if not gpus:
-        if (idle := explain_hidden_gpus(subject.environ)) is not None:
-            yield _warn(f"{version} trains on the CPU", idle)
+        if machine.hidden_gpus is not None:
+            yield _warn(f"{version} trains on the CPU", machine.hidden_gpus)
             return
-        hidden = list_gpus({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
+        hidden = machine.inventory.cards and "CUDA_VISIBLE_DEVICES hides the GPUs"
         yield _ok(f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU")
         return
     # Everything matches: show the GPUs, and warn about old ones.
     shown = ", ".join(f"{gpu.name} {gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
-    yield _ok(f"{version}, CUDA {torch.version.cuda}, driver {driver_version()}: {shown}")
+    yield _ok(f"{version}, CUDA {torch.version.cuda}, driver {machine.inventory.driver}: {shown}")
     if old := [gpu.name for gpu in gpus if not has_bfloat16([gpu])]:
         problem = f"{old[0]} has no bfloat16: models compute in float32, and vLLM refuses bfloat16"
         yield _warn(

@@ -38,7 +38,7 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG
 from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
-from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.machine import Machine
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
@@ -86,8 +86,10 @@ class SampledModel:
     raises ModelError if prompts and responses may exceed the model's positions.
     """
 
-    def __init__(self, config: Config, source: ModelSource, *, limited: bool = True) -> None:
-        require_gpus(len(list_gpus()[:1]))
+    def __init__(
+        self, config: Config, machine: Machine, source: ModelSource, *, limited: bool = True
+    ) -> None:
+        require_gpus(machine, len(machine.gpus[:1]))
         path, trust = source.path, config.model.trust_remote_code
         with ExitStack() as opened:
             # The hf sampler and vLLM need a complete model.
@@ -224,6 +226,7 @@ class _ScoredRows:
 
 def evaluate(
     config: Config,
+    machine: Machine,
     sources: Sequence[ModelSource],
     sampling: Sampling,
     screen: Screen,
@@ -253,7 +256,7 @@ def evaluate(
     with ExitStack() as closing:
         for source in sources:
             # One model after the other: only one is in memory.
-            sampled = SampledModel(config, source)
+            sampled = SampledModel(config, machine, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
             screen.note_all(notes)
@@ -309,7 +312,11 @@ def fix_scales(settings: Reward) -> tuple[Reward, list[str]]:
 
 
 def evaluate_tasks(
-    config: Config, sources: Sequence[ModelSource], tasks: Sequence[str], screen: Screen
+    config: Config,
+    machine: Machine,
+    sources: Sequence[ModelSource],
+    tasks: Sequence[str],
+    screen: Screen,
 ) -> dict[str, Any]:
     """Run lm-eval's tasks on models; a task is one of its names, or a YAML file.
 
@@ -324,7 +331,7 @@ def evaluate_tasks(
     manager = TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
     reports = []
     for source in sources:
-        sampled = SampledModel(config, source, limited=False)
+        sampled = SampledModel(config, machine, source, limited=False)
         with closing(sampled), screen.phase(source.name, None):
             model = sampled.config.model
             try:

@@ -16,19 +16,20 @@ from ppo_cli.cli.app import main
 from ppo_cli.cli.doctor import FINDING_STATES
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import WorkerLost
-from ppo_cli.machine import torch_build
+from ppo_cli.machine import machine as machine_module
 from ppo_cli.machine.device_record import Feature
-from ppo_cli.machine.gpus import Gpu, list_gpus
+from ppo_cli.machine.gpus import Gpu
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import TorchBuild
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run.doctor import CHECKS, Subject, examine
+from tests import settings
 from tests.config.settling import settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
 from tests.nvml import DRIVER, H100, T4
 from tests.nvml import Machine as NvmlMachine
-from tests.settings import CPU, complete
+from tests.settings import CPU
 
 JUDGE = ("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m")
 
@@ -41,10 +42,10 @@ def looked_at(
 
 
 def check(
-    part: str, *, gpus: tuple[Gpu, ...] = (), proven: frozenset[Feature] = frozenset(),
-    probe: bool = False, **environ: str,
+    part: str, *, gpus: tuple[Gpu, ...] = (), machine: Machine | None = None, probe: bool = False,
+    **environ: str,
 ) -> list[Any]:  # fmt: skip
-    return states(part, Subject(resolved(Machine(gpus=gpus, proven=proven)), environ, probe))
+    return states(part, Subject(resolved(machine or Machine(gpus=gpus)), environ, probe))
 
 
 def states(part: str, subject: Subject) -> list[Any]:
@@ -96,19 +97,19 @@ def test_gpus_without_their_build_or_driver_are_told(
     import torch
 
     machine.set("driver|535.183.01|12020", T4)
-    monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
-    ((state, finding, fix),) = check("torch", gpus=list_gpus())
+    monkeypatch.setattr(machine_module, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
+    ((state, finding, fix),) = check("torch", machine=machine_module.Machine.here())
     assert state == "fail" and finding.startswith(
         "Tesla T4 (compute capability 7.5, driver 535.183"
     )
     assert finding.endswith("built for CUDA 13.0, which needs driver 580 or newer")
     assert fix.startswith("run `")
     machine.set(DRIVER, T4)
-    ((state, finding, fix),) = check("torch", gpus=list_gpus())
+    ((state, finding, fix),) = check("torch", machine=machine_module.Machine.here())
     assert (state, "nvidia-modprobe" in fix) == ("fail", True), finding
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    installed, old = check("torch", gpus=list_gpus())
+    installed, old = check("torch", machine=machine_module.Machine.here())
     assert installed[0] == "ok" and installed[1].endswith("driver 580.95.05: Tesla T4 16 GiB")
     assert old[0] == "warn" and old[1].startswith("Tesla T4 has no bfloat16")
     ((state, finding, _),) = check("torch")
@@ -153,9 +154,8 @@ def make_program(path: Path) -> None:
 
 def test_expandable_segments_are_proven_first() -> None:
     def state(*proven: Feature, **environ: str) -> tuple[str, str]:
-        ((state, finding, fix),) = check(
-            "gpu memory", gpus=(H100,), proven=frozenset(proven), **environ
-        )
+        machine = Machine(gpus=(H100,), proven=frozenset(proven))
+        ((state, finding, fix),) = check("gpu memory", machine=machine, **environ)
         assert (state == "ok") == (fix == "")
         return state, finding
 
@@ -172,7 +172,7 @@ def test_nodes_need_the_folders_and_ports() -> None:
     def nodes(*, probe: bool = True, model: str = "embedded", **trainer: Any) -> Any:
         values = {"model": {"path": model}, "trainer": {"nnodes": 2, **trainer}}
         asked = Config.model_validate(values)
-        subject = Subject(Resolved(asked, complete(asked), {}, {}, CPU), {}, probe)
+        subject = Subject(settings.resolved(asked), {}, probe)
         return states("nodes", subject)[0]
 
     assert check("nodes") == [("ok", "one (--nnodes)", "")]

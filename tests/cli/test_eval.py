@@ -349,7 +349,7 @@ def test_generate(
 
 def test_the_history_of_a_chat_is_what_the_model_reads(workdir: Path) -> None:
     resolved = resolve(flags={}, preset="embedded", config_files=[], overrides=[], environ={})
-    with closing(SampledModel(resolved.config, find_source("run"))) as sampled:
+    with closing(SampledModel(resolved.config, resolved.machine, find_source("run"))) as sampled:
         turns = [("user", "1 + 1 = ?"), ("assistant", "2"), ("user", "2 + 2 = ?")]
         prompt = sampled.prompt([{"role": role, "content": content} for role, content in turns])
     assert all(content in prompt.rendered for _, content in turns)

@@ -21,7 +21,7 @@ from ppo_cli.cluster.node_facts import (
     run_key,
 )
 from ppo_cli.config.schema.run import Config
-from tests.settings import complete
+from tests.settings import complete, resolved
 
 HEAD = NodeFacts(
     0, 2, "host-a", "10.0.0.1", 8, 8, "1.0", "c0de", "3.11.7", "2.60.0", "2.13.0", "0.32.0", "7", {}
@@ -83,7 +83,7 @@ def test_too_few_gpus_are_named() -> None:
 
 def test_facts_of_this_machine_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(trainer={"nnodes": 2, "num_workers": 2, "node_rank": 1})
-    facts = collect_facts(settings, settings, {"CUDA_VISIBLE_DEVICES": ""}, "here", "here")
+    facts = collect_facts(resolved(settings), {}, "here", "here")
     assert (facts.rank, facts.nnodes, facts.gpus, facts.wanted_gpus) == (1, 2, 0, 0)
     assert facts.torch[0].isdigit() and facts.label == "node 1 (here)"
     assert "no GPU" in describe_node(facts)
@@ -91,4 +91,4 @@ def test_facts_of_this_machine_travel(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read_facts({"rank": 1, "ppo": "0.0"}).ppo == "0.0"  # of an older version
     monkeypatch.setattr(node_facts.ppo_cli, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / "changed.py").write_text("1")
-    assert collect_facts(settings, settings, {}, "here", "here").code != facts.code
+    assert collect_facts(resolved(settings), {}, "here", "here").code != facts.code

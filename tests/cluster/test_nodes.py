@@ -21,7 +21,7 @@ from ppo_cli.cluster.ray_process import RayOptions
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, WorkerLost
 from ppo_cli.machine.machine import Machine
-from tests.settings import CPU, complete, with_gpus
+from tests.settings import CPU, resolved, with_gpus
 
 SECRET = "one long secret of ours"
 
@@ -133,9 +133,7 @@ class Guest:
 
         def live() -> None:
             try:
-                self._outcome = join_cluster(
-                    complete(settings), settings, environ, self.notes.append
-                )
+                self._outcome = join_cluster(resolved(settings), environ, self.notes.append)
             except PpoError as error:
                 self._outcome = error
 
@@ -159,7 +157,7 @@ def refusal(
     settings: Config, environ: dict[str, str] | None = None, here: Machine = CPU
 ) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        open_cluster(complete(settings, here), settings, environ or {}, lambda text: None)
+        open_cluster(resolved(settings, here), environ or {}, lambda text: None)
     return caught.value
 
 
@@ -169,9 +167,7 @@ def pair(head: FakeHead) -> Iterator[tuple[Nodes, Guest]]:
     trainer = {"master_port": port, "max_restarts": 1, "num_workers": 90, "node_timeout": 4}
     guest = Guest(config(1, **trainer))
     settings = config(**trainer)
-    run_nodes = open_cluster(
-        complete(settings), settings, {"NODE_ADDR": "127.0.0.2"}, lambda text: None
-    )
+    run_nodes = open_cluster(resolved(settings), {"NODE_ADDR": "127.0.0.2"}, lambda text: None)
     wait_for(lambda: any("has joined node 0" in note for note in guest.notes))
     yield run_nodes, guest
     run_nodes.close(0)
@@ -281,7 +277,7 @@ def test_a_missing_node_is_named_and_after_a_while_what_to_check(
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
     with pytest.raises(ConfigError, match=r"did not connect in time .*: node 1 \(gpu2\).*srun"):
         settings = config(node_timeout=1)
-        open_cluster(complete(settings), settings, environ, notes.append)
+        open_cluster(resolved(settings), environ, notes.append)
     waiting = [note for note in notes if "waiting for node 1 (gpu2)" in note]
     assert waiting[0] == "1 of 2 nodes are connected; waiting for node 1 (gpu2)"
     assert waiting[1].startswith(f"{waiting[0]}: ") and "PPO_CLUSTER_SECRET" in waiting[1]

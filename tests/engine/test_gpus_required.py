@@ -10,8 +10,7 @@ import torch
 from ppo_cli.cluster.worker_process import Worker
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.errors import MissingPart
-from ppo_cli.machine import machine as here
-from ppo_cli.machine import torch_build
+from ppo_cli.machine import machine as machine_module
 from ppo_cli.machine.torch_build import TorchBuild
 from tests.nvml import DRIVER, RTX_4090, T4, Machine
 from tests.settings import complete
@@ -20,7 +19,7 @@ from tests.settings import complete
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A torch for CUDA, of which the test says what `torch.cuda` gives."""
-    monkeypatch.setattr(torch_build, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
+    monkeypatch.setattr(machine_module, "read_build", lambda: TorchBuild("2.13.0", (13, 0)))
 
     def give(*, available: bool, error: str = "") -> None:
         def start() -> None:
@@ -40,26 +39,26 @@ def test_cuda_that_does_not_start_is_an_error_with_its_words(
     machine.set(DRIVER, RTX_4090)
     cuda(available=False, error="CUDA unknown error - this may be due to a set-up\nmore")
     with pytest.raises(MissingPart, match=r"RTX 4090 .* cannot be used .*CUDA unkn") as e:
-        require_gpus(1)
+        require_gpus(machine_module.Machine.here(), 1)
     assert "nvidia-modprobe" in str(e.value) and "more" not in str(e.value)
 
 
 def test_fewer_gpus_than_planned_is_an_error(machine: Machine, cuda: Callable[..., None]) -> None:
     machine.set(DRIVER, RTX_4090)
     cuda(available=True)
-    require_gpus(1)
+    require_gpus(machine_module.Machine.here(), 1)
     with pytest.raises(MissingPart, match="it sees 1 of 2 GPUs"):
-        require_gpus(2)
+        require_gpus(machine_module.Machine.here(), 2)
 
 
 def test_a_gpu_that_is_not_counted_is_an_error(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.set(DRIVER)
-    require_gpus(0)
+    require_gpus(machine_module.Machine.here(), 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(MissingPart, match=r"NVML\) does not show.*CUDA_VISIBLE_DEVICES"):
-        require_gpus(0)
+        require_gpus(machine_module.Machine.here(), 0)
 
 
 @pytest.mark.parametrize(("card", "dtype"), [(RTX_4090, "bfloat16"), (T4, "float32")])
@@ -68,9 +67,8 @@ def test_a_gpu_without_bfloat16_computes_in_float32(
 ) -> None:
     machine.set(DRIVER, card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Compute.choose(None) == Compute(torch.device("cuda"), getattr(torch, dtype))
-    assert complete({}, here.Machine.here({})).model.dtype == dtype
-    assert Compute.choose("bfloat16").dtype == torch.bfloat16
+    assert complete({}, machine_module.Machine.here({})).model.dtype == dtype
+    assert Compute.choose(dtype) == Compute(torch.device("cuda"), getattr(torch, dtype))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for GPUs here")

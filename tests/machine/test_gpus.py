@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.machine import machine as here
+from ppo_cli.cli.app import main
+from ppo_cli.machine import machine as machine_module
 from ppo_cli.machine.gpus import (
     Gpu,
     driver_version,
@@ -34,7 +35,7 @@ def test_a_card_has_name_memory_and_capability(machine: Machine) -> None:
         Gpu("NVIDIA GeForce RTX 4090", "GPU-4090a", 24 * GIB, (8, 9)),
     )  # fmt: skip
     assert driver_version() == "580.95.05"
-    assert read_inventory().cuda == (13, 0)
+    assert read_inventory(Path("/")).cuda == (13, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,10 @@ def test_a_driver_that_does_not_answer_is_a_fault_where_there_are_devices(
     assert read_inventory(tmp_path).fault is None
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
+    machine.set("error|18")  # a new process
     assert read_inventory(tmp_path).fault is None
     (tmp_path / "dev/nvidia0").touch()
+    machine.set("error|18")
     fault = read_inventory(tmp_path).fault
     assert fault is not None and "version mismatch" in fault
     assert list_gpus({}, tmp_path) == ()
@@ -154,10 +157,29 @@ def test_a_driver_that_does_not_answer_is_a_fault_where_there_are_devices(
     assert read_inventory(tmp_path).fault is None and len(list_gpus({}, tmp_path)) == 1
 
 
+def test_a_command_asks_nvml_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    starts, real = [], pynvml.nvmlInit
+
+    def start() -> None:
+        starts.append(1)
+        real()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", start)
+    for lines in ([DRIVER, RTX_4090], ["error|18"]):
+        machine.set(*lines)
+        main(["plan", "--preset", "embedded"])
+        assert len(starts) == 1
+        starts.clear()
+
+
 def test_a_run_computes_in_what_all_of_its_gpus_have(machine: Machine) -> None:
     machine.set(DRIVER, GT_1030, RTX_4090)
     dtypes = [
-        complete({"trainer": {"n_gpus_per_node": gpus}}, here.Machine.here({})).model.dtype
+        complete(
+            {"trainer": {"n_gpus_per_node": gpus}}, machine_module.Machine.here({})
+        ).model.dtype
         for gpus in (1, 2)
     ]
     assert dtypes == ["bfloat16", "float32"]
@@ -171,6 +193,7 @@ def test_wsl_s_driver_that_does_not_answer_is_a_fault(machine: Machine, tmp_path
     library = tmp_path / "usr/lib/wsl/lib/libnvidia-ml.so.1"
     library.parent.mkdir(parents=True)
     library.touch()
+    machine.set("error|999")
     assert read_inventory(tmp_path).fault is not None
 
 
@@ -195,7 +218,7 @@ def test_wsl_s_library_is_outside_of_the_loader_s_path(tmp_path: Path) -> None:
 
 def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(machine: Machine) -> None:
     def planned(trainer: dict[str, int], **environ: str) -> tuple[int | None, str]:
-        seen = here.Machine.here(environ)
+        seen = machine_module.Machine.here(environ)
         config = complete({"trainer": trainer}, seen)
         return device_memory(config, seen), "; ".join(plan_devices(config, seen).sentences)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
+from ppo_cli.machine import machine as machine_module
 from ppo_cli.machine import torch_build
 from ppo_cli.machine.gpus import list_gpus, pin_gpu_order
-from ppo_cli.machine.torch_build import TorchBuild, find_gpu_fault, read_build
+from ppo_cli.machine.torch_build import TorchBuild, read_build
 from ppo_cli.planning.findings.devices import unusable_gpus
 from ppo_cli.planning.findings.judge_server import judge_fault
 from ppo_cli.planning.findings.scene import Scene
@@ -50,12 +51,12 @@ def test_what_cannot_be_used_is_named_with_its_repair(
     machine: Machine, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     machine.set(*lines)
-    monkeypatch.setattr(torch_build, "read_build", lambda: build)
+    monkeypatch.setattr(machine_module, "read_build", lambda: build)
     monkeypatch.setattr(torch_build, "_setup_command", lambda: None)
-    why = str(find_gpu_fault())
+    why = str(machine_module.Machine.here().gpu_fault(1))
     assert all(part in why for part in parts), why
     assert why.endswith('To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.')
-    assert find_gpu_fault(environ={"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert machine_module.Machine.here({"CUDA_VISIBLE_DEVICES": ""}).gpu_fault(1) is None
 
 
 @pytest.mark.parametrize(
@@ -72,25 +73,27 @@ def test_what_can_be_used_is_not_refused(
     machine: Machine, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     machine.set(*lines)
-    monkeypatch.setattr(torch_build, "read_build", lambda: build)
-    assert find_gpu_fault() is None
+    monkeypatch.setattr(machine_module, "read_build", lambda: build)
+    assert machine_module.Machine.here().gpu_fault(1) is None
 
 
 def test_an_environment_of_the_set_up_is_repaired_by_it(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine.set(DRIVER, RTX_4090)
-    monkeypatch.setattr(torch_build, "read_build", lambda: CPU)
+    monkeypatch.setattr(machine_module, "read_build", lambda: CPU)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (tmp_path / "ready.run").touch()
     monkeypatch.chdir(tmp_path)
     line = f"PPO_VENV={tmp_path} {ROOT}/scripts/setup"
-    assert f"Run `{line}`." in str(find_gpu_fault())
+    assert f"Run `{line}`." in str(machine_module.Machine.here().gpu_fault(1))
     (tmp_path / "ready.dev").touch()
     monkeypatch.chdir(ROOT)
-    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(find_gpu_fault())
+    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(
+        machine_module.Machine.here().gpu_fault(1)
+    )
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert "Run `scripts/setup" in str(find_gpu_fault())
+    assert "Run `scripts/setup" in str(machine_module.Machine.here().gpu_fault(1))
 
 
 def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:
@@ -117,10 +120,12 @@ def test_a_driver_that_does_not_answer_is_named(machine: Machine, tmp_path: Path
         ("Unknown Error", "`nvidia-smi`"),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch_build, "read_inventory", lambda fault=fault: Inventory(fault=fault))
-            why = str(find_gpu_fault(environ={}))
+            patch.setattr(
+                machine_module, "read_inventory", lambda root, fault=fault: Inventory(fault=fault)
+            )
+            why = str(machine_module.Machine.here({}).gpu_fault(1))
             assert fault.rstrip(".") + ". " in why and advice in why
-            assert find_gpu_fault(environ={"CUDA_VISIBLE_DEVICES": "-1"}) is None
+            assert machine_module.Machine.here({"CUDA_VISIBLE_DEVICES": "-1"}).gpu_fault(1) is None
 
 
 def test_the_order_of_unequal_cards_is_written_down(machine: Machine) -> None:
@@ -153,13 +158,13 @@ def test_a_judge_s_environment_for_cpus_is_not_used_on_a_gpu(
     (folder / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda = None\n")
     python = str(tmp_path / "bin" / "python")
     machine.set(DRIVER)
-    assert judge_fault({"PPO_VLLM_PYTHON": python}) is None
+    assert judge_fault(machine_module.Machine.here(), {"PPO_VLLM_PYTHON": python}) is None
     machine.set(DRIVER, RTX_4090)
-    why = str(judge_fault({"PPO_VLLM_PYTHON": python}))
+    why = str(judge_fault(machine_module.Machine.here(), {"PPO_VLLM_PYTHON": python}))
     assert f"torch 2.13.0+cpu is built for CPUs, the one of {python}" in why
     assert "`unset PPO_VLLM_PYTHON; scripts/setup vllm`" in why
     (folder / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n")
-    assert judge_fault({"PPO_VLLM_PYTHON": python}) is None
+    assert judge_fault(machine_module.Machine.here(), {"PPO_VLLM_PYTHON": python}) is None
 
 
 needs_cpu_build = pytest.mark.skipif(

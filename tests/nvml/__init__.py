@@ -56,7 +56,7 @@ class Machine:
     def set(self, *lines: str) -> None:
         import pynvml
 
-        gpus.query_nvml.cache_clear()
+        gpus.read_inventory.cache_clear()
         self.patch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(build_library())))
         self.patch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         self.patch.setenv("FAKE_NVML", environment(self.folder, *lines)["FAKE_NVML"])

@@ -36,7 +36,7 @@ def serve(arguments: Arguments) -> None:
     with pause_garbage_collection():
         from ppo_cli.extras.serve.server import TinkerServer
     with listener:
-        TinkerServer(resolved.requested, extras["served_name"]).serve(listener, typer.echo)
+        TinkerServer(resolved, extras["served_name"]).serve(listener, typer.echo)
 
 
 serve_app = App()

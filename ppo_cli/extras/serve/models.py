@@ -24,8 +24,6 @@ from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, merge_sums
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches
 from ppo_cli.engine.checkpoint import to_file_layout, write_files, write_tensors
@@ -37,9 +35,9 @@ from ppo_cli.engine.pretrained import pad_token_id
 from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.errors import UserError
 from ppo_cli.extras.serve.wire import Datum
-from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.model import LOGIT_CHUNK
 from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.records import Prompt, Rollout
 
 FACTS = "tinker.json"  # what is in a saved folder: the model, its rank, metadata
@@ -89,16 +87,16 @@ class ServedModel:
     """
 
     def __init__(
-        self, requested: Config, tokenizer: Any, rank: int, seed: int, adapter: Path | None = None
+        self, resolved: Resolved, tokenizer: Any, rank: int, seed: int, adapter: Path | None = None
     ) -> None:
-        shape = Shape.from_config(read_config(requested.model.path))
+        shape = Shape.from_config(read_config(resolved.config.model.path))
         if shape and rank > shape.hidden:
             raise UserError(
                 f"rank is {rank}, more than the layers have: give one of 1 to {shape.hidden}, or 0 "
                 "to train all weights."
             )
-        requested = with_settings(requested, {"model.lora_rank": rank, "trainer.seed": seed})
-        self.config = fit_memory(requested, Machine.here()).config
+        of_client = resolved.amend({"model.lora_rank": rank, "trainer.seed": seed})
+        self.config = fit_memory(of_client.requested, resolved.machine).config
         self.rank, self._tokenizer = rank, tokenizer
         self._compute = Compute.choose(self.config.model.dtype)
         self._learner = Learner(self.config, tokenizer, total_steps=1)

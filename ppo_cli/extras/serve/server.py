@@ -25,9 +25,6 @@ from aiohttp import web
 
 from ppo_cli.atomic import delete, sweep_unfinished
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
-from ppo_cli.config.settle import settle
 from ppo_cli.data_sets.files import Place, RowError
 from ppo_cli.data_sets.rows import Columns
 from ppo_cli.engine.base import Sampling, stream_key
@@ -41,6 +38,7 @@ from ppo_cli.extras.serve.wire import (
     write_logprobs,
     write_samples,
 )
+from ppo_cli.planning.resolved import Resolved
 from ppo_cli.scoring.rows import read_response_row
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
 
@@ -75,13 +73,13 @@ Body = Mapping[str, Any]
 class TinkerServer:
     """Serves one base model, by its name and by `served_name`, with the reward of the settings.
 
-    Each model decides what is unset in `requested` for itself: its rank is the client's.
+    Each model decides what is unset for itself: its rank is the client's.
     """
 
-    def __init__(self, requested: Config, served_name: str | None) -> None:
-        config = settle(requested).config
+    def __init__(self, resolved: Resolved, served_name: str | None) -> None:
+        config = resolved.config
         model = config.model
-        self._requested, self._config = requested, config
+        self._resolved, self._config = resolved, config
         # The SDK and the cookbook load the tokenizer from this machine.
         self._tokenizer_folder = str(Path(model_folder(model.path)).resolve())
         names = (model.path, self._tokenizer_folder, served_name or model.path)
@@ -243,7 +241,7 @@ class TinkerServer:
     def _add_model(self, body: Body, rank: int, seed: int | None = None) -> str:
         name = f"{body['session_id']}:train:{body['model_seq_id']}"
         seed = self._config.trainer.seed if seed is None else seed
-        self._models[name] = ServedModel(self._requested, self._tokenizer, rank, seed)
+        self._models[name] = ServedModel(self._resolved, self._tokenizer, rank, seed)
         for oldest in [*self._models][:-KEPT_MODELS]:
             del self._models[oldest]
         return name
@@ -320,11 +318,11 @@ class TinkerServer:
 
     def _open_sampler(self, path: str | None) -> ServedModel:
         """Return a model with saved weights, or the base model; it has no critic."""
-        config, seed = with_settings(self._requested, SAMPLER_SETTINGS), self._config.trainer.seed
+        resolved, seed = self._resolved.amend(SAMPLER_SETTINGS), self._config.trainer.seed
         folder, rank = self._find(path, "sampler_weights") if path else (None, 0)
         if folder and not rank:
-            config = with_settings(config, {"model.path": str(folder)})
-        return ServedModel(config, self._tokenizer, rank, seed, folder if rank else None)
+            resolved = resolved.amend({"model.path": str(folder)})
+        return ServedModel(resolved, self._tokenizer, rank, seed, folder if rank else None)
 
     def _sample(self, body: Body) -> bytes:
         """Draw samples, and score the prompt if the request asks for it."""

@@ -12,10 +12,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import plural, ppo
 from ppo_cli.machine.device_record import FEATURES
-from ppo_cli.machine.gpus import explain_hidden_gpus, has_bfloat16
+from ppo_cli.machine.gpus import has_bfloat16
 from ppo_cli.machine.machine import Machine
-from ppo_cli.machine.processor import count_cores
-from ppo_cli.machine.torch_build import VLLM_SETUP, find_gpu_fault
+from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.planning.findings.judge_server import check_judge_server
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.placement import (
@@ -89,7 +88,7 @@ def unusable_gpus(scene: Scene) -> Iterator[str]:
     if runs_elsewhere(config.trainer.engine) or scene.environ.get("RAY_ADDRESS"):
         return
     used = config.trainer.n_gpus_per_node
-    if (fault := find_gpu_fault(used, scene.environ)) is not None:
+    if (fault := scene.machine.gpu_fault(used)) is not None:
         yield str(fault)
     # vLLM refuses bfloat16 on older GPUs, where torch emulates it.
     if config.model.dtype == "bfloat16" and config.rollout.name == "vllm":
@@ -150,7 +149,7 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
     joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
     yield from _check_nodes(config, joined)
     if not joined:  # nodes of a Ray cluster may have more cores than this one
-        yield from _check_threads(config)
+        yield from _check_threads(config.trainer.threads, scene.machine.cores)
     yield from _check_quantization(config)
     # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
@@ -190,9 +189,8 @@ def _check_nodes(config: Config, joined: bool) -> Iterator[Finding]:
 MAX_THREADS_PER_CORE = 4
 
 
-def _check_threads(config: Config) -> Iterator[Finding]:
+def _check_threads(threads: int | None, cores: int) -> Iterator[Finding]:
     """Refuse far more threads than cores: they wait for each other at every matrix product."""
-    threads, cores = config.trainer.threads, count_cores()
     if threads is not None and threads > MAX_THREADS_PER_CORE * cores:
         yield Finding(
             ("trainer.threads",),
@@ -438,8 +436,8 @@ def device_remarks(scene: Scene) -> Iterator[str]:
     """Remark on devices and versions that may surprise."""
     config, requested, machine = scene.config, scene.requested, scene.machine
     environ = scene.environ
-    if not environ.get("RAY_ADDRESS") and (idle := explain_hidden_gpus(environ)) is not None:
-        yield idle
+    if not environ.get("RAY_ADDRESS") and machine.hidden_gpus is not None:
+        yield machine.hidden_gpus
     # GPUs that are visible and not used.
     visible, used = len(machine.gpus), config.trainer.n_gpus_per_node
     if visible > 1 and requested.trainer.n_gpus_per_node is None and used < visible:

@@ -19,12 +19,11 @@ from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import (
     ROOT,
     VLLM_SETUP,
     GpuFault,
-    find_gpu_fault,
     read_build,
 )
 from ppo_cli.planning.findings.scene import Scene
@@ -50,13 +49,13 @@ def vllm_python(environ: Mapping[str, str]) -> str | None:
     return str(python) if python.exists() else None
 
 
-def judge_fault(environ: Mapping[str, str]) -> GpuFault | None:
+def judge_fault(machine: Machine, environ: Mapping[str, str]) -> GpuFault | None:
     """Return why the judge's server cannot use the GPUs here; None when it can or has none."""
     python = vllm_python(environ)
     if python == sys.executable:
-        return find_gpu_fault(environ=environ)
+        return machine.gpu_fault(1)
     # Another Python: only its torch build is known without starting it.
-    build = read_build(python) if python and list_gpus(environ) else None
+    build = read_build(python) if python and machine.gpus else None
     if build is None or build.cuda is not None:
         return None
     unset = "unset PPO_VLLM_PYTHON; " if environ.get("PPO_VLLM_PYTHON", "").strip() else ""
@@ -135,7 +134,7 @@ def missing_for_judge_server(scene: Scene) -> list[str]:
             f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`, or on a machine "
             "without a GPU `scripts/setup judge`, or name a Python that has it in PPO_VLLM_PYTHON."
         )
-    elif config.trainer.n_gpus_per_node and (fault := judge_fault(environ)):
+    elif config.trainer.n_gpus_per_node and (fault := judge_fault(scene.machine, environ)):
         problems.append(str(fault))
     # The model: an instruct model in a folder, or a hub name.
     name = judge.settings.model

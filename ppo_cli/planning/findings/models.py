@@ -45,6 +45,7 @@ from ppo_cli.errors import (
     replace_flag,
     replace_path,
 )
+from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.secrets.redact import redact_url
 
@@ -190,7 +191,7 @@ def check_reward_models(scene: Scene) -> Iterator[Finding]:
         if model.settings.path is not None:
             yield from _check_path(model)
             yield from _check_protocol(model)
-            yield from _check_device(model, len(scene.machine.gpus))
+            yield from _check_device(model, scene.machine)
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -264,9 +265,9 @@ def _check_protocol(model: Scorer) -> Iterator[Finding]:
         )
 
 
-def _check_device(model: Scorer, gpus: int) -> Iterator[Finding]:
+def _check_device(model: Scorer, machine: Machine) -> Iterator[Finding]:
     """Check that the GPU of a local reward model exists."""
-    device = model.settings.device
+    device, gpus = model.settings.device, len(machine.gpus)
     if device is None or is_url(str(model.settings.path)):
         return
     # `cuda` without a number is the first GPU.

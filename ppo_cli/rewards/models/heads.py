@@ -29,8 +29,8 @@ from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, fi
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
-from ppo_cli.machine.gpus import has_bfloat16, list_gpus
-from ppo_cli.machine.torch_build import find_gpu_fault
+from ppo_cli.machine.gpus import AMPERE
+from ppo_cli.machine.machine import Machine
 from ppo_cli.rewards.judge.rubric import Rubric, read_rubric
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (
@@ -465,7 +465,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     """Load body, head and tokenizer of `settings.path` onto its device."""
     # Device and precision, then adapter, config and tokenizer, then the weights.
     device = choose_device(settings.device)
-    half = device.type == "cuda" and has_bfloat16(list_gpus()[:1])
+    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
     usual = "bfloat16" if half else "float32"
     dtype: torch.dtype = getattr(torch, settings.dtype or usual)
     path = str(settings.path)
@@ -516,7 +516,7 @@ def choose_device(name: str | None) -> torch.device:
 
     Raises MissingPart when torch cannot use that GPU.
     """
-    if name is None and (fault := find_gpu_fault()):
+    if name is None and (fault := Machine.here().gpu_fault(1)):
         raise MissingPart(str(fault))
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -24,7 +24,7 @@ def check_devices(setup: Setup, results: Results) -> None:
     results.require(f"the plan counts {planned} GPUs and NVML {len(gpus)}", planned == len(gpus))
     results.require(f"NVML counts {len(gpus)} GPUs and torch {usable}", usable == len(gpus))
     # The engine has to choose the device that is tested.
-    chosen = Compute.choose(None)
+    chosen = Compute.choose("float32")
     results.require(
         f"torch computes on {chosen.device.type}, not on {setup.device}",
         chosen.device.type == setup.device,

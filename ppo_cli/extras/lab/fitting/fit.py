@@ -60,8 +60,7 @@ from ppo_cli.extras.lab.fitting.training import (
     load_to_fit,
     score_examples,
 )
-from ppo_cli.machine.gpus import list_gpus
-from ppo_cli.machine.processor import matmul_library
+from ppo_cli.machine.machine import Machine
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.heads import CRITERIA_FILE
@@ -110,7 +109,8 @@ MEASUREMENTS = 4  # on the held-out pairs, after the one at the start
 
 def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     """Fit and save a model; returns the record in its folder. Interrupted after a signal."""
-    require_gpus(len(list_gpus()[:1]))
+    machine = Machine.here()
+    require_gpus(machine, len(machine.gpus[:1]))
     # Check the folder and the data before the model is loaded.
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     labels = Labels.of(settings.labels, settings.criteria) if settings.labels else None
@@ -123,11 +123,12 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         Path(model_folder(settings.model)).expanduser(),
         lambda other: replace_path(settings.model, str(other)),
     )
-    set_matmul_library(matmul_library())
+    set_matmul_library(machine.matmul)
+    usual = "bfloat16" if machine.gpus and machine.has_bfloat16(1) else "float32"
     # Load the model, ready for training.
     network = load_to_fit(
         model_folder(settings.model),
-        compute=Compute.choose(recipe.dtype),
+        compute=Compute.choose(recipe.dtype or usual),
         seed=recipe.seed,
         frozen=recipe.freeze_body,
         template=settings.template,

@@ -168,7 +168,7 @@ def resolve_for_verl(arguments: Arguments) -> tuple[Resolved, VerlOverrides]:
     # Rules of other engines, such as limits on GPUs, do not apply.
     flags = {**arguments.flags, "trainer.engine": ("verl", "--engine verl")}
     resolved = replace(arguments, flags=flags, overrides=rest).resolve_node()
-    bridged = build_overrides(resolved.requested, verl_overrides)
+    bridged = build_overrides(resolved.requested, resolved.machine, verl_overrides)
     problems = [*bridged.problems, *_find_missing_inputs(resolved)]
     if problems:
         raise ConfigError([redact(line) for line in dict.fromkeys(problems)])

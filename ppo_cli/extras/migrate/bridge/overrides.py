@@ -426,12 +426,14 @@ class VerlOverrides:
         return [*(f"{added[k]}{k}={to_hydra(v)}" for k, v in below.items()), *self.verl_words]
 
 
-def build_overrides(requested: Config, verl_words: Sequence[str] = ()) -> VerlOverrides:
+def build_overrides(
+    requested: Config, machine: Machine, verl_words: Sequence[str] = ()
+) -> VerlOverrides:
     """Translate what was set for verl; `verl_words` are overrides of settings that only verl has.
 
     What is unset is decided as for our engine, since verl would decide otherwise.
     """
-    config = fit_memory(requested, Machine.here()).config
+    config = fit_memory(requested, machine).config
     values, problems = dict(ALWAYS), list(_find_refusals(config, verl_words))
     # Our settings one by one: renamed, refused, or left to a writer.
     for key in table():

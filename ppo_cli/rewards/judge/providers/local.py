@@ -26,6 +26,7 @@ from ppo_cli.config.models.weight_files import weight_files
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.planning.findings.judge_server import (
@@ -114,10 +115,11 @@ class Judge(openai.Judge):
             "structured_outputs_config": COMPACT,
             "max_model_len": local.max_model_len or longest_request(self.model),
         }
-        if fault := judge_fault(environ):
+        machine = Machine.here(environ)
+        if fault := judge_fault(machine, environ):
             raise MissingPart(str(fault))
         # On the CPU: no CUDA graphs, and float32 where the processor lacks bfloat16.
-        if local.devices or list_gpus(environ):
+        if local.devices or machine.gpus:
             arguments["gpu_memory_utilization"] = local.gpu_memory_utilization
             arguments["tensor_parallel_size"] = max(1, len(local.devices))
         else:

@@ -46,7 +46,7 @@ def write_judged_run(folder: Path, rows: list[dict[str, Any]], url: str, *overri
     resolved = resolve(
         flags={}, preset=None, config_files=[], overrides=[*base, *overrides], environ={}
     )
-    bridged = build_overrides(resolved.requested)
+    bridged = build_overrides(resolved.requested, resolved.machine)
     assert bridged.problems == ()
     write_folder(folder, resolved, bridged)
 

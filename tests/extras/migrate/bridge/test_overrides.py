@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.extras.migrate.bridge import overrides as bridge
 from ppo_cli.planning.resolve import resolve
 from tests.extras.migrate.bridge.settled import GPUS, drawn, settled, verl_config_dir
+from tests.settings import CPU
 
 FOLDER = Path("/shared/run one")
 Compose = Callable[[list[str]], dict[str, Any]]
+
+
+def build_overrides(requested: Config, verl_words: Sequence[str] = ()) -> bridge.VerlOverrides:
+    return bridge.build_overrides(requested, CPU, verl_words)
 
 
 def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,20 +78,20 @@ def assert_arrives(bridged: bridge.VerlOverrides, compose: Compose) -> None:
 
 
 def test_a_distillation_is_not_handed_to_verl() -> None:
-    problems = bridge.build_overrides(settled(preset="distillation")).problems
+    problems = build_overrides(settled(preset="distillation")).problems
     assert [problem.split()[0] for problem in problems] == ["algorithm.score_coef", "ref.path"]
 
 
 @pytest.mark.parametrize("preset", sorted({*preset_names()} - {"distillation"}))
 def test_every_preset_composes_with_verls_files(preset: str, compose: Compose) -> None:
     local = ("reward.model.device=cpu",) if preset == "reward-model" else ()
-    assert_arrives(bridge.build_overrides(settled(*local, preset=preset)), compose)
+    assert_arrives(build_overrides(settled(*local, preset=preset)), compose)
 
 
 @pytest.mark.slow  # a second for each in Hydra
 def test_sixty_drawn_configurations_compose_with_verls_files(compose: Compose) -> None:
     for seed in range(60):
-        assert_arrives(bridge.build_overrides(drawn(seed)), compose)
+        assert_arrives(build_overrides(drawn(seed)), compose)
 
 
 # What a line of verl cannot say of ours: files of the folder, what is verl's only, what `OWN` has.
@@ -111,7 +116,7 @@ def test_read_as_a_line_of_verl_the_overrides_are_the_same_settings() -> None:
         config = drawn(seed)
         lines = [
             f"{name}={bridge.to_hydra(value) if isinstance(value, list) else value}"
-            for name, value in bridge.build_overrides(config).values.items()
+            for name, value in build_overrides(config).values.items()
             if name in bridge.verl_names() - bridge.FILES
             if not name.startswith("reward.") and not name.endswith(DERIVED)
         ]
@@ -130,7 +135,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 @pytest.mark.parametrize("case", WRITTEN, ids=lambda case: case["settings"])
 def test_what_differs_by_more_than_its_name(case: dict[str, Any]) -> None:
-    values = bridge.build_overrides(settled(*case["settings"].split())).values
+    values = build_overrides(settled(*case["settings"].split())).values
     assert {name: values.get(name, "left out") for name in case["verl"]} == case["verl"]
 
 
@@ -139,22 +144,19 @@ def test_megatron_has_some_settings_under_names_of_its_own() -> None:
         "actor.optim.lr=1e-5", "actor.optim.min_lr_ratio=0.2",
         "actor.optim.lr_scheduler_type=cosine",
     )  # fmt: skip
-    plain = bridge.build_overrides(config).values
+    plain = build_overrides(config).values
     megatron = ["model_engine=megatron", f"{ACTOR}.strategy=megatron"]
-    values = bridge.build_overrides(config, megatron).values
+    values = build_overrides(config, megatron).values
     assert values[f"{ACTOR}.optim.min_lr"] == pytest.approx(2e-6)
     assert values[f"{ACTOR}.optim.lr_decay_style"] == plain[f"{ACTOR}.optim.lr_scheduler_type"]
     assert values[f"{ACTOR}.megatron.dtype"] == "bfloat16"
     gone = (f"{ACTOR}.optim.min_lr_ratio", f"{ACTOR}.grad_clip", f"{ACTOR}.strategy",
             f"{ACTOR}.fsdp_config.dtype")  # fmt: skip
     assert not set(gone) & values.keys() and set(gone) <= plain.keys()
-    refused = bridge.build_overrides(config, megatron[1:]).problems
+    refused = build_overrides(config, megatron[1:]).problems
     assert "actor.strategy megatron needs verl's own model_engine=megatron as well." in refused
     linear = settled("actor.optim.lr_scheduler_type=linear")
-    assert (
-        bridge.build_overrides(linear).problems
-        and not bridge.build_overrides(linear, megatron).problems
-    )
+    assert build_overrides(linear).problems and not build_overrides(linear, megatron).problems
 
 
 def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:
@@ -185,7 +187,7 @@ def test_what_verl_cannot_be_told_is_refused_by_its_name(name: str) -> None:
     for group in groups:
         section = section.setdefault(group, {})
     section[leaf] = OTHER.get(name, ("2",) if allowed == () else 7)
-    problems = bridge.build_overrides(Config.model_validate(tree)).problems
+    problems = build_overrides(Config.model_validate(tree)).problems
     assert [p for p in problems if p.startswith(f"{name} ") and message in p]
 
 
@@ -200,7 +202,7 @@ def test_what_only_verl_has_goes_there_untouched(compose: Compose) -> None:
         "actor_rollout_ref.actor.policy_loss.loss_mode=dro", "trainer.v1.trainer_mode=sync",
     )  # fmt: skip
     assert [word for word in reference if not bridge.is_verl_only(word)] == []
-    bridged = bridge.build_overrides(settled(), reference)
+    bridged = build_overrides(settled(), reference)
     assert_arrives(bridged, compose)
     composed = compose(bridged.lines(FOLDER))
     assert composed["actor_rollout_ref.rollout.name"] == "sglang"

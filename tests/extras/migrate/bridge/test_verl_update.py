@@ -20,6 +20,7 @@ from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.migrate.bridge.overrides import build_overrides
 from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
 from tests.extras.migrate.bridge.settled import settled
+from tests.settings import CPU
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 ROWS = 16
@@ -42,7 +43,7 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
     batch = make_batch(rows=ROWS)
     fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     torch.save(fields | {"loss_mask_BT": batch.loss_mask_BT}, tmp_path / "batch.pt")
-    lines = build_overrides(config).lines(tmp_path)
+    lines = build_overrides(config, CPU).lines(tmp_path)
     (tmp_path / "overrides").write_text("".join(f"{line}\n" for line in lines))
     # By its path: verl's own package has a folder tests.
     command = [sys.executable, str(Path(__file__).with_name("verl_update.py")), str(tmp_path)]
