@@ -32,6 +32,17 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def is_on_loopback(place: str | None) -> bool:
+    """Whether an address, or an address with a port, is on the loopback of this machine."""
+    host = place or ""
+    if host.count(":") == 1 or host.startswith("["):
+        host, _ = split_address(host)
+    try:
+        return is_loopback(host)
+    except ValueError:  # a name, "auto" or nothing
+        return False
+
+
 def is_local(address: str) -> bool:
     """Whether this machine has this address."""
     # Only the addresses of this machine can be bound to.

@@ -30,6 +30,7 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, merge_annotations
+from ppo_cli.cluster.addresses import is_on_loopback
 from ppo_cli.cluster.ray_process import LOCAL_ONLY, RayOptions, RayProcess, import_paths
 from ppo_cli.cluster.serialise import dumps, lighten_prompt, prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import KILLED, read_tail
@@ -237,6 +238,8 @@ class DriverEngine:
                 self._ray_process = RayProcess(options, log=self._log, environ=surroundings)
             else:
                 tell(f"Joining the Ray cluster at {address}")
+                if is_on_loopback(address):
+                    surroundings |= LOCAL_ONLY
             # It imports Ray while Ray starts.
             command = [*SERVICE, str(self._log)]
             self._client = Client(command, surroundings, self._log)

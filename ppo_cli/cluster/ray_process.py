@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.atomic import is_running
+from ppo_cli.cluster.addresses import is_on_loopback
 from ppo_cli.cluster.worker_process import read_tail
 from ppo_cli.engine.leftovers import claim_folder, remove_stale_folders
 from ppo_cli.errors import Interrupted, WorkerLost
@@ -40,7 +41,8 @@ TOO_SLOW = b"The current node timed out during startup"
 # The parts of Ray that a node cannot work without -> exit code of the program when one is lost.
 PART_EXIT_CODES = {"gcs_server": 40, "raylet": 41}
 POLL_S = 0.1
-# Ray binds to 127.0.0.1 instead of the machine's address, so nobody else can connect.
+# Ray binds to 127.0.0.1 instead of the machine's address, so nobody else can connect. Without it,
+# Ray replaces 127.0.0.1 by the machine's address, where a head on the loopback does not listen.
 LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 SETTINGS = {
     # Workers end soon after their cluster.
@@ -160,6 +162,9 @@ class RayProcess:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             environ = inherited | SETTINGS | import_paths()
+            head = self._options.head_address
+            if is_on_loopback(head or self._options.node_address):
+                environ |= LOCAL_ONLY
             return Program(command, environ=environ, log=log, folder=self.folder)
 
     def _end(self) -> None:

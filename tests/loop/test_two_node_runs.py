@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ppo_cli.cluster import addresses
 from tests.cluster.namespaces import Pair, Started, open_pair
-from tests.loop.runs import ROOT, metrics
+from tests.loop.runs import ROOT, command, environment, metrics
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,3 +152,16 @@ def test_one_start_trains_on_two_nodes_that_ray_has(pair: Pair) -> None:
     steps = [line["step"] for line in metrics(pair.folder / "run") if "policy_loss" in line]
     assert steps == [1, 2, 3] and "Traceback" not in run.output()
     pair.end()  # Ray stays until it is ended
+
+
+def test_two_nodes_of_one_machine_find_each_other_on_its_loopback(tmp_path: Path) -> None:
+    port = str(addresses.free_port("127.0.0.1"))
+    environ = environment() | {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    line = command(tmp_path / "run", *RUN, "--max_steps", "1")
+    nodes = [subprocess.Popen(line, env=environ | {"NODE_RANK": rank}) for rank in ("1", "0")]
+    try:
+        assert [node.wait(LONG_S) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
