@@ -1,18 +1,19 @@
 """Tool calls as each family of models writes them, read from its chat template.
 
 `derive_format` renders an assistant message with probe calls and reads which text surrounds their
-names and arguments. Three forms cover most templates: a JSON object that contains the name (Qwen,
-Llama, Mistral v3), a name followed by a JSON object (DeepSeek, Mistral v11, Gemma 4), and a name
-followed by tagged keys and values (GLM, Qwen3.5). The channels of gpt-oss have their own reader,
-because its models write other headers than its template.
+names and arguments. Four forms cover most templates: a JSON object that contains the name (Qwen,
+Llama, Mistral v3), a name followed by a JSON object (DeepSeek, Mistral v11, Gemma 4), a name
+followed by tagged keys and values (GLM, Qwen3.5), and a call as Python writes it (LFM2). The
+channels of gpt-oss have their own reader, because its models write other headers than its template.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from ppo_cli.errors import first_line
@@ -25,6 +26,9 @@ Schemas = Sequence[Mapping[str, Any]]
 NAMES, IDS = ("probealpha", "probebeta"), ("idalpha01", "idbeta002")
 KEYS, VALUES = ("keyalpha", "keybeta"), ("valuealpha", "valuebeta")
 ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
+BACKSLASH = "probe\\slash"
+# As JSON and as Python (and Jinja) write them.
+CONSTANTS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
 
 
 class Call(NamedTuple):
@@ -167,7 +171,8 @@ class JsonCalls:
 class TaggedCalls:
     """Calls whose arguments are keys and values between tags; values of texts have no quotes.
 
-    `wrappers` surround all calls.
+    `wrappers` surround all calls. `before_value` and `after_value` are the white space that the
+    template writes around each value, which does not belong to it.
     """
 
     opening: str
@@ -179,6 +184,8 @@ class TaggedCalls:
     key_opening: str
     key_closing: str
     value_closing: str
+    before_value: str
+    after_value: str
 
     def read(self, text: str) -> Reading:
         """Return the parts of a response; CallError if a call is malformed."""
@@ -204,19 +211,211 @@ class TaggedCalls:
             key, *rest = re.split(_loosen(self.key_closing), value, maxsplit=1)
             if not closed or not rest:
                 raise CallError(f"An argument of the tool call is not closed. Write {self.example}")
-            arguments[key.strip()] = self._convert(name, key.strip(), rest[0].strip("\n"))
+            text = rest[0].removeprefix(self.before_value).removesuffix(self.after_value)
+            arguments[key.strip()] = self._convert(name, key.strip(), text)
         return check_call(name, arguments, "", example=self.example)
 
-    def _convert(self, name: str, key: str, value: str) -> Any:
-        """Return a value: text if its schema says so, else JSON if it is."""
+    def _convert(self, name: str, key: str, text: str) -> Any:
         schemas = {tool_name(tool): tool.get("function", tool) for tool in self.tools}
-        declared = schemas.get(name, {}).get("parameters", {}).get("properties", {}).get(key, {})
-        if declared.get("type") == "string":
+        parameters = schemas.get(name, {}).get("parameters") or {}
+        return read_value(text, (parameters.get("properties") or {}).get(key), parameters)
+
+
+JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+MAX_SCHEMA_DEPTH = 8
+
+
+def read_value(text: str, schema: Any, parameters: Mapping[str, Any]) -> Any:
+    """Return the value of a text without quotes, which is a text if its schema allows only that.
+
+    `parameters` is the schema that `$ref` refers to. A schema of texts and other types reads what
+    is written exactly as a value of the other types: `0123` stays a text, `5` may be a number.
+    """
+    types, listed = read_schema(schema, parameters)
+    if text in listed:
+        return text
+    for value in listed:
+        if not isinstance(value, str) and text.strip() in (json.dumps(value), str(value)):
             return value
+    if types == {"string"}:
+        return text
+    if text.strip() in CONSTANTS:
+        constant = CONSTANTS[text.strip()]
+        allowed = not types or ("null" if constant is None else "boolean") in types
+        return constant if allowed or "string" not in types else text
+    # Containers may be in Python's notation, too.
+    try:
+        value = _read_container(text.strip())
+    except ValueError:
+        return text
+    if isinstance(value, str):
+        return text  # its quotation marks belong to it
+    exact = json.dumps(value) == text or isinstance(value, (list, dict))
+    return value if "string" not in types or (exact and _json_type(value) & types) else text
+
+
+def read_schema(
+    schema: Any, parameters: Mapping[str, Any], depth: int = 0
+) -> tuple[set[str], list[Any]]:
+    """Return the types that a schema allows (empty: all), and the values that it lists."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return set(), []
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        target: Any = parameters
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return read_schema(target, parameters, depth + 1)
+    kinds = schema.get("type") or []
+    types = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+    listed = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    for key in ("anyOf", "oneOf", "allOf"):
+        for part in schema.get(key) or ():
+            part_types, part_listed = read_schema(part, parameters, depth + 1)
+            if not part_types and not part_listed:
+                return set(), listed
+            types |= part_types
+            listed += part_listed
+    if types and schema.get("nullable"):
+        types.add("null")
+    return (types if types <= JSON_TYPES else set()), listed
+
+
+def _json_type(value: Any) -> set[str]:
+    """Return the types of JSON schemas that a value has."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    return {{float: "number", list: "array", dict: "object"}[type(value)]}
+
+
+def _read_container(text: str) -> Any:
+    """Return the value of a text of JSON, or of Python's notation for lists and objects.
+
+    Raises ValueError for other texts.
+    """
+    try:
+        value, rest = decode_json(text, "")
+    except CallError:
+        if text[:1] not in ("[", "{", "("):
+            raise
         try:
-            return json.loads(value)
+            # Tuples become lists; what JSON cannot write is refused.
+            written = json.dumps(ast.literal_eval(text), ensure_ascii=False)
+        except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        return decode_json(written, "")[0]
+    if rest.strip():
+        raise ValueError("text after the value")
+    return value
+
+
+# A text in quotes with its escapes; such a text or a bracket.
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_BRACKET = re.compile(rf"{_QUOTED.pattern}|[\[\](){{}}]", re.DOTALL)
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "\n": ""}
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Calls as Python writes them, in a list or on lines: `[name(key='text', other=[1, 2])]`.
+
+    `opening` and `closing` surround all calls; without an opening, a whole response is calls or
+    not. `literal_quote` is the quotation mark in which the template writes texts without escapes,
+    "" if it escapes them.
+    """
+
+    opening: str
+    closing: str
+    example: str
+    literal_quote: str
+
+    def read(self, text: str) -> Reading:
+        """Return the parts of a response; CallError if a call is malformed."""
+        visible, reasoning = split_thoughts(text)
+        if self.opening:
+            visible, *chunks = visible.split(self.opening)
+        elif re.match(r"\s*\[\s*[\w.]+\(", visible):
+            visible, chunks = "", [visible]
+        else:
+            return Reading(visible.strip(), reasoning, [])
+        calls: list[Call] = []
+        for chunk in chunks:
+            rest = chunk.strip().removeprefix("[")
+            # A comma, a line break or nothing divides calls.
+            while mark := re.match(r"[\s,]*([\w.-]+)\s*\(\s*", rest):
+                arguments, rest = self._read_arguments(rest[mark.end() :])
+                calls.append(check_call(mark[1], arguments, "", example=self.example))
+            rest = rest.strip().removeprefix("]").strip()
+            if not calls or not rest.startswith(self.closing):
+                raise CallError(f"The tool call cannot be read at {rest[:20]!r}. {self._advice()}")
+            visible += rest.removeprefix(self.closing)
+        return Reading(visible.strip(), reasoning, calls)
+
+    def _read_arguments(self, text: str) -> tuple[dict[str, Any], str]:
+        """Return the arguments up to the closing bracket, and the text after it."""
+        arguments: dict[str, Any] = {}
+        while not text.startswith(")"):
+            key = re.match(r"(\w+)\s*=\s*", text)
+            if key is None:
+                raise CallError(f"An argument of the tool call has no name. {self._advice()}")
+            arguments[key[1]], text = self._read_argument(text[key.end() :])
+            text = text.lstrip()
+            if not text.startswith((",", ")")):
+                raise CallError(f"The tool call is not closed. {self._advice()}")
+            text = text.removeprefix(",").lstrip()
+        return arguments, text[1:]
+
+    def _read_argument(self, text: str) -> tuple[Any, str]:
+        """Return the value at the start of a text, and the rest."""
+        quote = text[:1]
+        if quote and quote == self.literal_quote:
+            # It ends where an argument can end, as it may contain its quotation mark.
+            end = re.search(rf"{quote}(?=\s*(?:,\s*\w+\s*=|\)\s*(?:[,\]\n<]|$)))", text[1:])
+            if end is not None:
+                return text[1 : end.start() + 1], text[end.end() + 1 :]
+        if quoted := _QUOTED.match(text):
+            return _unescape(quoted.group()), text[quoted.end() :]
+        end_at = _find_end(text) if quote in ("[", "{", "(") else -1
+        word = re.match(r"[^\s,()\[\]{}'\"]+", text)
+        end_at = word.end() if word else end_at
+        try:
+            written = text[: max(end_at, 0)]
+            value = CONSTANTS[written] if written in CONSTANTS else _read_container(written)
         except ValueError:
-            return value
+            shown = text[:20]
+            raise CallError(f"The value {shown!r} cannot be read. {self._advice()}") from None
+        return value, text[end_at:]
+
+    def _advice(self) -> str:
+        return f"Write {self.example}."
+
+
+def _find_end(text: str) -> int:
+    """Return where the brackets that a text opens are closed, -1 if they are not."""
+    depth = 0
+    for mark in _BRACKET.finditer(text):
+        depth += (mark.group() in "([{") - (mark.group() in ")]}")
+        if depth == 0:
+            return mark.end()
+    return -1
+
+
+def _unescape(quoted: str) -> str:
+    """Return the text between quotation marks, in the notation of JSON or Python."""
+    if quoted.startswith('"'):
+        try:
+            return str(json.loads(quoted, strict=False))
+        except ValueError:
+            pass
+
+    def decode(match: re.Match[str]) -> str:
+        mark = match[1]
+        return chr(int(mark[1:], 16)) if mark[1:] else _ESCAPED.get(mark, mark)
+
+    return _ESCAPE.sub(decode, quoted[1:-1])
 
 
 class NoCalls:
@@ -305,6 +504,13 @@ def derive_format(
             cut = min((at for end in ends if (at := turn.find(end, last)) >= 0), default=len(turn))
             turns.append(split_thoughts(turn[:cut])[0])
         if NAMES[0] in turns[0] and (form := _read_probe(turns[0], turns[1], tools)):
+            if isinstance(form, PythonCalls):
+                call = make_call(NAMES[0], {KEYS[0]: BACKSLASH}, IDS[0])
+                turn = render(
+                    [user, {"role": "assistant", "content": "", "tool_calls": [call]}], False
+                )
+                if BACKSLASH not in turn:
+                    form = replace(form, literal_quote="")
             return form, as_text
     return None
 
@@ -331,8 +537,13 @@ def _read_probe(single: str, double: str, tools: Schemas) -> CallFormat | None:
         if not opening or not closing:
             return None
         name_end, *marks = details["tags"]
-        example = "…".join((f"{opening}", f"{name_end}\n{marks[0]}", *marks[1:])) + f"\n{closing}"
+        example = "…".join((f"{opening}", f"{name_end}\n{marks[0]}", *marks[1:3])) + f"\n{closing}"
         return TaggedCalls(opening, closing, wrappers, example, tools, name_end, *marks)
+    if "literal_quote" in details:
+        closing = after.strip().removeprefix("]").strip()
+        quote = details["literal_quote"]
+        example = f"{before.strip()}…(…={quote}…{quote}){after.strip()}"
+        return PythonCalls(opening, closing, example, quote)
     example = single[start:end].replace(NAMES[0], "…").replace(IDS[0], "…")
     example = re.sub(rf"\{{[^{{}}]*{KEYS[0]}.*{VALUES[1]}[^{{}}]*\}}", "{…}", example, flags=re.S)
     example = f"{opening}{example}{closing}".replace("\n", " ")
@@ -354,9 +565,17 @@ def _find_call(text: str, index: int) -> tuple[int, int, dict[str, Any]] | None:
             paths = [_find_path(value, part) for part in (NAMES[index], ARGUMENTS, IDS[index])]
             return match.start(), end, {"paths": tuple(path or () for path in paths)}
         if match.start() > name_at and value == ARGUMENTS:
-            middle = re.escape(text[name_end : match.start()].strip())
+            # The number of the call may be in it, as in `name:0`.
+            middle = re.sub(
+                r"(?<=:)\d+", r"\\d+", re.escape(text[name_end : match.start()].strip())
+            )
             middle = middle.replace(IDS[index], r"(?P<id>\w+)")
             return name_at, end, {"middle": middle or r"(?=\{)"}
+    # As Python writes calls.
+    values = [rf"{key}=(['\"]){value}['\"]" for key, value in ARGUMENTS.items()]
+    python = re.compile(rf"{NAMES[index]}\({', '.join(values)}\)").search(text)
+    if python is not None:
+        return python.start(), python.end(), {"literal_quote": python[1]}
     # Bare keys, and another quotation mark.
     places = [text.find(part, name_end) for part in (KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
     if -1 in places or places != sorted(places):
@@ -374,8 +593,10 @@ def _find_call(text: str, index: int) -> tuple[int, int, dict[str, Any]] | None:
         return None
     name_mark = opened.strip().removesuffix(key_opening).strip()
     end = last + len(VALUES[1]) + len(value_closing.rstrip())
-    tags = (name_mark, key_opening, key_closing.strip(), value_closing.strip())
-    return name_at, end, {"tags": tags}
+    before_value = key_closing[len(key_closing.rstrip()) :]
+    after_value = value_closing[: -len(value_closing.lstrip())]
+    marks = (key_opening, key_closing.strip(), value_closing.strip(), before_value, after_value)
+    return name_at, end, {"tags": (name_mark, *marks)}
 
 
 def _shared_start(text: str, other: str) -> str:
@@ -398,8 +619,14 @@ def _quote(text: str, quote: str) -> str:
     texts = text.split(quote)
     # Texts are at odd places; keys are bare words at the even ones.
     plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in texts[::2]]
+    # Templates write some constants as Python does.
+    plain = [re.sub(r"(?<=[:,\[])\s*(None|True|False)\b", _write_constant, p) for p in plain]
     strings = [json.dumps(part) for part in texts[1::2]]
     return "".join(p + s for p, s in zip(plain, [*strings, ""], strict=False))
+
+
+def _write_constant(match: re.Match[str]) -> str:
+    return json.dumps(CONSTANTS[match[1]])
 
 
 def _find_path(value: Any, part: Any) -> tuple[str, ...] | None:

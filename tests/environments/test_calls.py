@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.environments.chat import Chat
+from ppo_cli.errors import ModelError
 from tests.environments.families import (
     MISTRAL_WORDS,
     SCHEMA,
@@ -39,14 +40,10 @@ def make_chat(name: str) -> tuple[Chat, Any]:
     if name.startswith("mistral "):
         template = mistral_template(name.split()[1])
         tokenizer = make_tokenizer(template, MISTRAL_WORDS, "</s>")
-    elif name in ("glm4moe", "qwen3_5_think", "qwen2_5", "lfm2_2_5"):
+    elif name in ("glm4moe", "qwen3_5_think", "qwen2_5", "lfm2_2_5", "lfm2_v2"):
         words = ("<|user|>", "<|observation|>", "<|assistant|>", "<|im_start|>", "<|im_end|>")
         end = "<|user|>" if name == "glm4moe" else "<|im_end|>"
         tokenizer = make_tokenizer(trl_template(name), words, end)
-        if name == "lfm2_2_5":
-            from trl.chat_template_utils import add_response_schema
-
-            tokenizer = add_response_schema(tokenizer)
     else:
         tokenizer = load_family(name)[1]
     words = {"<|call|>", "<|return|>", "<|eot_id|>", "<turn|>", "<|tool_response>"}
@@ -141,8 +138,33 @@ QWEN35 = (
             "",
             [("ping", {})],
         ),
-        # Read by transformers: the tokenizer has a response_template.
-        ("lfm2_2_5", "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>", "", [ADD]),
+        (
+            "lfm2_2_5",
+            "I add.<|tool_call_start|>[add(a=1, b=2), find(city=\"Köln \\\"x\\\", {y}\", "
+            "near=['a', 'b']), ping()]<|tool_call_end|>So.",
+            "I add.So.",
+            [ADD, ODD, ("ping", {})],
+        ),
+        (
+            "lfm2_2_5",
+            "<|tool_call_start|>[find(city='it's (a, b=1)\n', near=[])]<|tool_call_end|>",
+            "",
+            [("find", {"city": "it's (a, b=1)\n", "near": []})],
+        ),
+        (
+            "lfm2_v2",
+            "<|tool_call_start|>[find(city='it\\'s\\n', open=None, far=true)]<|tool_call_end|>",
+            "",
+            [("find", {"city": "it's\n", "open": None, "far": True})],
+        ),
+        # White space that the template does not write belongs to a text; other values may have it.
+        (
+            "qwen3_5_think",
+            "</think><tool_call>\n<function=find>\n<parameter=city>\n\n a\n\n</parameter>\n"
+            "<parameter=near>[ ]</parameter>\n</function>\n</tool_call>",
+            "",
+            [("find", {"city": "\n a\n", "near": []})],
+        ),
     ],
 )  # fmt: skip
 def test_calls_of_a_family(name: str, text: str, content: str, calls: list[Any]) -> None:
@@ -174,6 +196,7 @@ def test_without_tools_a_call_is_text() -> None:
     }  # fmt: skip
 
 
+WRITE_PYTHON = "Write <|tool_call_start|>[…(…='…')]<|tool_call_end|>."
 WRITE = 'Write <tool_call>{"name": "…", "arguments": {…}}</tool_call>.'
 
 
@@ -244,6 +267,26 @@ WRITE = 'Write <tool_call>{"name": "…", "arguments": {…}}</tool_call>.'
             "<arg_value>…</arg_value>\n</tool_call>",
         ),
         (
+            "lfm2_2_5",
+            "<|tool_call_start|>[add(a=1]<|tool_call_end|>",
+            f"The tool call is not closed. {WRITE_PYTHON}",
+        ),
+        (
+            "lfm2_2_5",
+            "<|tool_call_start|>[add(1, 2)]<|tool_call_end|>",
+            f"An argument of the tool call has no name. {WRITE_PYTHON}",
+        ),
+        (
+            "lfm2_2_5",
+            "<|tool_call_start|>[add(a=b)]<|tool_call_end|>",
+            f"The value 'b)]<|tool_call_end|>' cannot be read. {WRITE_PYTHON}",
+        ),
+        (
+            "lfm2_2_5",
+            "<|tool_call_start|>[add(a=1)",
+            f"The tool call cannot be read at ''. {WRITE_PYTHON}",
+        ),
+        (
             "glm4moe",
             "<tool_call>add",
             "The tool call is not closed. Write <tool_call>…\n<arg_key>…</arg_key>\n<arg_value>…"
@@ -280,6 +323,26 @@ def test_marks_around_all_tagged_calls_are_no_content() -> None:
     turn = f"Let me.\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>[e~["
     message = chat.parse(tokenizer(turn, add_special_tokens=False)["input_ids"])
     assert message["content"] == "Let me." and calls_of(message) == [("add", {"a": 1})] * 2
+
+
+# A template from which nothing can be read: keys come after their values.
+REVERSED = WRAPPED.replace('<parameter name="{{ key }}">{{', "{{").replace(
+    "</parameter>", " for {{ key }};"
+)
+
+
+def test_a_response_template_is_read_by_transformers() -> None:
+    tokenizer = make_tokenizer(REVERSED, ("]~b]", "[e~["), "[e~[")
+    with pytest.raises(ModelError, match="does not show how the model writes tool calls"):
+        Chat(tokenizer, {}, (SCHEMA,), frozenset({tokenizer.eos_token_id}))
+    utils = pytest.importorskip("trl.chat_template_utils")
+    template = trl_template("lfm2_2_5")
+    other = make_tokenizer(template, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    tokenizer.response_template = utils.add_response_schema(other).response_template
+    chat = Chat(tokenizer, {}, (SCHEMA,), frozenset({tokenizer.eos_token_id}))
+    text = "So.<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>"
+    message = chat.parse(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert calls_of(message) == [ADD] and message["content"] == "So."
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
