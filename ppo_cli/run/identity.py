@@ -21,8 +21,9 @@ from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
-from ppo_cli.errors import ConfigError, UserError
-from ppo_cli.planning.run_plan import RunPlan
+from ppo_cli.errors import UserError
+from ppo_cli.planning.findings.rules import find_findings
+from ppo_cli.planning.run_plan import RunPlan, make_plan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
@@ -109,27 +110,34 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
     What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
     set has the settings for which that is not possible here: they do not make another run.
     """
-    kept: dict[str, Any] = {}
-    not_kept: set[str] = set()
-    notes: list[str] = []
-    for key, before in read_decisions(checkpoint.parents[1]).items():
-        if key not in plan.why or not (key in KEPT or table()[key].identity in BINDING):
-            continue
-        now, why = value_of(plan.settings, key), plan.why[key]
-        if before == now:
-            continue
-        try:
-            plan.amend({key: before}, AS_BEGUN)
-        except ConfigError:
-            not_kept.add(key)
-            notes.append(f"{key} was {_format_value(before)}, and is {_format_value(now)}: {why}.")
-        else:
-            kept[key] = before
+    decided = read_decisions(checkpoint.parents[1])
+    before = {
+        key: value
+        for key, value in decided.items()
+        if key in plan.why and (key in KEPT or table()[key].identity in BINDING)
+        if value != value_of(plan.settings, key)
+    }
+    # What is refused here is left to this machine.
+    kept, kept_plan = dict(before), plan
+    while kept:
+        resolved = plan.resolved.amend(kept, AS_BEGUN)
+        findings = find_findings(resolved)
+        refused = {key for finding in findings if finding.kind == "refuse" for key in finding.keys}
+        if refused.isdisjoint(kept):
+            kept_plan = make_plan(resolved, findings)
+            break
+        kept = {key: value for key, value in kept.items() if key not in refused}
+    notes = []
+    for key, value in before.items():
+        then, now = _format_value(value), _format_value(value_of(plan.settings, key))
+        if key in kept:
             notes.append(
-                f"{key} is {_format_value(before)}, as this run began; this machine would choose "
-                f"{_format_value(now)} ({why})."
+                f"{key} is {then}, as this run began; this machine would choose {now} "
+                f"({plan.why[key]})."
             )
-    return plan.amend(kept, AS_BEGUN) if kept else plan, not_kept, notes
+        else:
+            notes.append(f"{key} was {then}, and is {now}: {plan.why[key]}.")
+    return kept_plan, before.keys() - kept.keys(), notes
 
 
 def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:

@@ -9,7 +9,6 @@ import pytest
 from ppo_cli.errors import ConfigError
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.machine import PACKAGES
-from ppo_cli.planning.findings import devices
 from ppo_cli.planning.resolved import Resolved
 from tests.config import settling
 from tests.config.settling import problems, refusals, remarks
@@ -142,9 +141,8 @@ def test_offloading_needs_a_gpu_or_several_processes() -> None:
     assert remarks(settle(overrides, "trainer.engine=ray"), {}) == []
 
 
-def test_more_threads_than_a_core_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "count_cores", lambda: 2)
-    settle("trainer.threads=8")
-    settling.settle("trainer.threads=9", env={"RAY_ADDRESS": "10.0.0.1:6379"})
-    with pytest.raises(ConfigError, match=r"threads 9 is more than 4 for each of the 2 cores"):
-        settle("trainer.threads=9")
+def test_more_threads_than_a_core_can_take_are_refused() -> None:
+    settle("trainer.threads=16")
+    settling.settle("trainer.threads=4096", env={"RAY_ADDRESS": "10.0.0.1:6379"})
+    with pytest.raises(ConfigError, match=r"threads 17 is more than 4 for each of the 4 cores"):
+        settle("trainer.threads=17")

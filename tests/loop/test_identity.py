@@ -283,3 +283,7 @@ def test_a_decision_that_cannot_be_kept_here_makes_no_other_run(tmp_path: Path) 
     kept, free, (note,) = keep_decisions(several, checkpoint)
     assert not kept.settings.algorithm.rollout_correction.bypass_mode
     assert free == {"algorithm.rollout_correction.bypass_mode"} and "separate weights" in note
+    # The others are kept all the same.
+    decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True, "rollout.seed": 7})
+    kept, free, notes = keep_decisions(several, checkpoint)
+    assert kept.settings.rollout.seed == 7 and len(free) == 1 and len(notes) == 2

@@ -53,8 +53,6 @@ def _missing_prompts(scene: Scene) -> Iterator[str]:
 
 
 RULES: Final = (
-    # What no machine can honour.
-    Rule("refuse", run.unsupported_settings),
     # What the run needs: models, keys and packages of judges, prompts, GPUs, packages.
     Rule("missing", lambda s: models.broken_models(s.config)),
     Rule("elsewhere", lambda s: rewards.missing_keys(s.config, s.environ)),
@@ -89,7 +87,7 @@ def find_findings(
 ) -> tuple[Finding, ...]:
     """Return all else that is found about resolved settings on their machine, each once."""
     scene = Scene(resolved, environ)
-    found = list(find_unused(resolved))
+    found = [*find_unused(resolved), *run.unsupported_settings(scene)]
     for rule in RULES:
         found += (Finding((), text, rule.kind) for text in rule.find(scene))
     return tuple(dict.fromkeys(found))

@@ -72,35 +72,40 @@ VLLM_ARGUMENTS: Final = {
 }  # fmt: skip
 
 
-def unsupported_settings(scene: Scene) -> Iterator[str]:
-    """Yield a sentence for each setting that no machine can honour."""
+def unsupported_settings(scene: Scene) -> Iterator[Finding]:
+    """Yield the settings that no machine can honour."""
     config = scene.config
     # Arguments of vLLM that the program sets itself.
     for name in config.rollout.engine_kwargs.vllm.keys() & VLLM_ARGUMENTS.keys():
         setting_name = VLLM_ARGUMENTS[name]
         use = "leave it out" if setting_name is None else f"set {setting_name} instead"
-        yield f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}."
+        yield Finding(
+            ("rollout.engine_kwargs.vllm",),
+            f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}.",
+        )
     # Settings of the rollout correction that contradict each other.
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     try:
-        config.algorithm.rollout_correction.rejections()
+        correction.rejections()
     except ValueError as error:
-        yield str(error)
-    correction = config.algorithm.rollout_correction
+        yield Finding((f"{key}.rollout_rs",), str(error))
     if correction.bypass_mode and (why := why_recompute(Settling(config, scene.machine))):
-        yield (
-            "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
-            f"{why}; leave it out."
+        yield Finding(
+            (f"{key}.bypass_mode",),
+            f"{key}.bypass_mode: the actor must compute old log-probs, as {why}; leave it out.",
         )
     # The engine of a package is another program, which only `ppo train` starts.
     if runs_elsewhere(engine := config.trainer.engine):
-        yield (
+        yield Finding(
+            ("trainer.engine",),
             f"The engine '{engine}' trains only by a line that names it: `ppo train --engine "
-            f"{engine}`. Use --engine ray, or --engine local for one process."
+            f"{engine}`. Use --engine ray, or --engine local for one process.",
         )
     if config.model.attn_implementation == "flash_attention_2":
-        yield (
+        yield Finding(
+            ("model.attn_implementation",),
             "model.attn_implementation flash_attention_2 cannot be used: it needs half-precision "
-            "weights, and weights are kept in float32. Use sdpa."
+            "weights, and weights are kept in float32. Use sdpa.",
         )
 
 
