@@ -9,20 +9,18 @@ This process then reports the cause and starts another driver."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import pickle
 import signal
-import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -38,158 +36,94 @@ from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.planning.placement import Placement
+from ppo_cli.processes.child import Child, ChildEnded
+from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout
 
-STOP, DROP = "stop", "drop"  # messages without an answer
-BEAT, BEAT_S = "beat", 2.0  # keeps the read timeout of the other side from expiring
+STOP = "stop"
+BEAT, BEAT_S = b"", 2.0  # a request that is answered at once, and the pause between two
 GONE = "gone"
 # From the end of the connection to that of the process.
 LEAVES_S = 5.0
 SILENT_S = 180.0  # it may take long to start on a busy machine
+MAX_PART_BYTES = 1 << 40  # of an answer: batches may be as large as memory
 
 
-@dataclass(frozen=True)
 class Answer:
-    """The replies to one request: items, then its end."""
+    """The answer to a request of this name, which arrives in parts: items, then its end."""
 
-    number: int
-    verb: str
-    parts: SimpleQueue[tuple[str, bytes]] = field(default_factory=SimpleQueue)
+    def __init__(self, verb: str) -> None:
+        self.verb = verb
+        self.parts: SimpleQueue[bytes] = SimpleQueue()
+        self.request: Future[bytes] | None = None
 
     def take(self, timeout: float) -> tuple[str, Any]:
         """Return the next kind and value; raises queue.Empty when there is none in time."""
-        kind, value = self.parts.get(timeout=timeout)
-        return kind, pickle.loads(value) if value else None
+        part = self.parts.get(timeout=timeout)
+        kind, value = pickle.loads(part) if part else (GONE, None)
+        return kind, value
+
+    def finish(self, request: Future[bytes]) -> None:
+        """Put the last part; it is empty when the process is gone."""
+        lost = request.cancelled() or request.exception() is not None
+        self.parts.put(b"" if lost else request.result())
+
+    def drop(self) -> None:
+        """Tell the process that the rest is not needed."""
+        if self.request is not None:
+            self.request.cancel()
 
 
-def send(connection: Connection, number: int, kind: str, value: bytes) -> None:
-    """Send a message. The value, which may be large, is sent without another pickling."""
-    connection.send((number, kind))
-    connection.send_bytes(value)
-
-
-def receive(connection: Connection) -> tuple[int, str, bytes]:
-    """Return the number of a request, what kind of message this is, and a pickled value."""
-    number, kind = connection.recv()
-    return number, kind, connection.recv_bytes()
-
-
-def limit_silence(end: socket.socket, seconds: float) -> None:
-    """Let a read fail with an OSError when nothing arrives for so long."""
-    whole_seconds = int(seconds)
-    limit = struct.pack("ll", whole_seconds, int((seconds - whole_seconds) * 1e6))
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-# The connection to the driver process; it does not know what the requests mean.
 class Client:
-    """Starts a process, sends it requests from any thread, and matches the replies to them.
+    """The driver process: takes requests from any thread; it does not know what they mean."""
 
-    The last argument of the command is the file descriptor of its end of the connection. The
-    process has a new session, so that Ctrl-C reaches only the run.
-    """
-
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
-        # A socket pair, not pipes: it can be given a read timeout.
-        self._socket, child_socket = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with child_socket, log.open("ab") as log_file:
-            self._process = subprocess.Popen(
-                [*command, str(child_socket.fileno())], pass_fds=[child_socket.fileno()],
-                stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
-                start_new_session=True, env=dict(environ),
-            )  # fmt: skip
-        limit_silence(self._socket, SILENT_S)
-        self._connection = Connection(os.dup(self._socket.fileno()))
-        self._lock = threading.Lock()
-        self._open: dict[int, Answer] = {}
-        self._count = 0
-        self._gone = False
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._loop = LoopThread("driver")
+        start = Child.start(
+            command, kind="driver", environ=environ, max_answer_bytes=MAX_PART_BYTES
+        )
+        self._child = self._loop.call(start)
         self._silent = False
-        self._reader = threading.Thread(target=self._listen, name="ppo-client", daemon=True)
-        self._reader.start()
+        self.pid = 0  # of the driver itself, below its reaper; 0 until it answers
+        self._loop.submit(self._watch())
 
-    @property
-    def pid(self) -> int:
-        """The process that answers."""
-        return self._process.pid
+    def last_words(self, log: Path) -> str:
+        """Return the end of the process's log; what it printed where it has not opened it yet."""
+        return read_tail(log, self.pid) if self.pid else self._child.last_line()
 
     def ending(self) -> str:
         """Describe how the process ended, after a reply says that it is gone."""
         if self._silent:
             return f"said nothing for {SILENT_S:g} s"
-        with suppress(subprocess.TimeoutExpired):
-            if self._process.wait(LEAVES_S) == -signal.SIGKILL:
-                return KILLED
-        return "ended"
+        return KILLED if self._child.exit_code == -signal.SIGKILL else "ended"
 
     def ask(self, verb: str, *args: Any) -> Answer:
         """Send a request."""
-        arguments = dumps(args)
-        # Numbers are given and messages sent under one lock, so that messages do not mix.
-        with self._lock:
-            self._count += 1
-            answer = Answer(self._count, verb)
-            if self._gone:
-                answer.parts.put((GONE, b""))
-                return answer
-            self._open[answer.number] = answer
-            self._send(answer.number, verb, arguments)
+        answer = Answer(verb)
+        data = dumps(args, head=f"{verb}\n".encode())
+        work = self._child.request(data, math.inf, answer.parts.put)
+        try:
+            answer.request = self._loop.submit(work)
+        except RuntimeError:  # it is closed
+            answer.parts.put(b"")
+        else:
+            answer.request.add_done_callback(answer.finish)
         return answer
 
-    def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
-        """Send a message without an answer; it may concern an open request."""
-        with self._lock:
-            if not self._gone:
-                number = answer.number if answer is not None else 0
-                self._send(number, verb, pickle.dumps(value))
-
     def close(self, patience_s: float = LEAVES_S) -> None:
-        """End the connection, and see to it that the process ends too. Safe to call twice."""
-        # The process ends when it reads the end of the connection.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        """Let the process end, and see to it that it does."""
+        self._loop.call(self._child.close("the run has ended", patience_s))
+        self._loop.close()
+
+    async def _watch(self) -> None:
+        """Ask for a sign of life again and again; a process that gives none is killed."""
         try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:  # it is there, but does not listen
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(LEAVES_S)
-        self._socket.close()
-
-    def _send(self, number: int, verb: str, arguments: bytes) -> None:
-        with suppress(OSError):  # it is gone, and the reader finds that out
-            send(self._connection, number, verb, arguments)
-
-    def _listen(self) -> None:
-        """Deliver what the driver process sends, until it ends or is silent for too long.
-
-        Then it kills the process, and every call that is still open receives GONE.
-        """
-        try:
-            with suppress(EOFError, OSError):
-                try:
-                    while True:
-                        self._deliver(*receive(self._connection))
-                except BlockingIOError:  # the limit of a silence
-                    self._silent = True
-        finally:
-            # It has ended, or hangs: killing it unblocks a thread that is sending with the lock.
-            self._process.kill()
-            with self._lock:
-                self._gone = True
-                for answer in self._open.values():
-                    answer.parts.put((GONE, b""))
-                self._open.clear()
-                self._connection.close()
-
-    def _deliver(self, number: int, kind: str, value: bytes) -> None:
-        if kind == BEAT:
-            return
-        with self._lock:
-            ends = kind in ("done", "error")
-            answer = self._open.pop(number) if ends else self._open[number]
-        answer.parts.put((kind, value))
+            with suppress(ChildEnded):
+                while True:
+                    self.pid = int(await self._child.request(BEAT, SILENT_S))
+                    await asyncio.sleep(BEAT_S)
+        except TimeoutError:
+            self._silent = True
 
 
 # -P: a file in the current folder may be named like a module.
@@ -229,20 +163,20 @@ class DriverEngine:
         self._joins = False
         self._ray_process: RayProcess | None = None
         try:
-            surroundings = os.environ | import_paths()
+            additions = import_paths()
             if address is None:
                 tell("Starting Ray")
                 # As many logical CPUs as cores, so that as many workers start at the same time.
                 options = RayOptions(os.cpu_count() or 1, placement.devices_per_node)
-                surroundings |= LOCAL_ONLY
-                self._ray_process = RayProcess(options, log=self._log, environ=surroundings)
+                additions |= LOCAL_ONLY
+                environ = os.environ | additions
+                self._ray_process = RayProcess(options, log=self._log, environ=environ)
             else:
                 tell(f"Joining the Ray cluster at {address}")
                 if is_on_loopback(address):
-                    surroundings |= LOCAL_ONLY
+                    additions |= LOCAL_ONLY
             # It imports Ray while Ray starts.
-            command = [*SERVICE, str(self._log)]
-            self._client = Client(command, surroundings, self._log)
+            self._client = Client([*SERVICE, str(self._log)], additions)
             if self._ray_process is not None:
                 address = self._ray_process.await_address(
                     config.trainer.node_timeout, stop_requested
@@ -277,8 +211,8 @@ class DriverEngine:
                 yield from (rejoin_prompt(item, prompt_by_uid) for item in value)
         finally:
             # The consumer stopped early: the driver need not sample the rest.
-            if kind == "item" and self._client is not None:
-                self._client.say(DROP, answer=answer)
+            if kind == "item":
+                answer.drop()
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
@@ -337,7 +271,7 @@ class DriverEngine:
 
     def _part(self, client: Client) -> None:
         """Stop what the driver process builds, ask it to close, and wait FAREWELL_S at most."""
-        client.say(STOP, "closing")  # if it still builds the engine
+        client.ask(STOP, "closing")  # if it still builds the engine
         answer = client.ask("close")
         deadline = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline and self._failure() is None:
@@ -383,7 +317,7 @@ class DriverEngine:
         if may_stop and not self._told_to_stop and (reason := self._stop_requested()):
             self._told_to_stop = True
             assert self._client is not None
-            self._client.say(STOP, reason)
+            self._client.ask(STOP, reason)
 
     def _failure(self) -> str | None:
         return self._ray_process.failure() if self._ray_process is not None else None
@@ -403,16 +337,16 @@ class DriverEngine:
         return None
 
     def _silent(self, verb: str) -> str:
-        return (
-            f"The process that talks to Ray has not answered `{verb}` for {self._patience_s:g} s. "
-            f"{read_tail(self._log, self._client.pid if self._client else 0)}"
-        )
+        assert self._client is not None
+        tail = self._client.last_words(self._log)
+        waited = f"has not answered `{verb}` for {self._patience_s:g} s"
+        return f"The process that talks to Ray {waited}. {tail}"
 
     def _ended(self, verb: str) -> str:
         if self._closed:
             return f"The cluster was closed during `{verb}`."
         assert self._client is not None
-        ending, tail = self._client.ending(), read_tail(self._log, self._client.pid)
+        ending, tail = self._client.ending(), self._client.last_words(self._log)
         return f"The process that talks to Ray {ending} during `{verb}`. {tail}"
 
 

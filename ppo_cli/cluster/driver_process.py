@@ -1,7 +1,7 @@
 """The driver process of a run: it has `ClusterEngine` and answers the requests of `driver.py`.
 
-Started as `python -m ppo_cli.cluster.driver_process LOG FD`. Requests arrive over a connection and
-are answered from threads, several at a time. The process ends when the connection ends.
+Started as `python -m ppo_cli.cluster.driver_process LOG`. Requests arrive over a channel and are
+answered from threads, several at a time. The process ends when the channel ends.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import os
 import pickle
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from ppo_cli.algo.batch import Annotations, Batch
-from ppo_cli.cluster.driver import BEAT, BEAT_S, DROP, STOP, receive, send
+from ppo_cli.cluster.driver import BEAT
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import WorkerFault, WorkerHandle
 from ppo_cli.cluster.serialise import dumps
@@ -29,6 +28,7 @@ from ppo_cli.cluster.worker_process import ignore_signals, write_into
 from ppo_cli.config.schema.run import Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import PpoError, is_picklable
+from ppo_cli.processes.channel import MARK, PART, Channel
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.secrets.redact import redact
 
@@ -45,22 +45,21 @@ class Request:
 
     number: int
     verb: str
-    arguments: bytes
+    arguments: memoryview
 
 
 class Service:
-    """An engine behind a connection to the process of the run.
+    """An engine behind a channel to the process of the run.
 
     A request names a method: of the engine if it is in PASSED_ON, else of this class. What a
     generator yields is sent item by item.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._sending = threading.Lock()
         self._first: SimpleQueue[Request] = SimpleQueue()
         self._stop: str | None = None
-        self._dropped: set[int] = set()
         self._engine: ClusterEngine | None = None
         self._hosted: dict[int, WorkerHandle] = {}
         self._numbers = count()
@@ -69,7 +68,6 @@ class Service:
     def run(self) -> None:
         """Read requests in a thread, and run those of IN_MAIN_THREAD in this one."""
         threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
         # The main thread runs until the engine is closed.
         while True:
             request = self._first.get()
@@ -96,6 +94,10 @@ class Service:
         """
         self._told_under = number
         yield from self._built.sample(prompts, sampling, begun)
+
+    def stop(self, reason: str) -> None:
+        """Stop the build of the engine."""
+        self._stop = reason
 
     def annotate(self, batch: Batch) -> list[Annotations]:
         """The annotations of each rank; the run has the batch."""
@@ -132,30 +134,27 @@ class Service:
         return self._engine
 
     def _listen(self) -> None:
-        """Receive requests, and begin each one that is not STOP or DROP.
+        """Begin each request, and answer a BEAT with the id of this process.
 
-        It never returns: the process exits with 0 when the connection ends, and with 1 on a bug.
+        It never returns: the process exits with 0 when the channel ends, and with 1 on a bug.
         """
         try:
-            while True:
-                number, verb, arguments = receive(self._connection)
-                if verb == STOP:
-                    self._stop = pickle.loads(arguments)
-                elif verb == DROP:
-                    self._dropped.add(number)
-                else:
-                    self._begin(Request(number, verb, arguments))
-        except (EOFError, OSError):
+            with suppress(OSError):
+                for number, data in self._channel:
+                    if data == BEAT:
+                        with self._sending:
+                            self._channel.send(number, str(os.getpid()).encode())
+                        continue
+                    verb, arguments = (
+                        data[: (end := data.index(b"\n"))],
+                        memoryview(data)[end + 1 :],
+                    )
+                    self._begin(Request(number, verb.decode(), arguments))
             # The run has ended. Its supervisor ends Ray, so nothing is left to close here.
             os._exit(0)
         except BaseException:
             print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
             os._exit(1)
-
-    def _beat(self) -> None:
-        while True:
-            time.sleep(BEAT_S)
-            self._send(0, BEAT, None)
 
     def _begin(self, request: Request) -> None:
         if request.verb in IN_MAIN_THREAD:
@@ -186,17 +185,16 @@ class Service:
     def _stream(self, number: int, items: Any) -> None:
         for item in items:
             self._send(number, "item", item)
-            if number in self._dropped:
+            if number in self._channel.given_up:
                 # The reader has enough; closing the generator stops the sampling.
-                self._dropped.discard(number)
                 items.close()
                 return
 
     def _send(self, number: int, kind: str, value: Any) -> None:
         try:
-            pickled = dumps(value)
+            data, mark = dumps((kind, value)), MARK if kind in ("done", "error") else PART
             with self._sending:
-                send(self._connection, number, kind, pickled)
+                self._channel.send(number, data, mark)
         except OSError:
             # The run has ended: nobody reads this any more.
             os._exit(0)
@@ -218,7 +216,7 @@ if __name__ == "__main__":
     try:
         ignore_signals()
         write_into(Path(sys.argv[1]))
-        Service(Connection(int(sys.argv[2]))).run()
+        Service(Channel()).run()
         code = 0
     except BaseException:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)

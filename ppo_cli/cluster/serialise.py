@@ -121,9 +121,10 @@ class _Pickler(cloudpickle.CloudPickler):
     )
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle for another process of this machine; `pickle.loads` undoes it."""
+def dumps(value: Any, head: bytes = b"") -> bytes:
+    """Pickle for another process of this machine, behind `head`; `pickle.loads` undoes it."""
     file = io.BytesIO()
+    file.write(head)
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 

@@ -16,14 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
 
 # In front of each message: a mark, its size in bytes, and the number of the request.
-HEADER = Struct("<4sIQ")
-MARK = b"\0ppo"
+HEADER = Struct("<4sQQ")
+# A request or its answer; a part of an answer; and a request that nobody waits for any more.
+MARK, PART, GIVEN_UP = b"\0ppo", b"\0prt", b"\0end"
 
 
 class Channel:
-    """Receives numbered requests and sends their answers, in any order, until the parent closes."""
+    """Receives numbered requests and sends their answers, in any order, until the parent closes.
+
+    `given_up` has the numbers of requests whose answers are not needed any more.
+    """
 
     def __init__(self) -> None:
+        self.given_up: set[int] = set()
         self._socket = socket.socket(fileno=os.dup(0))
         self._file = self._socket.makefile("rb")
         # Code that reads its standard input must not take requests away.
@@ -34,12 +39,15 @@ class Channel:
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the data of each request."""
         while len(header := self._file.read(HEADER.size)) == HEADER.size:
-            _, size, number = HEADER.unpack(header)
-            yield number, self._file.read(size)
+            mark, size, number = HEADER.unpack(header)
+            if mark == GIVEN_UP:
+                self.given_up.add(number)
+            else:
+                yield number, self._file.read(size)
 
-    def send(self, number: int, data: bytes) -> None:
-        """Send the answer to a request."""
-        self._socket.sendall(HEADER.pack(MARK, len(data), number) + data)
+    def send(self, number: int, data: bytes, mark: bytes = MARK) -> None:
+        """Send the answer to a request, or a PART of it."""
+        self._socket.sendall(HEADER.pack(mark, len(data), number) + data)
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer requests side by side, so that a slow one delays no other."""

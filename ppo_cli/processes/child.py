@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ppo_cli.processes.channel import HEADER, MARK
+from ppo_cli.processes.channel import GIVEN_UP, HEADER, MARK, PART
 from ppo_cli.processes.reaper import STOP_S, supervised
 from ppo_cli.secrets.redact import redact
 
@@ -26,6 +26,7 @@ LOG_PERIOD_S = 10.0
 TAIL_BYTES = 2000
 CHUNK_BYTES = 1 << 16
 MAX_LAST_LINE = 200  # characters of what a child printed last
+TakePart = Callable[[bytes], None]
 
 
 class ChildEnded(Exception):
@@ -55,7 +56,7 @@ class Child:
         self._max_answer_bytes = max_answer_bytes
         self._on_end = on_end
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._answers: dict[int, tuple[asyncio.Future[bytes], TakePart | None]] = {}
         self._tail = b""
         self._log_started = 0.0
         self.ended = ""
@@ -93,23 +94,32 @@ class Child:
             child_end.close()
         return cls(process, reader, writer, kind, log, max_answer_bytes, on_end)
 
-    async def request(self, data: bytes, timeout: float) -> bytes:
-        """Return the answer to a request.
+    async def request(
+        self, data: bytes, timeout: float, take_part: TakePart | None = None
+    ) -> bytes:
+        """Return the answer to a request; `take_part` gets the parts that the child sends before.
 
-        Raises ChildEnded, and TimeoutError after `timeout` seconds, when the child was killed.
+        Raises ChildEnded, and TimeoutError after `timeout` seconds, when the child was killed. A
+        request that is cancelled is given up, which the child's channel notes.
         """
         if self.ended:
             raise ChildEnded(self.ended)
         loop = asyncio.get_running_loop()
         number, deadline = next(self._numbers), loop.time() + timeout
         answer: asyncio.Future[bytes] = loop.create_future()
-        self._answers[number] = answer
+        self._answers[number] = answer, take_part
         try:
             async with asyncio.timeout_at(deadline):
                 with suppress(OSError):  # it has just ended, which its reader notices
-                    self._writer.write(HEADER.pack(MARK, len(data), number) + data)
+                    self._writer.write(HEADER.pack(MARK, len(data), number))
+                    # A view: the event loop would copy the rest of a large request twice.
+                    self._writer.write(memoryview(data))
                     await self._writer.drain()
                 return await answer
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                self._writer.write(HEADER.pack(GIVEN_UP, 0, number))
+            raise
         except TimeoutError:
             # Its code holds the interpreter's lock, or blocks its event loop.
             self.kill(f"timeout: the {self._kind} process did not answer for {timeout:g} s")
@@ -158,7 +168,7 @@ class Child:
         if self.ended:
             return
         self.ended = reason
-        answers = [answer for answer in self._answers.values() if not answer.done()]
+        answers = [answer for answer, _ in self._answers.values() if not answer.done()]
         for answer in answers:
             answer.set_exception(ChildEnded(reason, crashed=crashed, alone=len(answers) == 1))
         self._on_end()
@@ -168,11 +178,16 @@ class Child:
         try:
             while True:
                 mark, size, number = HEADER.unpack(await reader.readexactly(HEADER.size))
-                answer = self._answers.pop(number, None)
-                if mark != MARK or size > self._max_answer_bytes or answer is None:
+                answer, take_part = self._answers.get(number, (None, None))
+                fits = mark == MARK or (mark == PART and take_part is not None)
+                if answer is None or size > self._max_answer_bytes or not fits:
                     self.refuse_answer()
                     return
                 data = await reader.readexactly(size)
+                if mark == PART and take_part is not None:
+                    take_part(data)
+                    continue
+                del self._answers[number]
                 if not answer.done():  # nobody waits for it any more
                     answer.set_result(data)
         except (asyncio.IncompleteReadError, OSError):

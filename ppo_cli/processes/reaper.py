@@ -22,6 +22,7 @@ from pathlib import Path
 TICK_S = 0.1  # between two looks at the child and the parent
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 STOP_S = 2 * GRACE_S + 2  # until a reaper that was told to end has ended
+MAX_ATTEMPTS = 50  # to kill all that a process has started
 # Options of prctl(2), which Python's library does not have.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,20 +35,54 @@ def supervised(command: Sequence[str], folder: Path | None = None) -> list[str]:
     return [*reaper, *command]
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process, from /proc (empty without /proc)."""
-    below: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
+# State, parent and session by the ids of processes.
+Processes = dict[int, tuple[str, int, int]]
+
+
+def read_processes() -> Processes:
+    """Return all processes, from /proc (empty without /proc)."""
+    processes: Processes = {}
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        # Any process may end while it is read.
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
             # The name in brackets may contain any character: read after the last bracket.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            below.setdefault(int(fields[1]), []).append(int(entry.name))
+            state, parent, _, session = file.read().rpartition(b")")[2].split(None, 4)[:4]
+            processes[int(name)] = state.decode(), int(parent), int(session)
+    return processes
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all descendants of a process."""
+    return _below(pid, read_processes())
+
+
+def _below(pid: int, processes: Processes) -> list[int]:
+    below: dict[int, list[int]] = {}
+    for child, (_, parent, _) in processes.items():
+        below.setdefault(parent, []).append(child)
     descendants_of_pid, queue = [], [pid]
     while queue:
         children = below.get(queue.pop(), [])
         descendants_of_pid += children
         queue += children
     return descendants_of_pid
+
+
+def kill_below(leader: int) -> None:
+    """Kill the descendants of a process and the others in its session, until none is alive.
+
+    Its id must not be in use again.
+    """
+    for _ in range(MAX_ATTEMPTS):  # dying processes still fork
+        processes = read_processes()
+        of_session = [pid for pid, (_, _, session) in processes.items() if session == leader]
+        kin = {*_below(leader, processes), *of_session} - {leader, os.getpid()}
+        living = [pid for pid in kin if processes[pid][0] not in "ZX"]
+        if not living:
+            return
+        for pid in living:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def run_until_parent_exits(parent: int, folder: str, command: list[str]) -> int:

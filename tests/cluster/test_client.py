@@ -17,32 +17,32 @@ from unittest.mock import Mock
 import pytest
 
 from ppo_cli.cluster import driver as clients
-from ppo_cli.cluster.driver import DROP, GONE, Answer, Client, DriverEngine, limit_silence
+from ppo_cli.cluster.driver import GONE, Answer, Client, DriverEngine
 from ppo_cli.cluster.driver_process import portable_error
 from ppo_cli.cluster.members import WorkerFault
 from ppo_cli.cluster.ray_process import import_paths
 from ppo_cli.cluster.worker_process import read_tail
 from ppo_cli.errors import ConfigError, WorkerLost
+from ppo_cli.processes.reaper import descendants
 
 ROOT = Path(__file__).resolve().parents[3]
 VERBS = (sys.executable, "-m", "tests.cluster.verbs")
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(clients, "LEAVES_S", 1.0)
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.syspath_prepend(ROOT)
-    client = Client(VERBS, os.environ | import_paths(), tmp_path / "log")
+    client = Client(VERBS, import_paths())
     assert client.ask("add", 1).take(60) == ("done", 1)
     yield client
-    client.close()
-    assert client._process.returncode is not None
+    client.close(1.0)
+    assert client._child._process.returncode is not None
 
 
 def freeze(client: Client) -> None:
     """Stop the process, which may still answer that it has."""
     client.ask("freeze")
-    state = Path(f"/proc/{client._process.pid}/stat")
+    state = Path(f"/proc/{client.pid}/stat")
     until = time.monotonic() + 300
     while state.read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < until
@@ -75,8 +75,10 @@ def test_answers_come_to_whom_they_are_for(client: Client) -> None:
 def test_a_stream_that_is_dropped_ends(client: Client) -> None:
     answer = client.ask("count", 100_000)
     answer.take(20)
-    client.say(DROP, answer=answer)
-    assert rest(answer)[-1] == ("done", None)
+    answer.drop()
+    began = client.ask("count_so_far").take(20)[1]
+    time.sleep(0.2)
+    assert client.ask("count_so_far").take(20)[1] <= began + 1
 
 
 def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> None:
@@ -89,12 +91,16 @@ def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> No
 
 def test_one_that_does_not_listen_is_killed(client: Client) -> None:
     freeze(client)
-    client.close()
+    family = descendants(client._child._process.pid)
+    client._loop.call(client._child.close("", 0.5))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in family)
     assert client.ask("add", 1).take(1) == (GONE, None)
 
 
-def test_one_that_hangs_sets_those_free_who_send_to_it(client: Client) -> None:
-    limit_silence(client._socket, 8)
+def test_one_that_hangs_sets_those_free_who_send_to_it(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "SILENT_S", 8)
     time.sleep(2 * clients.BEAT_S)  # beats keep it alive, and by now it waits by the new limit
     assert client.ask("add", 1).take(20) == ("done", 1)
     freeze(client)
@@ -131,7 +137,7 @@ def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Cl
 
 def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
     parts = Mock()
-    parts.client.say.side_effect = KeyboardInterrupt
+    parts.client.ask.side_effect = KeyboardInterrupt
     engine = object.__new__(DriverEngine)
     vars(engine).update(
         _closing=threading.Lock(), _closed=False, _joins=True, _saver=ThreadPoolExecutor(1),
@@ -139,4 +145,4 @@ def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert [name for name, _, _ in parts.mock_calls] == ["client.say", "client.close", "ray.close"]
+    assert [name for name, _, _ in parts.mock_calls] == ["client.ask", "client.close", "ray.close"]

@@ -28,6 +28,7 @@ from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.planning.placement import Placement
+from ppo_cli.processes.channel import PART
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import scored
 from tests.settings import complete
@@ -202,8 +203,8 @@ def test_settings_weights_and_state_reach_every_worker(
 
 def answer(verb: str, *args: Any) -> Answer:
     """Answer a request at once."""
-    reply = Answer(1, verb)
-    reply.parts.put(("done", pickle.dumps("gloo" if verb == "build" else None)))
+    reply = Answer(verb)
+    reply.parts.put(pickle.dumps(("done", "gloo" if verb == "build" else None)))
     return reply
 
 
@@ -223,13 +224,15 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
         config, tokenizer, total_steps=7, placement=placement, logs=tmp_path / "logs",
         address=address, tell=notes.append,
     )  # fmt: skip
-    command, environ, log = start_client.call_args.args
-    assert command[-1] == str(log) == str(tmp_path / "logs" / "ray.log")
+    command, environ = start_client.call_args.args
+    log = tmp_path / "logs" / "ray.log"
+    assert command[-1] == str(log)
     assert engine._patience_s == 2 * 44.0 + 8 * 33.0 and engine.weight_transfer == "gloo"
     assert (driver.LOCAL_ONLY.items() <= environ.items()) == (address is None)
     if address is None:
         (options,), settings = start_ray.call_args
-        assert (options.num_gpus, settings["log"], settings["environ"]) == (4, log, environ)
+        assert (options.num_gpus, settings["log"]) == (4, log)
+        assert settings["environ"] == os.environ | environ
         assert ray.await_address.call_args.args[0] == 44.0 and notes == ["Starting Ray"]
     else:
         assert not start_ray.called and notes == ["Joining the Ray cluster at there:6379"]
@@ -239,17 +242,16 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     assert verb == "build" and pickle.loads(options["tokenizer"]) == tokenizer
     build = Mock(return_value=Mock(weight_transfer="ipc"))
     monkeypatch.setattr(driver_process, "ClusterEngine", build)
-    service = driver_process.Service(Mock())
+    channel = Mock()
+    service = driver_process.Service(channel)
     assert service.build(options, 12) == "ipc"
     arguments = build.call_args.kwargs
     stop_requested = arguments.pop("stop_requested")
     assert stop_requested() is None
-    service._stop = "Ctrl-C"
+    service.stop("Ctrl-C")
     assert stop_requested() == "Ctrl-C"
-    sent: list[Any] = []
-    monkeypatch.setattr(driver_process, "send", lambda connection, *message: sent.append(message))
     arguments.pop("tell")("a line")
-    assert sent == [(12, "tell", dumps("a line"))]
+    channel.send.assert_called_once_with(12, dumps(("tell", "a line")), PART)
     assert arguments == {
         "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
         "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",
@@ -267,7 +269,7 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     assert client.mock_calls == [
         call.ask("publish"), call.ask("load", Path("saved").absolute()),
         call.ask("host", dict, "reward", (3,)), call.ask("call", None, "keys", 1),
-        call.ask("dismiss", None), call.say("stop", "closing"), call.ask("close"),
+        call.ask("dismiss", None), call.ask("stop", "closing"), call.ask("close"),
         call.close(driver.LEAVES_S),
     ]  # fmt: skip
     assert ray.close.called == (address is None) and not hosted.alive

@@ -1,4 +1,4 @@
-"""A program: a service that does a few things without an engine, behind file descriptor FD."""
+"""A program: a service that does a few things without an engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 from ppo_cli.cluster.driver_process import Service
 from ppo_cli.errors import ConfigError
+from ppo_cli.processes.channel import Channel
 
 
 class Verbs(Service):
@@ -19,10 +19,16 @@ class Verbs(Service):
     def add(self, *numbers: int) -> int:
         return sum(numbers)
 
+    counted = 0
+
     def count(self, limit: int) -> Iterator[int]:
         for number in range(limit):
+            self.counted += 1
             yield number
             time.sleep(0.01)
+
+    def count_so_far(self) -> int:
+        return self.counted
 
     def imported(self, module: str) -> bool:
         return module in sys.modules
@@ -38,4 +44,4 @@ class Verbs(Service):
 
 
 if __name__ == "__main__":
-    Verbs(Connection(int(sys.argv[1]))).run()
+    Verbs(Channel()).run()

@@ -42,11 +42,17 @@ from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, rea
 from ppo_cli.rewards.code.processes import (
     KILL_TIMEOUT_S,
     MAX_FILE_MB,
-    Process,
     describe_broken_limit,
     remove_folder,
 )
-from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
+from ppo_cli.rewards.code.sandboxes import (
+    ForkedProcess,
+    Process,
+    Role,
+    Sandbox,
+    choose_sandbox,
+    command,
+)
 
 START_TIMEOUT_S = 60.0  # generous: a loaded machine starts interpreters slowly
 POLL_INTERVAL_S = 0.1  # between two looks at files and processes, which cost /proc reads
@@ -123,7 +129,8 @@ class SandboxPair:
 
     def launcher_died(self) -> bool:
         """Whether the launcher of the sandbox died, which kills both processes."""
-        return self.candidate.launcher_died() or self.tester.launcher_died()
+        forked = (p for p in (self.candidate, self.tester) if isinstance(p, ForkedProcess))
+        return any(process.launcher_died() for process in forked)
 
     def describe_broken_limit(self) -> str:
         """Name a broken limit that the processes cannot enforce themselves, or return ''."""

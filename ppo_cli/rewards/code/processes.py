@@ -1,4 +1,4 @@
-"""Sandboxed processes: the launcher of sandlock that forks them, and how processes are ended.
+"""Sandboxed processes: what they use, and the launcher of sandlock that forks them.
 
 Processes, threads and files of a response are counted and removed. A response may change its
 files while they are counted, and leave folders of any depth.
@@ -24,14 +24,14 @@ import struct
 import subprocess
 import time
 import traceback
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ppo_cli.processes.reaper import kill_below
+
 KILL_TIMEOUT_S = 10.0
-# Attempts to kill a session or remove a folder: dying processes still fork and write.
-MAX_ATTEMPTS = 50
+MAX_ATTEMPTS = 50  # to remove a folder: dying processes still write
 MAX_FILES_MB = 64
 MAX_FILE_COUNT = 10_000
 MAX_FILE_MB = 32
@@ -40,46 +40,8 @@ _BLOCK = 512  # the unit of st_blocks, on every file system
 SANDBOX_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
 
 
-class Process(ABC):
-    """A process that leads a session: our child, or one that a launcher has forked."""
-
-    pid: int
-
-    @abstractmethod
-    def wait(self, timeout: float) -> int:
-        """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
-
-    @abstractmethod
-    def end(self, *, alone: bool) -> None:
-        """Kill it and everything that it has started, and wait for that.
-
-        `alone`: nothing else can outlive it (it has a process namespace, or may not start
-        processes), so its descendants are not searched.
-        """
-
-    def launcher_died(self) -> bool:
-        """Whether it was killed because its launcher died, which is not its fault."""
-        return False
-
-
-class ChildProcess(subprocess.Popen[bytes], Process):
-    """A process that is our child."""
-
-    def end(self, *, alone: bool) -> None:
-        """Kill it and everything that it has started, and wait for that."""
-        # Descendants that left the session are found by parentage, before they are orphans.
-        kin = [] if alone or self.poll() is not None else list_process_tree(self.pid)[1:]
-        if self.poll() is None:
-            with suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            _kill_processes(kin)
-        self.wait(KILL_TIMEOUT_S)
-        if not alone:
-            kill_session(self.pid)
-
-
 def list_process_tree(pid: int) -> list[int]:
-    """Return the pids of a process and of all its descendants."""
+    """Return the pids of a process and of its descendants, quickly; one may be missed."""
     pids = [pid]
     for member in pids:
         # Any process or thread may end while its entries are read.
@@ -98,35 +60,6 @@ def count_threads(pids: list[int]) -> int:
         with suppress(OSError):
             total += len(os.listdir(f"/proc/{pid}/task"))
     return total
-
-
-def kill_session(leader: int) -> None:
-    """Kill all other processes of the session of `leader`, whose pid must not be in use again."""
-    for _ in range(MAX_ATTEMPTS):
-        survivors = [pid for pid in _list_session(leader) if pid != os.getpid()]
-        if not survivors:
-            break
-        _kill_processes(survivors)
-
-
-def _kill_processes(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _list_session(leader: int) -> list[int]:
-    """Return the pids of the living processes in the session of `leader`."""
-    pids = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):
-            # After the command's closing parenthesis: state, parent, group, session.
-            facts = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-            if int(facts[3]) == leader and facts[0] not in "ZX":
-                pids.append(int(entry.name))
-    return pids
 
 
 def count_files(folder: str, pids: list[int]) -> tuple[int, int]:
@@ -280,8 +213,7 @@ def _end_at_release(channel: int) -> NoReturn:
     """Wait until the trainer closes the channel, then kill what is left, and exit."""
     with suppress(OSError):
         os.read(channel, 1)
-    _kill_processes(list_process_tree(os.getpid())[1:])
-    kill_session(os.getpid())
+    kill_below(os.getpid())
     os._exit(0)
 
 

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
-from ppo_cli.processes.program import Program
+from ppo_cli.processes.program import Program, ShortProgram
 from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.probe import SECRET
@@ -44,8 +44,6 @@ from ppo_cli.rewards.code.processes import (
     MAX_FILE_MB,
     MAX_FILES_MB,
     READY,
-    ChildProcess,
-    Process,
     describe_broken_limit,
     remove_folder,
 )
@@ -55,10 +53,10 @@ Role = Literal["candidate", "tester", "probe", "launcher"]
 # The modules of each program, in the order of their imports; the last one has `main`.
 _PACKAGE = "ppo_cli.rewards.code"
 _MODULES: dict[Role, tuple[str, ...]] = {
-    "candidate": ("limits", "channel"),
-    "tester": ("limits", "channel", "tester"),
-    "probe": ("limits", "probe"),
-    "launcher": ("processes",),
+    "candidate": (f"{_PACKAGE}.limits", f"{_PACKAGE}.channel"),
+    "tester": (f"{_PACKAGE}.limits", f"{_PACKAGE}.channel", f"{_PACKAGE}.tester"),
+    "probe": (f"{_PACKAGE}.limits", f"{_PACKAGE}.probe"),
+    "launcher": ("ppo_cli.processes.reaper", f"{_PACKAGE}.processes"),
 }
 _START = (
     "import sys, marshal, zlib\n"
@@ -103,9 +101,10 @@ def _pack_modules(role: Role) -> str:
     empty = compile("", "<package>", "exec")
     modules = [(name, empty) for name in ("ppo_cli", "ppo_cli.rewards", _PACKAGE)]
     for name in _MODULES[role]:
-        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        code = compile(text, f"<{name}>", "exec", dont_inherit=True, optimize=2)
-        modules.append((f"{_PACKAGE}.{name}", code))
+        path = Path(__file__).parents[2].joinpath(*name.split(".")[1:]).with_suffix(".py")
+        text = path.read_text(encoding="utf-8")
+        code = compile(text, f"<{path.stem}>", "exec", dont_inherit=True, optimize=2)
+        modules.append((name, code))
     return zlib.compress(marshal.dumps(modules), 9).hex()
 
 
@@ -113,7 +112,7 @@ LAUNCHER_TIMEOUT_S = 60.0
 _MAX_GREETING_BYTES = 4096
 
 
-class ForkedProcess(Process):
+class ForkedProcess:
     """A process forked by the launcher, not our child. Its pid is not reused before `end`."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
@@ -154,6 +153,9 @@ class ForkedProcess(Process):
             return self._channel.recv(INT64.size)
         except ConnectionError:
             return b""
+
+
+Process = ShortProgram | ForkedProcess
 
 
 class Launcher:
@@ -298,26 +300,6 @@ class Sandbox(ABC):
         return
 
 
-def _start(
-    command: Sequence[str],
-    streams: tuple[int, int, int],
-    *,
-    folder: str | None = None,
-    pass_fds: Sequence[int] = (),
-) -> ChildProcess:
-    """Start a command in a new session, in `folder` or `/`, with these standard streams."""
-    return ChildProcess(
-        list(command),
-        stdin=streams[0],
-        stdout=streams[1],
-        stderr=streams[2],
-        cwd=folder or "/",
-        env=ENVIRONMENT,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
-
-
 def _python_folders() -> list[str]:
     """Return the folders of the interpreter and its standard library."""
     prefix = Path(os.path.realpath(sys.base_prefix))
@@ -342,7 +324,7 @@ class Bubblewrap(Sandbox):
 
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
-    ) -> ChildProcess:
+    ) -> ShortProgram:
         """Start a command; its files are in memory and end with it."""
         # bubblewrap reads the filter from a descriptor.
         reading, writing = os.pipe()
@@ -356,7 +338,9 @@ class Bubblewrap(Sandbox):
                 str(reading),
                 *command,
             ]
-            return _start(full_command, streams, pass_fds=[reading])
+            return ShortProgram(
+                full_command, environ=ENVIRONMENT, cwd="/", streams=streams, pass_fds=[reading]
+            )
         finally:
             os.close(reading)
 
@@ -443,9 +427,9 @@ class Unsandboxed(Sandbox):
 
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
-    ) -> ChildProcess:
+    ) -> ShortProgram:
         """Start a command in `folder`, without any protection."""
-        return _start(command, streams, folder=folder)
+        return ShortProgram(command, environ=ENVIRONMENT, cwd=folder, streams=streams)
 
 
 PROBE_TIMEOUT_S = 30.0

@@ -13,29 +13,30 @@ import pytest
 
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError
+from ppo_cli.processes.program import ShortProgram
 from ppo_cli.rewards.code import limits, sandboxes
 from ppo_cli.rewards.code.limits import build_filter
-from ppo_cli.rewards.code.sandboxes import Bubblewrap, ChildProcess, Sandbox, Sandlock, Unsandboxed
+from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed
 from tests.rewards.tables import read_blocks, table
 
 
 class Running(Unsandboxed):
     """Starts another program than the probe, or calls `run` with the streams."""
 
-    def __init__(self, run: str | Callable[..., ChildProcess]) -> None:
+    def __init__(self, run: str | Callable[..., ShortProgram]) -> None:
         self._run = run
 
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
-    ) -> ChildProcess:
+    ) -> ShortProgram:
         """Start the other program."""
         if callable(self._run):
             return self._run(command, streams)
         return super().start([sys.executable, "-c", self._run], streams=streams, folder=folder)
 
 
-def with_our_environment(command: Sequence[str], streams: tuple[int, int, int]) -> ChildProcess:
-    return ChildProcess(list(command), stdin=streams[0], stdout=streams[1], stderr=streams[2])
+def with_our_environment(command: Sequence[str], streams: tuple[int, int, int]) -> ShortProgram:
+    return ShortProgram(command, environ=os.environ, cwd=os.getcwd(), streams=streams)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ def test_a_trial_that_hangs_or_cannot_start_is_a_fault_found_once(
 ) -> None:
     attempts: list[object] = []
 
-    def fail(*start: object) -> ChildProcess:
+    def fail(*start: object) -> ShortProgram:
         attempts.append(start)
         raise PermissionError(13, "Permission denied")
 
