@@ -507,10 +507,11 @@ class Learner:
             return None
         if c.model.lora_rank and c.ref.path is None:
             return reference_of(self.policy)
-        sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
         reference_path = model_folder(c.ref.path or c.model.path)
         flag = "--ref_model" if c.ref.path else "--model"
-        reference = self._load_policy(reference_path, sharding, trained=False, flag=flag)
+        reference = self._load_policy(
+            reference_path, c.reference_sharding, trained=False, flag=flag
+        )
         self._require_vocabulary(reference, reference_path, flag)
         self._preparation.prepare_reference(reference.model)
         return reference

@@ -88,8 +88,11 @@ def _count_rows(names: Sequence[str], max_rows: int) -> int | None:
     return total if max_rows < 0 else min(total, max_rows)
 
 
-def batch_arithmetic(config: Config) -> dict[str, int | None]:
-    """Return counts for a step and for the run; None is a count that is unknown before the run."""
+def batch_arithmetic(config: Config, steps: int | None = None) -> dict[str, int | None]:
+    """Return counts for a step and for the run of `steps`, unless these follow from the settings.
+
+    None is a count that is unknown before the run.
+    """
     batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config)
     sums: dict[str, int | None] = {
         "prompts_per_step": batch,
@@ -98,7 +101,7 @@ def batch_arithmetic(config: Config) -> dict[str, int | None]:
         "train_rows": rows,
     }
     # Optimizer steps of each model.
-    steps = count_steps(config)
+    steps = steps or count_steps(config)
     sums["total_steps"] = steps
     sums |= _count_updates("actor", config, config.actor.ppo_mini_batch_size)
     if config.uses_critic:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.schedule import describe_lr_jumps
-from ppo_cli.config.schema.keys import table, with_settings
+from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.planning.batches import batch_arithmetic
@@ -403,8 +403,7 @@ def estimate_budget(
     Future responses are assumed to cost the average of past ones. In an interrupted step the
     number of responses is the number of calls divided by the votes per response.
     """
-    config = with_settings(config, {"trainer.total_training_steps": total_steps})
-    sums = batch_arithmetic(config)
+    sums = batch_arithmetic(config, total_steps)
     # Calls per step and per validation, done so far and in total.
     votes = max((judge.settings.most_votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n

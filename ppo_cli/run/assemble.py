@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.folder import vocabulary_size
-from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
@@ -51,7 +50,6 @@ from ppo_cli.errors import (
 from ppo_cli.loop import run
 from ppo_cli.planning.batches import DataSplit, describe_missing_rows, split_files
 from ppo_cli.planning.config_file import config_yaml
-from ppo_cli.planning.findings.judge_server import with_judge_devices
 from ppo_cli.planning.memory.plan import cpu_plan
 from ppo_cli.planning.placement import placement_of
 from ppo_cli.planning.resolved import Resolved
@@ -242,6 +240,7 @@ class EngineFactory:
     # The Ray cluster of several nodes; None: start one if it is needed.
     address: str | None = None
     episodes: Episodes | None = None
+    weight_transfer: str | None = field(default=None, init=False)  # to vLLM, as it has worked
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # without episodes and async rollouts
     # Rewards ask for hosts in other threads, perhaps while an engine is rebuilt.
@@ -313,8 +312,7 @@ class EngineFactory:
             tell=self.tell,
             stop_requested=self.stop_requested,
         )
-        if engine.weight_transfer == "memory":  # a restart does not try the failed way again
-            self.config = with_settings(self.config, {"rollout.weight_transfer": "memory"})
+        self.weight_transfer = engine.weight_transfer
         return engine
 
     def _upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
@@ -482,7 +480,7 @@ def _open_job(
     # The reward first: a wrong key or address is cheap to find.
     all_prompts = [*start.prompts, *start.val_prompts]
     host = engines.host if engines.hosts_rewards() else None
-    reward = make_reward(with_judge_devices(config), all_prompts, host)
+    reward = make_reward(config.reward, all_prompts, host)
     closing.callback(reward.close)
     if not start.is_new_run:
         reward.attach(folder.path)  # the budget includes the spending of earlier starts
@@ -494,6 +492,11 @@ def _open_job(
         engines.get, **losses, patience_s=config.trainer.node_timeout,
         tell=screen.health, resume_command=_resume_command(start.plan.resolved, begun=False),
     )  # fmt: skip
+    # The planned way of weights may have failed: a restart does not try it again.
+    if engines.weight_transfer not in (None, config.rollout.weight_transfer):
+        used = {"rollout.weight_transfer": engines.weight_transfer}
+        start = replace(start, plan=start.plan.amend(used, "the planned way failed at the start"))
+        config = engines.config = start.config
     # Everything has started: from here on the run folder belongs to this run.
     details = _describe_machine_use(start.plan)
     screen.note_all(details if screen.debug else ())

@@ -13,7 +13,6 @@ from ppo_cli.planning.findings.judge_server import (
     judge_server_remarks,
     missing_for_judge_server,
     vllm_python,
-    with_judge_devices,
 )
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import count_judge_server
@@ -23,7 +22,7 @@ from ppo_cli.planning.placement import (
 )
 from ppo_cli.planning.resolved import Resolved
 from tests.config.settling import settle
-from tests.settings import CPU
+from tests.settings import CPU, complete
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = "reward.api.enable=true reward.api.type=local reward.api.model="
@@ -37,7 +36,7 @@ def resolve(overrides: str, machine: Machine = CPU) -> Resolved:
 def test_a_placement_gives_the_judge_its_gpus() -> None:
     assert read_placement("train:0-5,rollout:6,judge:7")["judge"] == (7,)
     placed = resolve(f"{ON}embedded {GPUS}train:0-4,rollout:5,judge:6-7").config
-    assert with_judge_devices(placed).api.local.devices == (6, 7)
+    assert complete(placed).reward.api.local.devices == (6, 7)
     assert "the judge's server on GPUs 6-7" in describe_placement(placement_of(placed))
 
 

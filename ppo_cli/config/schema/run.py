@@ -32,6 +32,7 @@ from ppo_cli.config.schema.algorithm import (
     NotZero,
     Ref,
     Section,
+    Sharding,
     checked,
     section,
     setting,
@@ -542,6 +543,12 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """Whether a reference policy is needed, for the reward or for the loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def reference_sharding(self) -> Sharding:
+        """How the reference is sharded: as the actor, with its own offloading."""
+        offload = {"param_offload": self.ref.param_offload}
+        return self.actor.fsdp_config.model_copy(update=offload)
 
     @property
     def loads_reference_once(self) -> bool:

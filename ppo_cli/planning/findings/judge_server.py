@@ -16,8 +16,6 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.models.weight_files import read_json, text_config
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import (
@@ -169,11 +167,6 @@ def judge_server_remarks(config: Config) -> Iterator[str]:
             "first step: it likes its own mistakes. Measure it first (`ppo reward calibrate`), "
             "and watch validation scores that do not come from it."
         )
-
-
-def with_judge_devices(config: Config) -> Reward:
-    """Return the settings of the reward with the GPUs that the placement gives the judge."""
-    return with_settings(config, {"reward.api.local.devices": judge_devices(config)}).reward
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:

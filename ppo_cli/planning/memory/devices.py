@@ -208,8 +208,8 @@ class _RoleNeeds:
                 config, device, shapes.critic, config.critic, mini, spread
             )
         if config.uses_reference and not (config.model.lora_rank and config.ref.path is None):
-            sharding = sharding.model_copy(update={"param_offload": config.ref.param_offload})
-            models["reference"] = ModelOnRank(config, device, shapes.reference, None, 0, sharding)
+            spread = config.reference_sharding
+            models["reference"] = ModelOnRank(config, device, shapes.reference, None, 0, spread)
         return cls(
             device,
             {name: model.count() for name, model in models.items()},

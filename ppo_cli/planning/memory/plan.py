@@ -294,6 +294,8 @@ def fit_memory(requested: Config, machine: Machine) -> Fitted:
     """Decide all settings, also those that trade memory for speed: nothing unset is left."""
     settled = settle(requested, machine)
     layout = _choose_layout(settled.config, machine)
+    if devices := placement_of(settled.config).judge:
+        layout["reward.api.local.devices"] = (devices, "those of judge in --placement")
     config = with_settings(settled.config, {key: value for key, (value, _) in layout.items()})
     estimate, lines = None, []
     shapes = read_shapes(config)
