@@ -256,7 +256,7 @@ class SdkProvider(BatchInterface, ABC):
             message = f"{self._context.label} did not answer within {timeout:g} s"
             failure = JudgeError(Failure.RETRYABLE, "timeout", message)
         except Exception as error:
-            failure = self._classify(error)
+            failure = self._classify(read_error(error))
         # Raised here, outside the handlers: an SDK's exception, kept as the context, could carry
         # the key into a traceback.
         raise failure
@@ -315,15 +315,20 @@ class SdkProvider(BatchInterface, ABC):
                     length_message = self._clean(report.message, report.limit)
                     question = self._shorten_answer(question, forms, report)
                     continue
+                message = self._clean(report.message, report.limit)
+                # llama.cpp answers 500 where its template or grammar refuses an option.
+                if report.status == 500 and options.blames(message):
+                    report = replace(report, meaning=400)
                 if not report.may_blame_option:
                     raise
-                message = self._clean(report.message, report.limit)
                 # Another call may have dropped something since this one was sent.
                 if forms != options.forms(guesses):
                     continue
                 if not options.drop_named(forms, message, report.param):
                     if (guess := options.guess(forms)) is None:
-                        raise
+                        tried = ", ".join([*options.dropped, *guesses])
+                        note = f" (also without {tried})" if tried and report.status == 500 else ""
+                        raise self._classify(replace(report, message=message + note)) from None
                     guesses.append(guess)
             else:
                 options.accept(forms, guesses, message)
@@ -346,12 +351,11 @@ class SdkProvider(BatchInterface, ABC):
             raise JudgeError(Failure.REFUSED, "too_long", message, status=report.status)
         return replace(question, max_tokens=room)
 
-    def _classify(self, exception: Exception) -> JudgeError:
+    def _classify(self, report: ErrorReport) -> JudgeError:
         """Return the JudgeError for an exception of the SDK, without secrets.
 
         An unknown kind of exception is logged.
         """
-        report = read_error(exception)
         report = replace(report, message=self._clean(report.message, report.limit))
         proven = self._options.accepted is not None
         error = classify(report, self._context, proven=proven)

@@ -28,6 +28,7 @@ from ppo_cli.rewards.remote.failures import (
 )
 
 FILTERED = 451  # here: a filter withheld the text or the answer
+UNREADABLE = 460  # here: the judge did not write the JSON that it was asked for
 # Error codes of providers, by the HTTP status that means the same. A code is in this table where
 # its provider sends it with another status, such as 400 for a wrong key.
 _CODES = {
@@ -41,6 +42,7 @@ _CODES = {
     429: "throttling",
     FILTERED: "content_filter content_policy_violation datainspectionfailed contentfilter "
     "data_inspection_failed contentfiltererror",
+    UNREADABLE: "json_validate_failed output_parse_failed",
 }
 _MEANINGS = {code: status for status, codes in _CODES.items() for code in codes.split()}
 # Anthropic sends these as plain 400s, without a code.
@@ -77,7 +79,7 @@ class ErrorReport:
     @property
     def is_too_long(self) -> bool:
         """Whether the request does not fit the judge's context."""
-        if self.what != "status" or self.meaning in (FILTERED, 401, 402, 403, 404):
+        if self.what != "status" or self.meaning in (FILTERED, UNREADABLE, 401, 402, 403, 404):
             return False
         return self.meaning == 413 or is_about_length(self.status, self.message)
 
@@ -234,6 +236,8 @@ def classify(report: ErrorReport, context: Context, *, proven: bool) -> JudgeErr
     status = report.status or 0
     cause = f"http_{status}"
     message = f"{context.label} answered {status}: {report.message}"
+    if report.meaning == UNREADABLE:  # without a status, since the answer may be billed
+        return JudgeError(Failure.UNPARSED, "form", message)
     kind = kind_of_status(report.meaning)
     if report.meaning == FILTERED:
         kind, cause = Failure.REFUSED, "content_filter"

@@ -121,7 +121,7 @@ FORMAT_WORDS = (
 # Names in error messages for the system message, next to the parameter's name.
 SYSTEM_WORDS = (
     "developer instruction", "system instruction", "system prompt", "system role",
-    "system message", "role 'system'", 'role "system"',
+    "system message", "role 'system'", 'role "system"', "roles must alternate",
 )  # fmt: skip
 
 

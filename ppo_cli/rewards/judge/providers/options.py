@@ -82,6 +82,10 @@ class OptionSet:
         self._drop(named.label(forms[named.name]), message)
         return True
 
+    def blames(self, message: str) -> bool:
+        """Whether a message names an option, before any call has shown that all are accepted."""
+        return self.accepted is None and any(o.find_in(message) is not None for o in self.options)
+
     def guess(self, forms: Forms) -> str | None:
         """Return the most exotic option, to try a call without it; None once a call succeeded."""
         if self.accepted is not None or not forms:

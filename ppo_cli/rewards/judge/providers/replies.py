@@ -25,6 +25,8 @@ _EXCERPT = 120  # characters of a reply that a message shows
 MAX_TOKENS = 10_000_000  # of one call: a usage with more is not a count of tokens
 # Keys of which an answer has at least one, for all providers.
 _ANSWERS = {"candidates", "choices", "output", "answers", "code"}
+# Reasons to end an answer that is not complete: OpenRouter; vLLM and SGLang; Z.ai; DeepSeek.
+FAILED_FINISHES = {"error", "abort", "network_error", "insufficient_system_resource"}
 STREAMS = "the server streams although it was not asked to"
 
 
@@ -139,7 +141,7 @@ def is_stream(text: str) -> bool:
 
 def _join_chunks(text: str) -> dict[str, Any]:
     """Return the completion that a stream of OpenAI's chunks makes, if it is complete."""
-    content, finish_reason, usage, done = "", None, None, False
+    content, finish_reason, usage, error, done = "", None, None, None, False
     # Only `data` lines carry chunks; comments and event names are skipped.
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -159,12 +161,13 @@ def _join_chunks(text: str) -> dict[str, Any]:
         for choice in chunk["choices"][:1]:
             content += (choice.get("delta") or {}).get("content") or ""
             finish_reason = choice.get("finish_reason") or finish_reason
+            error = chunk.get("error") or choice.get("error") or error
     # A stream without its end may have lost text.
     if not done and finish_reason is None:
         raise bad_body(f"an event stream that was cut: {STREAMS}")
     answer = {"role": "assistant", "content": content}
     return {
-        "choices": [{"finish_reason": finish_reason or "stop", "message": answer}],
+        "choices": [{"finish_reason": finish_reason or "stop", "message": answer, "error": error}],
         "usage": usage,
     }
 
@@ -280,13 +283,14 @@ class ReplyFields(NamedTuple):
     tokens: TokenFields
     filtered: tuple[str, ...] = ()
     refusal: str = ""  # what the judge says when it refuses; it may refuse without
+    error: str = ""  # of an answer that broke off
 
 
 # A chat completion of OpenAI's protocol; its prompt tokens include the cached ones.
 CHAT = ReplyFields(
     answer="choices.0.message", content="choices.0.message.content",
     finish="choices.0.finish_reason", refusal="choices.0.message.refusal", cut=("length",),
-    filtered=("content_filter",), usage="usage",
+    filtered=("content_filter", "sensitive"), usage="usage", error="choices.0.error",
     tokens=TokenFields(
         ("prompt_tokens",), ("completion_tokens",), "prompt_tokens_details.cached_tokens",
         "total_tokens",
@@ -301,9 +305,15 @@ def read_reply(reply: Any, fields: ReplyFields) -> Reply:
     """
     usage = read_usage(get_path(reply, fields.usage), fields.tokens)
     refuse_blocked(reply, usage)
+    finish = to_word(get_path(reply, fields.finish))
+    # The provider behind a gateway failed while it wrote: what came so far is not a verdict.
+    error = get_path(reply, fields.error)
+    if error or finish in FAILED_FINISHES:
+        message = f"The answer broke off: {read_message(error) or finish}"
+        raise JudgeError(Failure.RETRYABLE, "broke_off", message, usage=usage)
     if get_path(reply, fields.answer) is None:
         raise_body(reply)
-    finish, content = to_word(get_path(reply, fields.finish)), get_path(reply, fields.content)
+    content = get_path(reply, fields.content)
     if isinstance(content, list):  # thoughts are parts, too, and are not the answer
         answers = (p for p in content if get_path(p, "type") in (None, "text"))
         texts = [get_path(part, "text") for part in answers if not get_path(part, "thought")]

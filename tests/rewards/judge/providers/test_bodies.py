@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -93,3 +94,36 @@ def test_a_body_with_a_wrong_encoding_is_not_a_lost_connection(
     error = ask_once(judge_at(server, wire))
     assert isinstance(error, JudgeError) and error.cause == "bad_body"
     assert "content-encoding" in str(error)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        {"finish_reason": "error", "error": {"code": 502, "message": "the upstream is gone"}},
+        {"finish_reason": "stop", "error": {"message": "the upstream is gone"}},
+        {"finish_reason": "abort"},
+    ],
+)
+def test_an_answer_that_broke_off_is_not_a_verdict(
+    server: JudgeServer, ending: dict[str, Any]
+) -> None:
+    choice = {"message": {"role": "assistant", "content": VERDICT}, **ending}
+    server.fail("body", raw=json.dumps({"choices": [choice], "usage": USAGE["usage"]}))
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError) and error.kind is Failure.RETRYABLE
+    assert error.cause == "broke_off" and error.usage == Usage(90, 7)
+    chunk = {"choices": [{"delta": {"content": VERDICT}, **ending}]}
+    server.fail("body", raw=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError) and error.cause == "broke_off"
+
+
+def test_an_answer_that_the_provider_could_not_read_is_asked_for_again(
+    server: JudgeServer,
+) -> None:
+    message = "Failed to generate JSON. See 'failed_generation'."
+    server.fail(400, code="json_validate_failed", message=message)
+    judge = judge_at(server, "openai")
+    error = ask_once(judge)
+    assert isinstance(error, JudgeError) and error.kind is Failure.UNPARSED
+    assert not judge.dropped()

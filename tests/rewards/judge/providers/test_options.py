@@ -192,3 +192,27 @@ def test_names_are_found_as_whole_words() -> None:
     assert not named(Option("seed"), "seeded")
     assert not named(Option("schema", ("json",)), "Invalid JSON payload received")
     assert named(Option("schema", ("json_object",)), "type 'json_object' is unknown")
+
+
+@pytest.mark.parametrize(
+    ("message", "label"),
+    [
+        ("Jinja Exception: System role not supported", "system_message=apart"),
+        ("Conversation roles must alternate user/assistant/user", "system_message=apart"),
+        ("Failed to parse grammar", "response_format=json_schema"),
+    ],
+)
+def test_an_option_refused_with_status_500_is_dropped_too(
+    server: JudgeServer, message: str, label: str
+) -> None:
+    server.fail(500, message=message, times=1)
+    judge = judge_at(server, "openai")
+    assert isinstance(ask_once(judge), Reply)
+    assert list(judge.dropped()) == [label]
+    # Where no option helps, the error is final and says what was tried.
+    server.reset()
+    server.fail(500, message=message)
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError) and error.kind is Failure.FATAL
+    assert message in str(error) and label in str(error)
+    server.reset()
