@@ -18,6 +18,7 @@ from torch import Tensor
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
+from ppo_cli.moments import TINY
 from ppo_cli.plugins import call, is_own
 
 _STD_EPS = 1e-6  # as in verl
@@ -156,15 +157,19 @@ def _centre_in_groups(
     """Return each score minus the mean of its group.
 
     With `norm_by_std` the difference is divided by the group's standard deviation. A group of one
-    has mean 0 and deviation 1. Rows with an empty mask get 0.
+    has mean 0 and deviation 1. Scores that differ only by rounding get 0: divided by their own
+    deviation, errors would be as large as what is learned from (verl adds 1e-6 to it, TRL 1e-4).
+    Rows with an empty mask get 0.
     """
     # One group at a time, because sizes differ.
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
-        scores = scores_B[at]
-        centred = scores - _group_mean(scores)
-        std = scores.std() if len(at) > 1 else torch.ones_like(scores[0])
-        result_B[at] = centred / (std + _STD_EPS) if norm_by_std else centred
+        scores, mean, std = scores_B[at], _group_mean(scores_B[at]), torch.ones_like(scores_B[0])
+        if len(at) > 1:
+            std = scores.std()
+            if std <= TINY * max(1.0, float(mean.abs())):
+                continue
+        result_B[at] = (scores - mean) / (std + _STD_EPS) if norm_by_std else scores - mean
     return result_B
 
 
@@ -249,11 +254,14 @@ def remax(token_rewards_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> tupl
 
     Undiscounted. Returns are the reward-to-go.
     """
-    # A reversed cumulative sum is the reward-to-go.
+    to_go_BT = sum_to_go(token_rewards_BT, mask_BT)
+    return torch.where(mask_BT, to_go_BT - baseline_B[:, None], 0.0), to_go_BT
+
+
+def sum_to_go(token_rewards_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return the sum of the rewards from each token on; 0 outside the mask."""
     kept_BT = torch.where(mask_BT, token_rewards_BT, 0.0)
-    to_go_BT = kept_BT.flip(1).cumsum(1).flip(1)
-    advantages_BT = torch.where(mask_BT, to_go_BT - baseline_B[:, None], 0.0)
-    return advantages_BT, torch.where(mask_BT, to_go_BT, 0.0)
+    return torch.where(mask_BT, kept_BT.flip(1).cumsum(1).flip(1), 0.0)
 
 
 def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,15 @@ class Estimator:
     baseline: bool = False
     parts: bool = False
 
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether it subtracts or divides by statistics of other responses' rewards.
+
+        There a KL in the rewards is compared too, and divided by its own spread where all scores
+        are equal. By default the KL is in the loss then.
+        """
+        return not (self.critic or self.baseline)
+
 
 def _declare_estimator(name: str) -> Estimator:
     inputs = inputs_of("estimators", name, ESTIMATOR_INPUTS)
@@ -90,6 +99,7 @@ class PolicyLossKind:
     1, not two separate bounds. `dual` and `truncates`: clip_ratio_c, as the bound of losses with a
     negative advantage, or of the ratio. `chooses`: the place of the function that chooses tokens of
     the whole mini-batch by covariance. `per_sequence`: always averaged over sequences;
+    `aggregation`: how it is averaged otherwise, unless actor.loss_agg_mode is set.
     `geometric_weight`: a sequence has the geometric mean of its importance weights. `summary`: for
     `ppo explain`.
     """
@@ -103,6 +113,7 @@ class PolicyLossKind:
     chooses: str = ""
     per_sequence: bool = False
     geometric_weight: bool = False
+    aggregation: AggregationMode = "token-mean"
 
     @property
     def bounds(self) -> bool:
@@ -128,7 +139,8 @@ POLICY_LOSSES = Declarations(_declare_loss, {
     "dppo_kl": PolicyLossKind(
         _LOSSES + "dppo_kl", "Bounds a KL, not the ratio.", around_one=False, truncates=True),
     "gspo": PolicyLossKind(
-        _LOSSES + "gspo", "Clips ratios of responses; use loss_agg_mode=seq-mean-token-mean."),
+        _LOSSES + "gspo", "Clips ratios of responses, each of which counts once.",
+        aggregation="seq-mean-token-mean"),
     "sapo": PolicyLossKind(
         _LOSSES + "sapo", "A soft gate instead of clipping.", clips=False, per_sequence=True),
     "cispo": PolicyLossKind(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ppo_cli.errors import ConfigError
+from ppo_cli.moments import TINY
 
 Head = Callable[[Tensor], Tensor]
 R = TypeVar("R")
@@ -67,16 +68,14 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale to mean 0, variance 1 under the mask: (x - mean) / sqrt(var + 1e-8).
 
-    0 outside the mask. A mask of one element gives 0, an empty one all zeros. Equal elements give
-    exactly 0, because the mean is clamped between the smallest and the largest.
+    0 outside the mask. A mask of one element gives 0, an empty one all zeros. Elements that differ
+    only by rounding give 0.
     """
     if x.numel() == 0:
         return torch.zeros_like(x)
-    # The clamp removes the rounding error of the mean.
-    low = torch.where(mask, x, torch.inf).amin()
-    high = torch.where(mask, x, -torch.inf).amax()
-    mean = masked_mean(x, mask).clamp(min=low, max=high)
-    return torch.where(mask, (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8), 0.0)
+    mean, var = masked_mean(x, mask), masked_var(x, mask)
+    differ = var.sqrt() > TINY * mean.abs().clamp_min(1)
+    return torch.where(mask & differ, (x - mean) * torch.rsqrt(var + 1e-8), 0.0)
 
 
 def gather_logprobs_entropy(

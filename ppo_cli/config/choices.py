@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.device_roles import Roles, read_placement
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
 from ppo_cli.config.models.weight_files import text_config
@@ -210,13 +210,34 @@ def choose_importance_weights(settings: Settings) -> Choice:
     return Choice(None, "responses are of the newest weights")
 
 
+def choose_kl_in_loss(settings: Settings) -> Choice:
+    """Choose the KL in the loss where responses are compared, unless the KL in the reward is set.
+
+    A KL in the reward would be compared too: where all scores are equal, grpo divides it by its own
+    spread (verl does; TRL and OpenRLHF keep it out).
+    """
+    name = settings["algorithm.adv_estimator"]
+    if not ESTIMATORS[name].compares_rewards:
+        return Choice(False, f"{name} does not compare rewards")
+    if settings.is_set("algorithm.use_kl_in_reward"):
+        return Choice(False, "algorithm.use_kl_in_reward is set")
+    return Choice(True, f"{name} compares rewards, and a KL in them would be compared too")
+
+
 def choose_kl_in_reward(settings: Settings) -> Choice:
-    """Choose the KL in the reward, unless it is in the loss or the estimator reads parts."""
-    if ESTIMATORS[settings["algorithm.adv_estimator"]].parts:
-        return Choice(False, "gdpo reads the parts of the reward")
-    if settings["actor.use_kl_loss"]:
+    """Choose the KL in the reward where responses are not compared, and it is not in the loss."""
+    name = settings["algorithm.adv_estimator"]
+    if ESTIMATORS[name].compares_rewards:
+        return Choice(False, f"{name} compares rewards, and a KL in them would be compared too")
+    if settings.is_set("actor.use_kl_loss") and settings["actor.use_kl_loss"]:
         return Choice(False, "the KL is in the loss")
     return Choice(True, "no KL is in the loss")
+
+
+def choose_aggregation(settings: Settings) -> Choice:
+    """Choose how the actor's loss is averaged: as usual with its policy loss."""
+    name = settings["actor.policy_loss.loss_mode"]
+    return Choice(POLICY_LOSSES[name].aggregation, f"usual with {name}")
 
 
 def choose_pretrain_steps(settings: Settings) -> Choice:

@@ -15,6 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
@@ -26,8 +29,9 @@ from ppo_cli.planning.findings.rules import find_findings
 from ppo_cli.planning.run_plan import RunPlan, make_plan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
+from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
-from ppo_cli.run_folder.folder import PLAN_FILE, read_decisions, run_settings
+from ppo_cli.run_folder.folder import AS_BEGUN, PLAN_FILE, read_decisions, run_settings
 from ppo_cli.run_folder.sources import has_model
 from ppo_cli.secrets.redact import mask_secrets
 
@@ -41,7 +45,6 @@ BLOCKS, BLOCK_BYTES = 64, 64 * 1024
 # Decisions of these identities bind a run, and those of these settings, which change its numbers.
 BINDING = ("run", "checkpoint")
 KEPT = ("model.packing", "model.attn_implementation", "model.float32_matmul")
-AS_BEGUN = "as the run began"  # origin of a decision that a resume keeps
 SHOWN_CHARACTERS = 60  # of a value in a message
 
 
@@ -110,7 +113,8 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
     What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
     set has the settings for which that is not possible here: they do not make another run.
     """
-    decided = read_decisions(checkpoint.parents[1])
+    run = checkpoint.parents[1]
+    decided = _read_defaults(run) | read_decisions(run)
     before = {
         key: value
         for key, value in decided.items()
@@ -132,12 +136,22 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         then, now = _format_value(value), _format_value(value_of(plan.settings, key))
         if key in kept:
             notes.append(
-                f"{key} is {then}, as this run began; this machine would choose {now} "
+                f"{key} is {then}, as this run began; a new run would have {now} "
                 f"({plan.why[key]})."
             )
         else:
             notes.append(f"{key} was {then}, and is {now}: {plan.why[key]}.")
     return kept_plan, before.keys() - kept.keys(), notes
+
+
+def _read_defaults(run: Path) -> dict[str, Any]:
+    """Return the defaults of a run from its config.yaml: an older version may have had others."""
+    values = {
+        key: yaml.safe_load(value)
+        for key, value, origin in read_settings(run)[0]
+        if origin.startswith(DEFAULT) and key in table()
+    }
+    return {key: value for key, value in values.items() if value not in (None, "auto")}
 
 
 def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:

@@ -39,6 +39,7 @@ PARTS = (
     "tensorboard", "report.html", LABELS_FILE, JUDGES_FILE, CRITIC_FILE,
 )  # fmt: skip
 PLAN_FILE = "plan.json"  # what holds in the run, and why
+AS_BEGUN = "as the run began"  # origin of a decision that a resume has kept
 LOCK = ".lock"  # locked while a run is active
 SPENT = "judge_calls*"  # files of the module `spending`, for each judge
 
@@ -101,12 +102,16 @@ def run_settings(run: Path) -> Config:
 
 
 def read_decisions(run: Path) -> dict[str, Any]:
-    """Return what the plan of a run has decided, as nobody had set it; empty without a plan."""
+    """Return what the plan of a run has decided or kept, as nobody had set it; empty without one."""
     from ppo_cli.config.schema.keys import table
 
     try:
         values = json.loads((run / PLAN_FILE).read_bytes())["values"]
-        held = {key: fact["value"] for key, fact in values.items() if "why" in fact}
+        held = {
+            key: fact["value"]
+            for key, fact in values.items()
+            if "why" in fact or fact["origin"] == AS_BEGUN
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return {key: value for key, value in held.items() if key in table()}

@@ -13,6 +13,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.moments import Moments
 from ppo_cli.planning.batches import most_gen_batches
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import score_metrics
@@ -129,9 +130,9 @@ def _has_signal(config: Config, group: Sequence[Scored]) -> bool:
 
     Imputed scores and parts without a value do not count.
     """
-    # A missing value does not count as a difference.
-    values = {_filter_value(config, sample) for sample in group if sample.score.judged}
-    return len(values - {None}) > 1
+    # A missing value does not count as a difference, nor does rounding.
+    judged = (sample for sample in group if sample.score.judged)
+    return Moments.from_values(_filter_value(config, sample) for sample in judged).varies
 
 
 def _filter_value(config: Config, sample: Scored) -> float | None:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.advantages import compute_advantages, place_scores, subtract_group_means
+from ppo_cli.algo.advantages import (
+    compute_advantages,
+    place_scores,
+    subtract_group_means,
+    sum_to_go,
+)
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.critic_fit import explained_variance, measure_critic
 from ppo_cli.algo.estimators import ESTIMATORS
@@ -271,9 +276,14 @@ def shape_step(
     rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
     rewards_BT = algorithm.score_coef * rewards_BT
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
+    relative_BT = rewards_BT
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
-    relative_BT = rewards_BT
+    # Only scores are compared within a group. A KL in the rewards is added to the advantages, as in
+    # OpenRLHF: otherwise grpo would divide it by its own spread where all scores are equal.
+    grouped = ESTIMATORS[algorithm.adv_estimator].grouped
+    if not grouped:
+        relative_BT = rewards_BT
     if algorithm.subtract_group_mean and annotated.values_BT is not None:
         relative_BT = subtract_group_means(rewards_BT, mask_BT, annotated.group_B)
     advantages_BT, returns_BT = compute_advantages(
@@ -287,6 +297,9 @@ def shape_step(
         critic_lam=critic_lam,
         **_estimator_settings(config),
     )
+    if grouped and kl_BT is not None:
+        kl_to_go_BT = sum_to_go(kl_coef * kl_BT, mask_BT)
+        advantages_BT, returns_BT = advantages_BT - kl_to_go_BT, returns_BT - kl_to_go_BT
     # The batch, with importance weights of the sampler's log-probs and rejected tokens masked.
     batch = TrainBatch(
         **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},

@@ -271,7 +271,7 @@ def test_a_resume_keeps_what_another_machine_has_decided(tmp_path: Path) -> None
     kept, free, notes = keep_decisions(make_plan(settle("model.path=embedded")), checkpoint)
     assert {key: value_of(kept.settings, key) for key in then} == then and not free
     assert [note.split()[0] for note in notes] == list(then)
-    assert all("as this run began; this machine would choose" in note for note in notes)
+    assert all("as this run began; a new run would have" in note for note in notes)
     # What somebody sets now wins, and is another run if it differs.
     named = make_plan(settle("model.path=embedded", "model.dtype=float32"))
     assert keep_decisions(named, checkpoint)[0].settings.model.dtype == "float32"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.estimates import repeated_share
@@ -88,6 +89,46 @@ def test_a_failed_score_enters_no_advantage_and_no_statistic(estimator: str) -> 
     for name in ("advantages_BT", "returns_BT", "loss_mask_BT"):
         assert not getattr(with_failed.batch, name)[2].any(), name
     assert with_failed.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-6)
+
+
+GROUPED = [name for name, declared in ESTIMATORS.items() if declared.grouped]
+
+
+@pytest.mark.parametrize("estimator", GROUPED)
+def test_groups_compare_scores_and_the_kl_is_added_unscaled(estimator: str) -> None:
+    """At token t the advantage of the scores, minus kl_coef times the KL of t and later tokens."""
+    lengths, values = [3, 1, 2, 4], [1.0, 0.0, 0.5, 0.5]
+    annotated = annotate(created := rollouts(lengths, n=2))
+    gap_BT = torch.rand(4, 4, generator=torch.Generator().manual_seed(1))
+    annotated = replace(annotated, ref_logprobs_BT=annotated.old_logprobs_BT - gap_BT)
+    made: dict[str, Any] = {"annotated": annotated, "adv_estimator": estimator}
+    made |= {"gdpo_reward_keys": ["score"]} if estimator == "gdpo" else {}
+    plain = shape(created, values, 0.3, use_kl_in_reward=False, **made).batch.advantages_BT
+    both = shape(created, values, 0.3, use_kl_in_reward=True, **made).batch.advantages_BT
+    for b, length in enumerate(lengths):
+        for t in range(length):
+            later = sum(gap_BT[b, t:length].tolist())
+            assert float(both[b, t]) == pytest.approx(float(plain[b, t]) - 0.3 * later, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "estimators"),
+    [
+        ([0.7] * 4, [*GROUPED, "reinforce_plus_plus"]),
+        # The same numbers, added in another order or kept in 32 bits.
+        ([0.3, 0.1 + 0.2, 0.5, 0.5 + 1e-7], [name for name in GROUPED if name != "gpg"]),
+        ([1000.0, 1000.0001, 1000.0, 1000.0], [*GROUPED, "reinforce_plus_plus"]),
+    ],
+)
+def test_scores_that_differ_only_by_rounding_teach_nothing(
+    values: list[float | None], estimators: list[str]
+) -> None:
+    """By default the KL, which differs between the responses, is in the loss."""
+    for estimator in estimators:
+        keys = {"gdpo_reward_keys": ["score"]} if estimator == "gdpo" else {}
+        step = shape(rollouts([3, 1, 2, 4], n=2), values, 0.3, adv_estimator=estimator, **keys)
+        assert step.metrics["advantages/max"] < 1e-3, estimator
+        assert step.metrics["advantages/min"] > -1e-3, estimator
 
 
 @pytest.mark.parametrize("target, error", [(0.1, 0.2), (0.45, 0.5 / 0.45 - 1), (9.0, -0.2)])

@@ -18,8 +18,10 @@ from ppo_cli.addresses import refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES, AggregationMode, KlKind
 from ppo_cli.config.choices import (
     DEFAULT_PRETRAIN_STEPS,
+    choose_aggregation,
     choose_bypass,
     choose_importance_weights,
+    choose_kl_in_loss,
     choose_kl_in_reward,
     choose_pretrain_steps,
 )
@@ -309,6 +311,10 @@ class Actor(Trained):
     """The policy and its update."""
 
     optim: ActorOptim = section(ActorOptim)
+    loss_agg_mode: AggregationMode = setting(
+        Chosen(choose_aggregation, "seq-mean-token-mean with the policy loss gspo, else token-mean"),
+        "How the losses of tokens are averaged into one number.",
+    )
     ppo_mini_batch_size: int = setting(
         64, "Prompts per optimizer step.", flag="--mini_batch_size", env="PPO_MINI_BATCH_SIZE",
         ge=1, common=True,
@@ -364,9 +370,16 @@ class Actor(Trained):
         "become noise.",
     )  # fmt: skip
     # KL to the reference, in the loss.
-    use_kl_loss: bool = setting(False, "Add the KL to the reference model to the actor loss.")
+    use_kl_loss: bool = setting(
+        Chosen(
+            choose_kl_in_loss,
+            "false with gae or remax, or if algorithm.use_kl_in_reward is set, else true",
+        ),
+        "Add the KL to the reference model to the actor loss.",
+    )  # fmt: skip
     kl_loss_coef: float = setting(
-        0.001, "Weight of the KL in the actor loss.", usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss",
+        Follows("algorithm.kl_ctrl.kl_coef"), "Weight of the KL in the actor loss.",
+        usual=(0.0, 0.5), ge=0.0, unused="no_kl_loss",
         advice="Raise it if KL is above its range; lower it if reward and KL both stay flat.",
     )  # fmt: skip
     kl_loss_type: KlKind = setting(
@@ -517,8 +530,8 @@ class KlControl(Section):
     )
     # The controller multiplies the coefficient towards the target (arXiv 1909.08593).
     kl_coef: float = setting(
-        0.001, "Weight of the KL penalty in the reward.", flag="--kl_coef", env="KL_COEF",
-        usual=(0.0, 0.5), ge=0.0, unused="no_kl_in_reward", common=True,
+        0.001, "Weight of the KL to the reference model, in the reward or in the actor loss.",
+        flag="--kl_coef", env="KL_COEF", usual=(0.0, 0.5), ge=0.0, unused="no_kl_coef", common=True,
         advice="Raise it (3 times) if KL is above its range or the reward is gamed; lower it "
         "if reward and KL both stay flat.",
     )  # fmt: skip
@@ -693,8 +706,9 @@ class Algorithm(Section):
     )  # fmt: skip
     # KL to the reference, in the reward.
     use_kl_in_reward: bool = setting(
-        Chosen(choose_kl_in_reward, "true, or false with a KL loss or gdpo"),
-        "Subtract kl_coef times the KL from the rewards of tokens.",
+        Chosen(choose_kl_in_reward, "true with gae or remax and without a KL loss, else false"),
+        "Subtract kl_coef times the KL from the rewards of tokens; where the responses of a prompt "
+        "are compared, from the advantages, unscaled.",
     )  # fmt: skip
     kl_penalty: KlKind = setting(
         "kl", "Estimator of the KL penalty in the reward.", unused="no_kl_in_reward"
@@ -743,23 +757,13 @@ class Algorithm(Section):
             advice="gdpo_reward_weights=[1,2]",
         ),
         Conflict(
-            "use_kl_in_reward adv_estimator",
-            lambda s: ESTIMATORS[s.adv_estimator].parts and s.use_kl_in_reward,
-            lambda s, at: (
-                "gdpo reads the parts of the reward, not the KL in it; use actor.use_kl_loss=true "
-                f"instead of {at}use_kl_in_reward."
-            ),
-            example="adv_estimator=gdpo gdpo_reward_keys=[a] use_kl_in_reward=true",
-            advice="use_kl_in_reward=false",
-        ),
-        Conflict(
             "score_coef adv_estimator",
             lambda s: ESTIMATORS[s.adv_estimator].parts and s.score_coef != 1.0,
             lambda s, at: (
                 f"gdpo normalises the parts of the reward, so {at}score_coef {s.score_coef:g} "
                 f"changes nothing; use {at}gdpo_reward_weights, or leave it out."
             ),
-            example="adv_estimator=gdpo gdpo_reward_keys=[a] use_kl_in_reward=false score_coef=2",
+            example="adv_estimator=gdpo gdpo_reward_keys=[a] score_coef=2",
             advice="gdpo_reward_weights=[2] score_coef=1",
         ),
         Conflict(

@@ -324,6 +324,14 @@ UNUSED: Final[dict[str, Unused]] = {
         "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
         lambda c: not c.algorithm.use_kl_in_reward,
     ),
+    "no_kl_coef": Unused(
+        "no KL has this weight; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true "
+        "without another actor.kl_loss_coef, or leave it out",
+        lambda c: (
+            not c.algorithm.use_kl_in_reward
+            and not (c.actor.use_kl_loss and c.actor.kl_loss_coef == c.algorithm.kl_ctrl.kl_coef)
+        ),
+    ),
     "kl_is_fixed": Unused(
         "only the adaptive controller of the KL in the reward uses it; set "
         "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive, or leave it out",

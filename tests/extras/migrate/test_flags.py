@@ -36,7 +36,8 @@ def test_every_flag_of_other_programs_leads_to_what_there_is() -> None:
     known_names = {key.flag for key in table().values() if key.flag} | set(table())
     known_names |= {DATA_FOLDER, VERSION, "--config", "--debug", "--no_rm_gate", "--train_files"}
     flags = load_foreign_flags()
-    targets = [*flags["aliases"].values(), *" ".join(flags["several"].values()).split()]
+    several = " ".join(flags["several"].values()).split()
+    targets = [*flags["aliases"].values(), *(word.partition("=")[0] for word in several)]
     targets += " ".join(flags["pairs"].values()).split()
     meanings = [
         *flags["switches"].values(),
@@ -180,7 +181,8 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, words: s
             " actor.clip_ratio_c=null --model m algorithm.adv_estimator=rloo"
             " actor.optim.lr_scheduler_type=constant actor.optim.weight_decay=0.1"
             " --max_prompt_length 8 --batch_size 8 --mini_batch_size 4 actor.optim.betas=[1,2]"
-            " data.prompt_key=q data.apply_chat_template=true --data.max_len 16 --kl_coef 0",
+            " data.prompt_key=q data.apply_chat_template=true --data.max_len 16"
+            " algorithm.use_kl_in_reward=true --kl_coef 0",
         ),
         (
             "trl grpo --use_peft --lora_r 8 --beta 0 --loss_type grpo --max_completion_length 1"

@@ -245,12 +245,13 @@ def test_policy_losses_have_verls_names_and_ranges() -> None:
     assert (cispo.policy_loss.loss_mode, cispo.clip_ratio_low) == ("cispo", 10)
     assert refusal(*wide)
     narrow = ["actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=4e-4"]
-    gspo = settle("actor.policy_loss.loss_mode=gspo", *narrow, "data.train_files=x.jsonl")
+    loss = "actor.policy_loss.loss_mode=gspo"
+    assert settle(loss).config.actor.loss_agg_mode == "seq-mean-token-mean"
+    gspo = settle(loss, *narrow, "actor.loss_agg_mode=token-mean", "data.train_files=x.jsonl")
     (note,) = [n for n in remarks(gspo) if "clip" in n or "GSPO" in n]
     assert "actor.loss_agg_mode=seq-mean-token-mean" in note
     # With what suits plain PPO, hardly any sequence would be clipped.
-    text = "actor.loss_agg_mode=seq-mean-token-mean"
-    usual = settle("actor.policy_loss.loss_mode=gspo", text, "data.train_files=x.jsonl")
+    usual = settle(loss, "data.train_files=x.jsonl")
     (note,) = [n for n in remarks(usual) if "clip" in n or "GSPO" in n]
     assert "actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4" in note
 
