@@ -136,8 +136,7 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         then, now = _format_value(value), _format_value(value_of(plan.settings, key))
         if key in kept:
             notes.append(
-                f"{key} is {then}, as this run began; a new run would have {now} "
-                f"({plan.why[key]})."
+                f"{key} is {then}, as this run began; a new run would have {now} ({plan.why[key]})."
             )
         else:
             notes.append(f"{key} was {then}, and is {now}: {plan.why[key]}.")

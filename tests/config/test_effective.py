@@ -35,8 +35,10 @@ IDLE = [
     (f"{LORA} model.lora_merge=true", "model.lora_merge"),
     ("trainer.engine=ray model.lora_merge=true", "model.lora_merge"),
     (f"{LORA} critic.model.lora_alpha=8", "critic.model.lora_alpha"),
-    ("actor.use_kl_loss=true actor.kl_loss_coef=0.01 algorithm.kl_ctrl.kl_coef=0.02",
-     "algorithm.kl_ctrl.kl_coef"),
+    (
+        "actor.use_kl_loss=true actor.kl_loss_coef=0.01 algorithm.kl_ctrl.kl_coef=0.02",
+        "algorithm.kl_ctrl.kl_coef",
+    ),
     ("algorithm.use_kl_in_reward=false ref.path=a/b", "ref.path"),
 ]
 

@@ -52,7 +52,10 @@ def test_naming_what_was_decided_changes_nothing(
     value = value_of(settled.config, name)
     if name in asked or value is None:
         return
-    if name == "algorithm.use_kl_in_reward" and asked.get("algorithm.adv_estimator", "gae") != "gae":
+    if (
+        name == "algorithm.use_kl_in_reward"
+        and asked.get("algorithm.adv_estimator", "gae") != "gae"
+    ):
         return  # to name it turns the KL in the loss off
     named = settle(with_settings(config, {name: value}), machine)
     assert named.config == settled.config

@@ -23,6 +23,7 @@ from ppo_cli.run.identity import (
     run_identity,
     setting_values,
 )
+from ppo_cli.run_folder.folder import AS_BEGUN
 from ppo_cli.run_folder.checkpoints import FORMAT
 from tests.config.settling import settle
 from tests.loop.runs import metrics, train
@@ -287,3 +288,25 @@ def test_a_decision_that_cannot_be_kept_here_makes_no_other_run(tmp_path: Path) 
     decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True, "rollout.seed": 7})
     kept, free, notes = keep_decisions(several, checkpoint)
     assert kept.settings.rollout.seed == 7 and len(free) == 1 and len(notes) == 2
+
+
+def test_a_resume_keeps_the_defaults_of_an_older_version(tmp_path: Path) -> None:
+    """It wrote them into config.yaml; what a person set there is no decision of the run."""
+    checkpoint = decided(tmp_path)
+    (tmp_path / "config.yaml").write_text(
+        "actor:\n  use_kl_loss: false  # default\n  kl_loss_coef: 0.1  # flag\n"
+        "  loss_agg_mode: token-sum  # default\n"
+    )
+    grpo = ("model.path=embedded", "algorithm.adv_estimator=grpo", "rollout.n=2")
+    kept, free, notes = keep_decisions(make_plan(settle(*grpo)), checkpoint)
+    actor = kept.settings.actor
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (False, 0.001)
+    assert actor.loss_agg_mode == "token-sum" and not free and len(notes) == 2
+
+
+def test_a_decision_is_kept_at_every_resume(tmp_path: Path) -> None:
+    checkpoint = decided(tmp_path)
+    fact = {"value": "bfloat16", "origin": AS_BEGUN}
+    (tmp_path / "plan.json").write_text(json.dumps({"values": {"model.dtype": fact}}))
+    kept, _, _ = keep_decisions(make_plan(settle("model.path=embedded")), checkpoint)
+    assert kept.settings.model.dtype == "bfloat16"

@@ -312,7 +312,9 @@ class Actor(Trained):
 
     optim: ActorOptim = section(ActorOptim)
     loss_agg_mode: AggregationMode = setting(
-        Chosen(choose_aggregation, "seq-mean-token-mean with the policy loss gspo, else token-mean"),
+        Chosen(
+            choose_aggregation, "seq-mean-token-mean with the policy loss gspo, else token-mean"
+        ),
         "How the losses of tokens are averaged into one number.",
     )
     ppo_mini_batch_size: int = setting(
