@@ -102,7 +102,7 @@ def run_settings(run: Path) -> Config:
 
 
 def read_decisions(run: Path) -> dict[str, Any]:
-    """Return what the plan of a run has decided or kept, as nobody had set it; empty without one."""
+    """Return what the plan of a run has decided or kept, and nobody has set; empty without one."""
     from ppo_cli.config.schema.keys import table
 
     try:

@@ -23,8 +23,8 @@ from ppo_cli.run.identity import (
     run_identity,
     setting_values,
 )
-from ppo_cli.run_folder.folder import AS_BEGUN
 from ppo_cli.run_folder.checkpoints import FORMAT
+from ppo_cli.run_folder.folder import AS_BEGUN
 from tests.config.settling import settle
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
