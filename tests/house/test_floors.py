@@ -23,7 +23,7 @@ MAY: dict[str, set[str]] = {
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
     # The page shows what judges were asked, as the reward reads it.
     "report.page": GROUND | FLOOR_2 | {"rewards.judge.prompt"},
-    "algo": {"records", "errors", "plugins"},
+    "algo": {"moments", "records", "errors", "plugins"},
     # What a plan asks about the machine, without torch.
     "machine": GROUND,
     # A plan counts the rows of prompt files; settings take the names of estimators.
