@@ -31,8 +31,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # the run's alone.
 SERVER = """
 import json, os, signal, socket, sys
-import ppo_cli.cli.app, ppo_cli.engine.learner, ppo_cli.loop, ppo_cli.run.assemble
+import gc
+import numpy.ma, ppo_cli.cli.evaluate, ppo_cli.cli.screen, ppo_cli.cli.train, ppo_cli.engine.learner
+import ppo_cli.extras.lab.plugin, ppo_cli.extras.migrate.flags, ppo_cli.extras.migrate.weights
+import ppo_cli.loop, ppo_cli.rewards.code.check, ppo_cli.rewards.judge.prompt, ppo_cli.run.assemble
+import ppo_cli.run.evaluate, ppo_cli.run.export
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.qwen2 import modeling_qwen2  # that of the embedded model
+
+gc.collect()
+gc.freeze()  # what is loaded stays: the runs need not look through it
 
 # What the shell makes its background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)

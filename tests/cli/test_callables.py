@@ -42,12 +42,11 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return share(solution_str)
 
 
-FILES = """
-import torch
-
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(letter in "123456" for letter in solution_str) / max(1, len(solution_str))
-
+"""
+LOSS = """
 def clipped(new_logprobs_BT, old_logprobs_BT, advantages_BT, clip_high):
     ratio_BT = (new_logprobs_BT - old_logprobs_BT).exp()
     return -advantages_BT * ratio_BT.clamp(max=1 + clip_high)
@@ -67,10 +66,11 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def test_a_run_is_that_of_files_and_resumes(desk: Path) -> None:
-    Path("mine.py").write_text(FILES)
+    Path("reward.py").write_text(REWARD)
+    Path("loss.py").write_text(LOSS)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     plain = {k: v for k, v in SMALL.items() if k not in ("rows", "val_rows")}
-    plain |= {"reward_function": "mine.py", "policy_loss": "mine.py:clipped"}
+    plain |= {"reward_function": "reward.py", "policy_loss": "loss.py:clipped"}
     of_files = train(**plain, train_files="rows.jsonl", adv_estimator="rloo", output_dir="files")
     mine: dict[str, Any] = SMALL | {"reward": score, "loss": clipped, "estimator": rloo}
     train(**mine | {"max_steps": 1}, output_dir="mine")

@@ -168,7 +168,7 @@ def test_templates(
     template: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr("ppo_cli.data_sets.prompts.TEMPLATE_S", 1.0)
+    monkeypatch.setattr("ppo_cli.data_sets.prompts.TEMPLATE_S", 0.5)
     (make_model("model") / "chat_template.jinja").write_text(template)
     run = ["train", "--config", "tiny.yaml", "--output_dir", "new/run", "--model", "model"]
     assert wrongly_told({template: (run, message)}, capfd) == {}

@@ -51,8 +51,10 @@ def test_without_a_socks_proxy_a_client_reads_the_environment(
     assert client_settings("http://example.com") == {}
 
 
-@pytest.mark.parametrize("variable", ["ALL_PROXY", "HTTP_PROXY", "all_proxy"])
-@pytest.mark.parametrize("entries", ["127.0.0.1", "127.0.0.0/8", "*"])
+@pytest.mark.parametrize(
+    ("variable", "entries"),
+    [("ALL_PROXY", "127.0.0.0/8"), ("HTTP_PROXY", "*"), ("all_proxy", "127.0.0.1")],
+)
 def test_no_proxy_exempts_a_judge_from_a_socks_proxy(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str, entries: str, variable: str
 ) -> None:
