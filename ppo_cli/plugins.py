@@ -31,7 +31,7 @@ KINDS = {
     "losses": "policy loss", "estimators": "advantage estimator", "rules": "rule",
     "providers": "judge provider", "environments": "environment", "commands": "command",
     "readers": "reader of foreign settings", "engines": "engine",
-    "plan_sections": "section of the plan",
+    "plan_sections": "section of the plan", "batches": "batch interface of judges",
 }  # fmt: skip
 # Sections of the settings that name plug-ins of a kind.
 SECTIONS = {

@@ -26,6 +26,7 @@ from ppo_cli.config.models.known_models import choose_adapter, effective_provide
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError
+from ppo_cli.plugins import entry_points
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.secrets.redact import redact_url
 
@@ -183,8 +184,14 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
     for judge in judges:
         api = judge.settings
         kind = effective_provider(api.type, os.environ)
-        if not provider_class(kind).batch_rows:
+        batches = provider_class(kind).batches
+        if not batches:
             problems.append(f"--batch: {judge.name}: ppo-cli has no batch API for {kind}.")
+        elif batches not in entry_points("batches"):
+            problems.append(
+                f"--batch: {judge.name}: the batch API of {kind} is in the plug-in "
+                "ppo_cli.extras.lab, which is not installed here."
+            )
         if api.mode == "decision":
             problems.append(f"--batch: {judge.name}: it does not support --rm_mode decision.")
         if api.cascade.model is not None or api.panel.judges:

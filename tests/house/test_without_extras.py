@@ -36,6 +36,11 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"train --preset embedded --max_steps 1 {SMALL}", 0, "step 1/1"),
         ("plan actor_rollout_ref.actor.optim.lr=1e-6", 2, "Did you mean 'actor.optim.lr'"),
         ("bridge verl", 2, "There is no command 'bridge'"),
+        (
+            "reward score rows.jsonl --use_api_reward --rm_api_type openai --rm_model m --batch",
+            2,
+            "the batch API of openai is in the plug-in ppo_cli.extras.lab, which is not installed",
+        ),
     ],
 )
 def test_the_core_runs_alone(site: Path, tmp_path: Path, line: str, code: int, words: str) -> None:

@@ -11,11 +11,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.processes.event_loop import LoopThread
-from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import (
     JudgeError,
@@ -27,7 +27,6 @@ from ppo_cli.rewards.judge.calls import (
     billed_usage,
 )
 from ppo_cli.rewards.judge.costs import Ledger, SharedLedger
-from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import MAX_REMINDERS, build_reminder, read_answer
 from ppo_cli.rewards.remote.client import RemoteCall, RemoteClient, reach
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
@@ -36,6 +35,23 @@ from ppo_cli.secrets.redact import mask_secrets, redact, redact_url
 
 PARSE_ATTEMPTS = 3  # at the start of a run, for a first reply that can be read
 _CLOSED = "The run ended before the judge had answered."
+
+
+class Answerer(Protocol):
+    """A provider, or what asks it in another way."""
+
+    name: str
+    model: str
+
+    @property
+    def identity(self) -> str:
+        """All but the question that may change an answer."""
+
+    async def ask(self, question: Question, *, timeout: float) -> Reply:
+        """Return the reply to a question; raises JudgeError."""
+
+    async def close(self) -> None:
+        """Close connections."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -91,7 +107,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
 
     def __init__(
         self,
-        provider: SdkProvider | BatchJudge,
+        provider: Answerer,
         *,
         limits: Limits,
         ledger: Ledger | SharedLedger,

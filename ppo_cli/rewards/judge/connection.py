@@ -8,15 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo
+from ppo_cli.plugins import load
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.rewards.base import Tell
-from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question
-from ppo_cli.rewards.judge.client import PARSE_ATTEMPTS, JudgeClient, judge_label, reach_judge
+from ppo_cli.rewards.judge.client import (
+    PARSE_ATTEMPTS,
+    Answerer,
+    JudgeClient,
+    judge_label,
+    reach_judge,
+)
 from ppo_cli.rewards.judge.costs import OTHER, Ledger, SharedLedger, build_ledger, share_ledger
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.providers import build_provider
@@ -26,6 +33,19 @@ from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.secrets.redact import redact
 
 DRAIN_S = 20.0  # time for calls in flight to finish when a run ends: they are paid for
+
+
+class BatchJudge(Answerer, Protocol):
+    """Asks a provider through batch jobs, which an earlier command may have submitted."""
+
+    def has_open_job(self) -> bool:
+        """Whether an earlier command left an unfinished job of this judge."""
+
+    def waiting_for(self) -> str | None:
+        """Return the jobs that are waited for and their states; from any thread."""
+
+    async def stop(self) -> None:
+        """Stop waiting for jobs; they go on at the provider."""
 
 
 @dataclass
@@ -81,7 +101,7 @@ def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection
     if api.batch_wait is None or cache is None:
         return JudgeConnection(provider, ledger, cache, direct, direct)
     # Without limits: a batch job takes all questions at once, at another price.
-    batch = BatchJudge(provider, cache, wait_s=api.batch_wait)
+    batch: BatchJudge = load("batches", provider.batches)(provider, cache, wait_s=api.batch_wait)
     shared = SharedLedger(ledger, batch_price(ledger.price, api), api.type, batch.model)
     unlimited = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)
     client = JudgeClient(batch, limits=unlimited, ledger=shared, cache=cache)

@@ -20,7 +20,6 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, UnlimitedCost, Usage
-from ppo_cli.rewards.judge.providers.batches import BatchInterface
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     ErrorReport,
@@ -30,7 +29,7 @@ from ppo_cli.rewards.judge.providers.failures import (
 )
 from ppo_cli.rewards.judge.providers.lengths import ContextRoom, fit_answer_tokens
 from ppo_cli.rewards.judge.providers.options import Forms, Option, OptionSet
-from ppo_cli.rewards.judge.providers.replies import read_reply
+from ppo_cli.rewards.judge.providers.replies import ReplyFields, read_reply
 from ppo_cli.rewards.remote.failures import MESSAGE_LIMIT, Failure, to_one_line
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 from ppo_cli.secrets.known import hide_secret
@@ -60,7 +59,7 @@ def http_client(url: str, over_aiohttp: Callable[..., T], over_httpx: Callable[.
     return (over_httpx if is_socks(settings.get("proxy")) else over_aiohttp)(**settings)
 
 
-class SdkProvider(BatchInterface, ABC):
+class SdkProvider(ABC):
     """One judge behind one official SDK."""
 
     name: str
@@ -70,6 +69,8 @@ class SdkProvider(BatchInterface, ABC):
     redundant_path: ClassVar[str]  # regex: the end of a pasted path that the SDK adds itself
     default_path: ClassVar[str] = ""  # of an address that comes without one
     client_class: ClassVar[str]  # the SDK's client, where `connect` makes it
+    reply_fields: ClassVar[ReplyFields]
+    batches: ClassVar[str] = ""  # the entry point of its batch interface, if it has one
     noisy_logger: ClassVar[str] = ""  # the SDK's, which repeats what our errors say
     lists_models: ClassVar[bool] = True
     uses_aiohttp: ClassVar[bool] = True  # where `connect` makes the client
@@ -145,9 +146,11 @@ class SdkProvider(BatchInterface, ABC):
 
     def start_server(self, tell: Callable[[str], None]) -> None:
         """Start the server behind the address, if the run owns it."""
+        return
 
     def stop_server(self) -> None:
         """Stop it again."""
+        return
 
     async def list_models(self, client: Any) -> list[str] | None:
         """Return the names of the models that the key may use; None where nothing lists them."""
@@ -168,12 +171,6 @@ class SdkProvider(BatchInterface, ABC):
         # Forms of the limit are its names.
         names = {name: name if form == "on" else form for name, form in forms.items()}
         return {names[name]: value for name, value in fields.items() if name in forms}
-
-    def body(self, question: Question, forms: Forms) -> dict[str, Any]:
-        """Return the body of a request in a batch, which an SDK does not build."""
-        arguments = self.arguments(question, forms)
-        extra: dict[str, Any] = arguments.pop("extra_body", {})
-        return arguments | extra
 
     async def request_verdict(
         self, client: Any, question: Question, forms: Forms, timeout: float

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import FORMAT_WORDS, verdict_schema
 from ppo_cli.rewards.judge.providers.options import Forms, Option
 from ppo_cli.rewards.judge.providers.replies import (
     ReplyFields,
     TokenFields,
     read_body,
-    result_lines,
 )
 
 
 class Judge(SdkProvider):
     """A judge behind Anthropic's Messages API, which has no decision endpoint."""
 
-    name = "claude"
+    name = batches = "claude"
     package = module = "anthropic"
     client_class = "AsyncAnthropic"
     redundant_path = r"(/v1)?(/messages(/batches)?)?$"
@@ -34,14 +32,6 @@ class Judge(SdkProvider):
             ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
             ("output_tokens",), "cache_read_input_tokens",
         ),
-    )  # fmt: skip
-    batch_rows, batch_bytes = 100_000, 256_000_000
-    # The counts of a job are 0 until all its rows have ended.
-    batch = BatchFields(
-        over=frozenset(("ended",)), state="processing_status", created="created_at",
-        counts=("succeeded", "errored", "canceled", "expired"), answer="result.message",
-        success=("result.type", "succeeded"), outcome="result.type",
-        states={"expired": "expired", "canceled": "cancelled"}, errors=("result.error.error",),
     )  # fmt: skip
 
     def temperature(self) -> float | None:
@@ -79,21 +69,3 @@ class Judge(SdkProvider):
         """Ask with one message."""
         messages = client.messages.with_raw_response
         return read_body(await (await messages.create(timeout=timeout, **arguments)).text())
-
-    def batch_client(self, client: Any) -> Any:
-        """Return the batches of messages."""
-        return client.messages.batches
-
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
-        """Submit all requests in one call."""
-        requests = [
-            {"custom_id": row_id, "params": self.body(question, forms)}
-            for row_id, question in rows.items()
-        ]
-        return str((await client.messages.batches.create(requests=requests)).id)
-
-    async def load_rows(self, client: Any, job: str) -> Iterable[Any]:
-        """Return the lines of the results, in any order."""
-        lines = await client.messages.batches.results(job)
-        # The SDK's reader stops at the first line that is cut (anthropic 0.79).
-        return result_lines(await lines.http_response.aread())

@@ -18,7 +18,7 @@ class Azure(openai.Judge):
 
     name = "azure"
     client_class = "AsyncAzureOpenAI"
-    batch_rows = 0
+    batches = ""
     lists_models = False  # the SDK lists models, not deployments
     redundant_path = r"/openai(/.*)?$"
     default_path = ""
@@ -33,7 +33,7 @@ class Vertex(gemini.Judge):
     """Gemini at Vertex AI, with Google's own credentials."""
 
     name = "vertex"
-    batch_rows = 0
+    batches = ""
 
     @classmethod
     def default_url(cls, environ: Mapping[str, str]) -> str:
@@ -52,7 +52,7 @@ class _CloudClaude(claude.Judge):
     """Claude at a cloud, whose credentials the SDK finds."""
 
     uses_aiohttp = False  # the SDK signs requests as httpx sends them
-    batch_rows = 0
+    batches = ""
     lists_models = False
 
     def credentials(self, key: str) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
     SYSTEM_WORDS,
@@ -24,7 +23,6 @@ from ppo_cli.rewards.judge.providers.replies import (
     TokenFields,
     check_reply,
     check_response,
-    get_path,
 )
 from ppo_cli.rewards.remote.proxies import client_settings, is_socks
 
@@ -42,7 +40,7 @@ _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
 class Judge(SdkProvider):
     """A judge behind Gemini's endpoints for generated content and decisions."""
 
-    name = "gemini"
+    name = batches = "gemini"
     package, module = "google-genai", "google.genai"
     decision_module = "google.genai.decisions"
     redundant_path = r"/(models(/[^/]*)?|decisions)$"
@@ -61,13 +59,6 @@ class Judge(SdkProvider):
     decision_tokens = TokenFields(
         ("total_input_tokens",), ("total_output_tokens",), "total_cached_tokens"
     )
-    batch_rows, batch_bytes = 100_000, 15_000_000  # requests in the call itself: 20 MB at most
-    batch = BatchFields(
-        over=frozenset(("succeeded", "partially_succeeded", "failed", "cancelled", "expired")),
-        job_id="name", state="state", name="display_name", failures="error",
-        row_id="metadata.key", success=("error", None), answer="response", outcome="error.code",
-        states={1: "cancelled", 4: "expired"}, errors=("error",),  # by google.rpc.Code
-    )  # fmt: skip
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
@@ -165,34 +156,6 @@ class Judge(SdkProvider):
     async def send(self, client: Any, arguments: dict[str, Any], timeout: float) -> Any:
         """Ask for generated content."""
         return await client.aio.models.generate_content(model=self.model, **arguments)
-
-    def batch_client(self, client: Any) -> Any:
-        """Return the batches of the asynchronous client."""
-        return client.aio.batches
-
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
-        """Submit all requests in one call, each with its id as metadata."""
-        requests = [
-            {**self.arguments(question, forms), "metadata": {"key": row_id}}
-            for row_id, question in rows.items()
-        ]
-        job = await client.aio.batches.create(
-            model=self.model, src=requests, config={"display_name": f"ppo-cli judge {name}"}
-        )
-        return str(job.name)
-
-    async def get_job(self, client: Any, job: str) -> Any:
-        """Return a job of a name."""
-        return await client.aio.batches.get(name=job)
-
-    async def list_jobs(self, client: Any) -> AsyncIterator[Any]:
-        """Return all jobs; their list is in no order."""
-        jobs: AsyncIterator[Any] = await client.aio.batches.list(config={"page_size": 100})
-        return jobs
-
-    async def load_rows(self, client: Any, job: str) -> Iterable[Any]:
-        """Return the responses of a job; one that expired may have none."""
-        return get_path(await self.get_job(client, job), "dest.inlined_responses") or ()
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """Ask the decision endpoint for the probability of each level."""

@@ -56,7 +56,7 @@ class Judge(openai.Judge):
     """The protocol of OpenAI, and the server behind it."""
 
     name = "local"
-    batch_rows = 0
+    batches = ""
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm_") -> None:
         # A random key, so that other users of this machine cannot use the server.

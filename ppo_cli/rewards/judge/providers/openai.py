@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.batches import BatchFields, BatchRows
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
     SYSTEM_WORDS,
@@ -20,9 +18,8 @@ from ppo_cli.rewards.judge.providers.forms import (
     response_format,
 )
 from ppo_cli.rewards.judge.providers.options import Forms, Option
-from ppo_cli.rewards.judge.providers.replies import CHAT, TokenFields, read_chat, result_lines
+from ppo_cli.rewards.judge.providers.replies import CHAT, TokenFields, read_chat
 
-_BATCH_ENDPOINT = "/v1/chat/completions"
 # These take `max_completion_tokens`; other servers often know only `max_tokens`.
 _OFFICIAL_HOSTS = ("api.openai.com", ".openai.azure.com")
 # How a server is asked not to think, by the name of the parameter.
@@ -32,7 +29,7 @@ _NO_THOUGHTS = {"enable_thinking": False, "chat_template_kwargs": {"enable_think
 class Judge(SdkProvider):
     """A judge behind OpenAI's endpoints for chat completions and decisions."""
 
-    name = "openai"
+    name = batches = "openai"
     package = module = "openai"
     client_class = "AsyncOpenAI"
     decision_module = "openai.resources.decisions"
@@ -42,14 +39,6 @@ class Judge(SdkProvider):
     decision_tokens = TokenFields(
         ("input_tokens",), ("output_tokens",), "input_tokens_details.cached_tokens"
     )
-    batch_rows, batch_bytes = 50_000, 200_000_000
-    batch = BatchFields(
-        over=frozenset(("failed", "completed", "expired", "cancelled")),
-        created="created_at", name="metadata.ppo_cli", counts=("completed", "failed"),
-        failures="errors.data", success=("response.status_code", 200), answer="response.body",
-        outcome="error.code", errors=("error", "response.body.error"),
-        states={"batch_expired": "expired", "batch_cancelled": "cancelled"},
-    )  # fmt: skip
 
     def options(self) -> Sequence[Option]:
         """Thinking is switched off only for Qwen models, which document how."""
@@ -90,28 +79,6 @@ class Judge(SdkProvider):
         """One chat completion."""
         completions = client.chat.completions.with_raw_response
         return read_chat((await completions.create(**arguments, timeout=timeout)).text)
-
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
-        """Upload a file with a request in each line, and start a batch of it."""
-        frame = {"method": "POST", "url": _BATCH_ENDPOINT}
-        lines = [
-            json.dumps({"custom_id": row_id, **frame, "body": self.body(question, forms)}) + "\n"
-            for row_id, question in rows.items()
-        ]
-        content = "".join(lines).encode()
-        file = await client.files.create(file=("requests.jsonl", content), purpose="batch")
-        job = await client.batches.create(
-            input_file_id=file.id, endpoint=_BATCH_ENDPOINT, completion_window="24h",
-            metadata={"ppo_cli": name},
-        )  # fmt: skip
-        return str(job.id)
-
-    async def load_rows(self, client: Any, job: str) -> Iterable[Any]:
-        """Return the lines of both files of a batch: answers, and rows that failed or expired."""
-        batch = await client.batches.retrieve(job)
-        files = [file for file in (batch.output_file_id, batch.error_file_id) if file]
-        contents = [(await client.files.content(file)).content for file in files]
-        return [row for content in contents for row in result_lines(content)]
 
     async def request_decision(self, client: Any, question: Question, timeout: float) -> Reply:
         """Ask the decision endpoint for the probability of each level."""

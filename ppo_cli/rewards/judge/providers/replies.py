@@ -7,11 +7,10 @@ server streams a chat completion although it was not asked to, the chunks are jo
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
-from ppo_cli.rewards.judge.providers.failures import is_about_filter
 from ppo_cli.rewards.judge.providers.lengths import is_about_length
 from ppo_cli.rewards.remote.failures import Failure, is_html, read_message, to_one_line
 
@@ -178,29 +177,6 @@ def _join_chunks(text: str) -> dict[str, Any]:
 def refusal(cause: str, message: str, usage: Usage | None) -> JudgeError:
     """Return the error for a text that the judge, or a filter, would not judge."""
     return JudgeError(Failure.REFUSED, cause, message, usage=usage, reply=message)
-
-
-def row_error(state: str, message: str, status: int | None = None) -> JudgeError:
-    """Return the error for a row of a batch without an answer: expired, failed or cancelled.
-
-    It is final: waiting for another job would not help. A row that did not run is not billed.
-    """
-    cause = "content_filter" if is_about_filter(message) else f"batch_{state}"
-    return JudgeError(Failure.REFUSED, cause, message, status=status or 0)
-
-
-def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
-    """Return the JSON objects in the lines of a file; other lines are skipped.
-
-    Lines end with a line feed only: an answer may contain U+2028 and other separators.
-    """
-    for line in content.split(b"\n"):
-        try:
-            row = json.loads(line.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            yield row
 
 
 def build_reply(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:

@@ -21,11 +21,15 @@ from typing import Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.errors import Interrupted
+from ppo_cli.extras.lab.batches.interface import (
+    BATCH_CALL_S,
+    BatchInterface,
+    BatchResults,
+    row_error,
+)
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_key
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, worst_case
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.batches import BATCH_CALL_S, BatchResults
-from ppo_cli.rewards.judge.providers.replies import row_error
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.secrets.redact import redact
 
@@ -93,9 +97,17 @@ class _Job:
 class BatchJudge:
     """Asks a provider through batch jobs; `wait_s` is how long to wait for a job."""
 
-    def __init__(self, provider: SdkProvider, cache: VerdictCache, *, wait_s: float) -> None:
+    def __init__(
+        self,
+        interface: type[BatchInterface],
+        provider: SdkProvider,
+        cache: VerdictCache,
+        *,
+        wait_s: float,
+    ) -> None:
         self.name, self.model, self.identity = provider.name, provider.model, provider.identity
         self._provider = provider
+        self._interface = interface(provider)
         self._cache = cache
         self._folder = cache.path.with_name(f"{cache.path.stem}.batches")
         self._wait_s = wait_s
@@ -203,7 +215,7 @@ class BatchJudge:
             try:
                 ids = await provider.run_with_client(
                     BATCH_CALL_S,
-                    lambda client: provider.find_batches(client, path.stem, job.time, size),
+                    lambda client: self._interface.find(client, path.stem, job.time, size),
                 )
             except JudgeError as error:
                 if error.kind is not Failure.RETRYABLE or time.monotonic() > until:
@@ -238,9 +250,7 @@ class BatchJudge:
         size = 0
         for row in rows:
             size += row.size()
-            if part and (
-                len(part) == self._provider.batch_rows or size > self._provider.batch_bytes
-            ):
+            if part and (len(part) == self._interface.max_rows or size > self._interface.max_bytes):
                 yield part
                 part, size = [], row.size()
             part.append(row)
@@ -266,7 +276,7 @@ class BatchJudge:
             try:
                 job.id = await provider.run_with_client(
                     BATCH_CALL_S,
-                    lambda client: provider.submit_batch(
+                    lambda client: self._interface.submit(
                         client, questions, provider.forms(), path.stem
                     ),
                 )
@@ -335,14 +345,14 @@ class BatchJudge:
         while True:
             try:
                 progress = await provider.run_with_client(
-                    BATCH_CALL_S, lambda client: provider.poll_batch(client, name)
+                    BATCH_CALL_S, lambda client: self._interface.poll(client, name)
                 )
                 if progress.failed:
                     path.unlink(missing_ok=True)
                     raise Interrupted(f"The batch {name} failed: {redact(progress.failed)}.")
                 if progress.over:
                     lines = await provider.run_with_client(
-                        BATCH_CALL_S, lambda client: provider.fetch_results(client, name)
+                        BATCH_CALL_S, lambda client: self._interface.fetch_results(client, name)
                     )
                     return _results_by_row(job, progress.state, lines)
                 done = "" if progress.done is None else f", {progress.done} done"

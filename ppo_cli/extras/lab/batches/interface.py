@@ -1,23 +1,26 @@
 """What the batch interfaces of providers share: jobs are found, polled and read by declared names.
 
-A provider with a batch interface declares `batch_rows`, `batch_bytes` and `batch`. It submits jobs
-and loads the rows of their results; the rest is here.
+An interface declares limits and fields, submits jobs and loads the rows of their results
+(`providers.py`); the rest is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.failures import is_about_filter
 from ppo_cli.rewards.judge.providers.options import Forms
 from ppo_cli.rewards.judge.providers.replies import (
     ReplyFields,
     get_path,
     read_reply,
-    row_error,
     to_word,
 )
 from ppo_cli.rewards.remote.failures import Failure
@@ -85,41 +88,72 @@ class BatchFields:
         return row_error(self.states.get(outcome, "failed"), ": ".join(words), status)
 
 
-class BatchInterface:
-    """The batch interface of a provider; `batch_rows` is 0 where there is none."""
+def row_error(state: str, message: str, status: int | None = None) -> JudgeError:
+    """Return the error for a row without an answer: expired, failed or cancelled.
 
-    batch_rows: ClassVar[int] = 0  # most requests of a job
-    batch_bytes: ClassVar[int] = 0  # and its most bytes
-    batch: ClassVar[BatchFields]
-    reply_fields: ClassVar[ReplyFields]
+    It is final: waiting for another job would not help. A row that did not run is not billed.
+    """
+    cause = "content_filter" if is_about_filter(message) else f"batch_{state}"
+    return JudgeError(Failure.REFUSED, cause, message, status=status or 0)
 
-    async def submit_batch(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
+
+def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file; other lines are skipped.
+
+    Lines end with a line feed only: an answer may contain U+2028 and other separators.
+    """
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+class BatchInterface(ABC):
+    """The batch interface of a provider."""
+
+    max_rows: ClassVar[int]  # of a job
+    max_bytes: ClassVar[int]
+    fields: ClassVar[BatchFields]
+
+    def __init__(self, provider: SdkProvider) -> None:
+        self.provider = provider
+
+    @abstractmethod
+    async def submit(self, client: Any, rows: BatchRows, forms: Forms, name: str) -> str:
         """Submit requests as one batch job under a name; returns the job's id."""
-        raise NotImplementedError
 
-    def batch_client(self, client: Any) -> Any:
+    def body(self, question: Question, forms: Forms) -> dict[str, Any]:
+        """Return the body of a request, which an SDK does not build for a batch."""
+        arguments = self.provider.arguments(question, forms)
+        extra: dict[str, Any] = arguments.pop("extra_body", {})
+        return arguments | extra
+
+    def jobs(self, client: Any) -> Any:
         """Return the part of the SDK's client with the batch jobs."""
         return client.batches
 
     async def get_job(self, client: Any, job: str) -> Any:
         """Return a job with an id."""
-        return await self.batch_client(client).retrieve(job)
+        return await self.jobs(client).retrieve(job)
 
     async def list_jobs(self, client: Any) -> AsyncIterator[Any]:
         """Return all jobs, the newest first where they have a time."""
-        jobs: AsyncIterator[Any] = self.batch_client(client).list(limit=100)
+        jobs: AsyncIterator[Any] = self.jobs(client).list(limit=100)
         return jobs
 
+    @abstractmethod
     async def load_rows(self, client: Any, job: str) -> Iterable[Any]:
         """Return the rows of a finished job's results."""
-        raise NotImplementedError
 
-    async def find_batches(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
         """Return ids of the batch jobs that may be the one submitted as `name` after `since`.
 
         `rows` is the number of its questions; the oldest job comes first.
         """
-        fields, ids = self.batch, list[str]()
+        fields, ids = self.fields, list[str]()
         async for job in await self.list_jobs(client):
             created = get_path(job, fields.created) or 0
             late_s = (created.timestamp() if isinstance(created, datetime) else created) - since
@@ -135,9 +169,9 @@ class BatchInterface:
                 break
         return ids
 
-    async def poll_batch(self, client: Any, job: str) -> BatchProgress:
+    async def poll(self, client: Any, job: str) -> BatchProgress:
         """Return the state of a batch job."""
-        fields, batch = self.batch, await self.get_job(client, job)
+        fields, batch = self.fields, await self.get_job(client, job)
         state = to_word(get_path(batch, fields.state)).removeprefix("JOB_STATE_").lower()
         done = fields.count(batch, *fields.counts) if fields.counts else None
         errors = get_path(batch, fields.failures)
@@ -148,8 +182,8 @@ class BatchInterface:
 
     async def fetch_results(self, client: Any, job: str) -> BatchResults:
         """Return what a finished job says of its rows; some may be missing or come twice."""
-        rows = await self.load_rows(client, job)
+        rows, fields = await self.load_rows(client, job), self.fields
         return [
-            (str(get_path(row, self.batch.row_id)), self.batch.read_row(row, self.reply_fields))
+            (str(get_path(row, fields.row_id)), fields.read_row(row, self.provider.reply_fields))
             for row in rows
         ]

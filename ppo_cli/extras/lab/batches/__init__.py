@@ -1,0 +1,1 @@
+"""Judges asked through the batch interfaces of their providers."""
