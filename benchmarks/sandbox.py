@@ -12,8 +12,8 @@ import os
 import time
 
 from ppo_cli.config.schema.reward import Code
-from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
 from ppo_cli.data_sets.sources import read_source
+from ppo_cli.extras.lab.prepare import build_humaneval, humaneval_files
 from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, find_fault

@@ -1,13 +1,12 @@
-"""`ppo data`: checks prompt files before training, and prepares well-known sets."""
+"""`ppo data`: checks prompt files before training."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,11 +18,9 @@ from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import RowProblem, group_problems
-from ppo_cli.data_sets.prepare import RECIPES, PreparedFile
-from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
-from ppo_cli.errors import EXIT_USER, plural, ppo
+from ppo_cli.errors import EXIT_USER, plural
 from ppo_cli.planning.batches import describe_lowered_batches
 from ppo_cli.run_folder.lines import to_json
 
@@ -309,29 +306,16 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
         print_text("\n".join([title, *shown, ""]))
 
 
-def print_prepared(files: Sequence[PreparedFile]) -> None:
-    """Print the files that were written, and the commands that use them."""
-    for file in files:
-        print_text(f"{file.path}: {plural(file.rows, 'row')}")
-    for note in filter(None, (file.note for file in files)):
-        print_text(note)
-    # The next command, with the flags for the splits that exist.
-    paths = {file.split: file.path for file in files}
-    flags = ["--train_files", str(paths["train"])] if "train" in paths else []
-    # Sets have a validation or a test split, or neither.
-    held_out = next((split for split in ("val", "test") if split in paths), None)
-    flags += ["--val_files", str(paths[held_out])] if held_out else []
-    print_text(f"Next: {ppo('train')} {shlex.join(flags)}")
-    # Preference pairs are for a reward model.
-    if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
-        command = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
-        print_text(f"Or:   {ppo('reward fit')} {command}")
-
-
 data_app = App(
     help="Check prompt files, or prepare well-known sets.",
     epilog="ppo data check train.jsonl\nppo data prepare gsm8k --out data",
 )
+
+
+@data_app.callback()
+def _keep_group() -> None:
+    """Keep `check` a command of a group, to which packages add others."""
+
 
 # Help texts show the defaults of a training run.
 _DEFAULTS = Data()
@@ -399,30 +383,3 @@ CHECK_FLAGS = [
 data_app.command(epilog="ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B")(
     set_parameters(check, CHECK_FLAGS)
 )
-
-
-@data_app.command("prepare", epilog="ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k")
-def prepare(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(RECIPES)}.")],
-    out: Annotated[
-        str, typer.Option("--out", "--local_save_dir", help="Folder for the parquet files.")
-    ],
-    source: Annotated[
-        str | None,
-        typer.Option("--source", help="File or folder with the original rows, or a hub set."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Write a well-known set as verl-style parquet files, ready for --train_files."""
-    files = run_prepare(name, source=source, out=out, force=force)
-    # Programs need the paths; people also the next command.
-    if as_json:
-        shown = [
-            {"split": f.split, "path": str(f.path), "rows": f.rows}
-            | ({"note": f.note} if f.note else {})
-            for f in files
-        ]
-        typer.echo(json.dumps(shown, indent=2))
-    else:
-        print_prepared(files)

@@ -2,8 +2,7 @@
 
 Flat: `{"prompt": text or messages, "ground_truth", "data_source", "extra_info"}`.
 verl: the same with `reward_model.ground_truth` instead of the flat `ground_truth`.
-A prompt is text or chat messages; `split_transcript` is for `ppo data prepare` and `extras/lab`,
-which read HH-RLHF transcripts. Values of parquet and hub rows become plain JSON values for the
+A prompt is text or chat messages. Values of parquet and hub rows become plain JSON values for the
 rollout log.
 """
 
@@ -13,7 +12,7 @@ import datetime
 import decimal
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,29 +140,6 @@ def refuse_placeholder(text: str, column: str) -> None:
                 f"holds {mark}, which stands for content that the model never sees: only text is "
                 "read. Remove the row, or the mark if the question makes sense without it",
             )
-
-
-TURN = re.compile(r"\n\n(Human|Assistant):")
-TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-def is_transcript(text: str) -> bool:
-    """Whether a text starts like an HH-RLHF transcript."""
-    return text.lstrip().startswith("Human:")
-
-
-def split_transcript(text: str) -> tuple[Message, ...]:
-    """Split a transcript into messages; consecutive turns of a speaker become one."""
-    parts = TURN.split("\n\n" + text.lstrip())
-    messages: list[Message] = []
-    for speaker, speech in zip(parts[1::2], parts[2::2], strict=True):
-        role, content = TRANSCRIPT_ROLES[speaker], speech.strip()
-        # Consecutive turns are joined with a blank line.
-        if messages and messages[-1]["role"] == role:
-            before = str(messages.pop()["content"])
-            content = "\n\n".join(part for part in (before, content) if part)
-        messages.append({"role": role, "content": content})
-    return tuple(messages)
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -506,30 +482,3 @@ def read_ground_truth(record: Record, column: str) -> Any:
     if flat is not None and nested is not None and flat != nested:
         raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")
     return nested if flat is None else flat
-
-
-def read_grades(cell: Any, levels: Mapping[str, int | None]) -> Iterator[tuple[str, float]]:
-    """Yield (criterion, grade in [0, 1]) from a cell of labels; ValueError for a wrong cell.
-
-    `levels` are the highest levels of the criteria: 1 for one that is met or not, None for one
-    whose label is a share.
-    """
-    if cell is None:
-        return
-    if not isinstance(cell, Mapping):
-        raise ValueError(
-            f"is {name_type(cell)}, not an object such as {{'{next(iter(levels))}': …}}"
-        )
-    # A row may have labels for some of its criteria; null counts as no label.
-    for name, value in cell.items():
-        if name not in levels:
-            near = did_you_mean(name, levels)
-            raise ValueError(f"has no criterion '{name}' in its rubric.{near}")
-        if value is None:
-            continue
-        top, numbers = levels[name], bool | int | float if levels[name] is None else bool | int
-        if not isinstance(value, numbers) or not 0 <= value <= (top or 1):
-            forms = {None: "true, false or a number from 0 to 1", 1: "true or false"}
-            expected = forms.get(top, f"a level from 0 to {top}")
-            raise ValueError(f"has {value!r} for '{name}', not {expected}")
-        yield name, value / (top or 1)

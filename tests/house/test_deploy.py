@@ -13,8 +13,8 @@ import yaml
 
 from ppo_cli.config.models.bundled import bundled_path, preset_names
 from ppo_cli.config.schema.keys import table
-from ppo_cli.data_sets.prepare import RECIPES
 from ppo_cli.errors import is_address
+from ppo_cli.extras.lab.prepare import RECIPES
 
 # Variables that are no settings.
 OTHERS = {"PRESET", "OUTPUT_DIR", "HF_TOKEN", "PPO_CLUSTER_SECRET", "PPO_TORCH", "RAY_ADDRESS"}

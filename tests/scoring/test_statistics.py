@@ -38,43 +38,6 @@ def test_correlations_by_hand() -> None:
         assert stats.pearson(x, y) is stats.spearman(x, y) is None
 
 
-def test_partial_spearman_by_hand() -> None:
-    x, y, z = [1, 2, 3, 4], [2, 1, 4, 3], [1, 2, 4, 3]
-    xy, xz, yz = 0.6, 0.8, 0.8
-    assert stats.spearman(x, y) == pytest.approx(xy)
-    assert stats.spearman(x, z) == pytest.approx(xz)
-    assert stats.spearman(y, z) == pytest.approx(yz)
-    expected = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
-    assert stats.partial_spearman(x, y, z) == pytest.approx(expected)
-    assert stats.partial_spearman(z, y, z) is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=14))
-def test_auc_as_by_counting_pairs(rows: list[tuple[int, bool]]) -> None:
-    good, bad = ([score for score, label in rows if label is kind] for kind in (True, False))
-    pairs = [(g > b) + 0.5 * (g == b) for g, b in itertools.product(good, bad)]
-    result = stats.auc([s for s, _ in rows], [y for _, y in rows])
-    assert result is None if not pairs else result == pytest.approx(sum(pairs) / len(pairs))
-
-
-def test_accuracy_counts_the_threshold_as_positive() -> None:
-    assert stats.accuracy_at([0.2, 0.5, 0.9], [False, True, True], 0.5) == 1.0
-    assert stats.accuracy_at([0.2, 0.5, 0.9], [True, True, False], 0.6) == 0.0
-    assert stats.accuracy_at([], [], 0.5) is stats.best_threshold([], []) is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=14))
-def test_best_threshold_as_by_trying_all(rows: list[tuple[int, bool]]) -> None:
-    scores, labels = [s for s, _ in rows], [y for _, y in rows]
-    tried = [k / 2 for k in range(-1, 13)]
-    best = max(stats.accuracy_at(scores, labels, t) or 0.0 for t in tried)
-    result = stats.best_threshold(scores, labels)
-    assert result is not None
-    threshold, accuracy = result
-    assert accuracy == pytest.approx(best)
-    assert stats.accuracy_at(scores, labels, threshold) == pytest.approx(accuracy)
-
-
 def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
     first, second = (
@@ -99,14 +62,6 @@ def test_bootstrap_of_what_is_not_defined() -> None:
     calls = itertools.count()
     rarely = estimates.bootstrap(lambda rows: 1.0 if next(calls) == 0 else None, 5, resamples=20)
     assert rarely == estimates.Estimate(1.0, None, None)
-
-
-def test_agreement_by_hand() -> None:
-    # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
-    by_hand = {"rows": 2, "same": (1 / 3 + 1) / 2, "mean_gap": (1 / 3 + 0) / 2, "largest_gap": 0.5}
-    result = stats.verdict_agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
-    assert result == pytest.approx(by_hand)
-    assert stats.verdict_agreement([[0.3], []]) is None
 
 
 def test_twelve_of_twelve_still_has_an_interval() -> None:

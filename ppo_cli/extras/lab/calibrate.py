@@ -22,6 +22,17 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import plural
 from ppo_cli.extras.lab.cascade import cascade_facts
 from ppo_cli.extras.lab.criteria import Marks, criteria_advice, criteria_facts
+from ppo_cli.extras.lab.statistics import (
+    MIN_ROWS,
+    RowNumbers,
+    accuracy_at,
+    auc,
+    best_threshold,
+    constant_reason,
+    estimate_or_reason,
+    partial_spearman,
+    verdict_agreement,
+)
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.repeats import Repeats, repeat_random_sources
@@ -46,21 +57,7 @@ from ppo_cli.scoring.sources import (
     reward_kind,
     verdicts_per_response,
 )
-from ppo_cli.scoring.statistics import (
-    MIN_ROWS,
-    Floats,
-    RowNumbers,
-    accuracy_at,
-    as_floats,
-    auc,
-    best_threshold,
-    constant_reason,
-    estimate_or_reason,
-    partial_spearman,
-    pearson,
-    spearman,
-    verdict_agreement,
-)  # fmt: skip
+from ppo_cli.scoring.statistics import Floats, as_floats, pearson, spearman
 
 Facts = Mapping[str, Any]
 STRONG_AUC, FAIR_AUC = 0.9, 0.75  # an AUC from here on "separates well", or is "usable"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import Judge, cheaper_judge, judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
+from ppo_cli.extras.lab.statistics import MIN_ROWS, estimate_or_reason
 from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.records import Rollout
 from ppo_cli.rewards.judge.cascade import Doubt
@@ -23,7 +24,7 @@ from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.scoring.rows import LabelledRows
 from ppo_cli.scoring.score import Scoring, judged_value
 from ppo_cli.scoring.sources import override_all
-from ppo_cli.scoring.statistics import MIN_ROWS, Floats, as_floats, estimate_or_reason
+from ppo_cli.scoring.statistics import Floats, as_floats
 
 KEPT = 0.95  # share of the judge's agreement that a cascade has to keep
 MARGIN = 1.645  # standard errors of a one-sided bound of 95 %

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.data_sets.files import Place, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import read_grades
-from ppo_cli.errors import DataError
+from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
+from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.estimates import wilson
+from ppo_cli.extras.lab.statistics import constant_reason, estimate_or_reason
 from ppo_cli.records import Score
 from ppo_cli.rewards.judge.rubric import Criterion
 from ppo_cli.scoring.criteria import criterion_credits, find_rubrics
 from ppo_cli.scoring.rows import ResponseRow, ResponseSet, column_cells
-from ppo_cli.scoring.statistics import (
-    Floats,
-    as_floats,
-    constant_reason,
-    estimate_or_reason,
-    spearman,
-)
+from ppo_cli.scoring.statistics import Floats, as_floats, spearman
 
 Facts = Mapping[str, Any]
 Marks = Mapping[Place, Mapping[str, float]]  # grades in [0, 1] from people, by row and criterion
@@ -249,3 +243,30 @@ def _disagreement_sentences(name: str, facts: Facts) -> list[str]:
         lean = "too kind" if too_much == larger else "too harsh"
         return [f"{agree}; it is {lean} in {larger:.0%}."]
     return []
+
+
+def read_grades(cell: Any, levels: Mapping[str, int | None]) -> Iterator[tuple[str, float]]:
+    """Yield (criterion, grade in [0, 1]) from a cell of labels; ValueError for a wrong cell.
+
+    `levels` are the highest levels of the criteria: 1 for one that is met or not, None for one
+    whose label is a share.
+    """
+    if cell is None:
+        return
+    if not isinstance(cell, Mapping):
+        raise ValueError(
+            f"is {name_type(cell)}, not an object such as {{'{next(iter(levels))}': …}}"
+        )
+    # A row may have labels for some of its criteria; null counts as no label.
+    for name, value in cell.items():
+        if name not in levels:
+            near = did_you_mean(name, levels)
+            raise ValueError(f"has no criterion '{name}' in its rubric.{near}")
+        if value is None:
+            continue
+        top, numbers = levels[name], bool | int | float if levels[name] is None else bool | int
+        if not isinstance(value, numbers) or not 0 <= value <= (top or 1):
+            forms = {None: "true, false or a number from 0 to 1", 1: "true or false"}
+            expected = forms.get(top, f"a level from 0 to {top}")
+            raise ValueError(f"has {value!r} for '{name}', not {expected}")
+        yield name, value / (top or 1)

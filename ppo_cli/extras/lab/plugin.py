@@ -3,6 +3,10 @@
 from ppo_cli.plugins import Command, PlanSection
 
 _COMMANDS = "ppo_cli.extras.lab.commands"
+prepare = Command(
+    f"{_COMMANDS}.prepare:app",
+    "Write a well-known set as verl-style parquet files, ready for --train_files.",
+)
 prompts = Command(
     f"{_COMMANDS}.prompts:app", "List judge prompts, or show the request for a data row.", "Judge"
 )

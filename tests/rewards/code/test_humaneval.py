@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.data_sets.files import Place
-from ppo_cli.data_sets.prepare import humaneval_row
+from ppo_cli.extras.lab.prepare import humaneval_row
 from ppo_cli.records import Score
 from tests.rewards.tables import table
 

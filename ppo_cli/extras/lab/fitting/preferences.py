@@ -25,9 +25,7 @@ from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem
 from ppo_cli.data_sets.rows import (
     PROMPT_ALIASES,
     as_plain,
-    is_transcript,
     list_names,
-    read_grades,
     read_message,
     read_messages,
     read_plain,
@@ -35,10 +33,11 @@ from ppo_cli.data_sets.rows import (
     read_records,
     refuse_media,
     sole,
-    split_transcript,
 )
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean, plural
+from ppo_cli.extras.lab.criteria import read_grades
+from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric

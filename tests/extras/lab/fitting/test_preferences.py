@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.data_sets.files import Place
-from ppo_cli.data_sets.rows import split_transcript
 from ppo_cli.errors import DataError
 from ppo_cli.extras.lab.fitting import preferences
+from ppo_cli.extras.lab.transcripts import split_transcript
 from tests.scoring.scripted import write_rows
 
 USER = {"role": "user", "content": "Hi?"}

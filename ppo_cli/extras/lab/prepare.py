@@ -27,9 +27,10 @@ from ppo_cli.data_sets.files import (
     raise_problems,
     read_bytes,
 )
-from ppo_cli.data_sets.rows import is_transcript, read_plain, read_records, split_transcript
+from ppo_cli.data_sets.rows import read_plain, read_records
 from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
+from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
 from ppo_cli.records import Message
 
 # Names of the sets on the hub, and the instructions that their prompts end with.

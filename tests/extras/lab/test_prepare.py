@@ -10,7 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import SETS
-from ppo_cli.data_sets.prepare import (
+from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.errors import DataError
+from ppo_cli.extras.lab.prepare import (
     GSM8K_INSTRUCTION,
     HUMANEVAL_INSTRUCTION,
     MATH_INSTRUCTION,
@@ -19,8 +21,6 @@ from ppo_cli.data_sets.prepare import (
     final_answer,
     prepare,
 )
-from ppo_cli.data_sets.rows import load_rows
-from ppo_cli.errors import DataError
 from ppo_cli.rewards.rules import compare_algebra, score_math
 from tests.data_sets.lines import write_rows
 
