@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets.files import Place
-from ppo_cli.extras.lab.prepare import humaneval_row
 from ppo_cli.records import Score
 from tests.rewards.tables import table
 
@@ -22,8 +20,9 @@ SAMPLE = table(__file__, "sample")
 
 
 def judge_all(rows: list[dict[str, Any]], answers: list[str], run_code: RunCode) -> list[Score]:
+    # As `ppo data prepare humaneval` writes them.
     truths = [
-        humaneval_row(Place("HumanEval", 1), row)["reward_model"]["ground_truth"] for row in rows
+        json.dumps({name: row[name] for name in ("test", "entry_point", "prompt")}) for row in rows
     ]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(run_code, answers, truths))
