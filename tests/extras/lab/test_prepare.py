@@ -24,7 +24,7 @@ from ppo_cli.extras.lab.prepare import (
 from ppo_cli.rewards.rules import compare_algebra, score_math
 from tests.data_sets.lines import write_rows
 
-REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
 
 @pytest.fixture
