@@ -97,7 +97,7 @@ def finish(job: Job, state: RunState) -> bool:
     """Validate, report and save the trained step as configured; returns whether the run is over."""
     job.store.raise_save_error()
     trainer, last = job.config.trainer, state.step == job.total_steps
-    if last or is_due(state.step, trainer.test_freq):
+    if (last and trainer.test_freq >= 0) or is_due(state.step, trainer.test_freq):
         with saved_on_stop(job, state):
             validate(job, state)
     # Report after the validation: both are one line of metrics.

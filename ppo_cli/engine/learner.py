@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.folder import describe_unused_head, vocabulary_problem
+from ppo_cli.config.models.folder import describe_unused_head, full_kl_problem, vocabulary_problem
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.schema.run import Config, Model
@@ -367,14 +367,13 @@ class Learner:
         These are old log-probs and entropies from the actor (not with `from_sampler`), the full KL,
         reference log-probs, and values; only those that the run needs.
         """
-        algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
-        compute = self._compute
+        temperature, compute = self._config.rollout.temperature, self._compute
         budget = self._annotate_budget
         micro_batch = build_micro_batch(
             batch, rows, compute.device, packed=budget.packed, shared=budget.shared
         )
         # The full KL needs actor and reference in the same pass.
-        full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        full = "algorithm.kl_penalty" in self._config.full_kls
         annotations: dict[str, Tensor] = {}
         if not from_sampler:
             seen = compute_token_stats(
@@ -513,6 +512,9 @@ class Learner:
             reference_path, c.reference_sharding, trained=False, flag=flag
         )
         self._require_vocabulary(reference, reference_path, flag)
+        size, policy_size = (count_embeddings(m.model) for m in (reference, self.policy))
+        if problem := full_kl_problem(reference_path, size, c.model.path, policy_size, c.full_kls):
+            raise ModelError(problem)
         self._preparation.prepare_reference(reference.model)
         return reference
 

@@ -112,7 +112,8 @@ class Episodes:
         self, draw: Draw, episodes: Sequence[Episode], sampling: Sampling
     ) -> Iterator[tuple[Episode, Rollout]]:
         """Play episodes in waves; yield each with its rollout when it ends."""
-        begun = [(e, self.environments.reset(e.name, _describe_row(e))) for e in episodes]
+        per = self._settings.seed_per
+        begun = [(e, self.environments.reset(e.name, _describe_row(e, per))) for e in episodes]
         failed, playing = list[tuple[Episode, Rollout]](), list[Episode]()
         for episode, opening in begun:
             try:
@@ -311,9 +312,13 @@ def _join(before: NDArray[np.float32] | None, new: NDArray[np.float32]) -> NDArr
     return np.concatenate([NO_LOGPROBS if before is None else before, new])
 
 
-def _describe_row(episode: Episode) -> Mapping[str, Any]:
-    """Return what an environment's `reset` receives; equal seeds give equal episodes."""
-    row, sample = episode.row, episode.played.sample
+def _describe_row(episode: Episode, seed_per: str) -> Mapping[str, Any]:
+    """Return what an environment's `reset` receives; equal seeds give equal episodes.
+
+    The samples of a prompt share the seed: an estimator that compares their rewards would otherwise
+    compare the luck of different games.
+    """
+    row, sample = episode.row, episode.played.sample if seed_per == "sample" else 0
     return {
         "prompt": row.text,
         "messages": [dict(message) for message in row.messages],

@@ -196,12 +196,10 @@ def _count_validations(config: Config, steps: int | None) -> int | None:
     """Return how often the run validates: at the start, every test_freq steps, at the end."""
     if steps is None:
         return None
-    # A last step that test_freq does not divide is validated too.
     start = int(config.trainer.val_before_train)
     freq = config.trainer.test_freq
-    if freq < 1:
-        return start + 1
-    return start + math.ceil(steps / freq)
+    # A last step that test_freq does not divide is validated too.
+    return start + (math.ceil(steps / freq) if freq > 0 else freq + 1)
 
 
 def multiply(a: int | None, b: int | None) -> int | None:

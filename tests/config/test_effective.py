@@ -59,7 +59,7 @@ EDGES = [
       for who in ("actor", "critic")
       for wrong in ("[1.0,0.9]", "[0.9,1.0]", "[-0.1,0.9]", "[0.9,-0.1]")],
     ("trainer.save_freq=0", "trainer.save_freq=-1"),
-    ("trainer.test_freq=0", "trainer.test_freq=1"),
+    ("trainer.test_freq=-2", "trainer.test_freq=-1"),
     ("trainer.patience=2 data.val_files=x trainer.test_freq=-1",
      "trainer.patience=2 data.val_files=x trainer.test_freq=1"),
     ("data.train_max_samples=0", "data.train_max_samples=1"),

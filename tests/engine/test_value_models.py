@@ -177,6 +177,22 @@ def test_a_model_without_the_policys_tokens_is_refused(
     assert str(refusal.value) in broken_models(config)
 
 
+def test_a_full_kl_needs_a_reference_of_the_same_vocabulary(tmp_path: Path) -> None:
+    """Rows that only pad the embeddings count: the KL is over all of them."""
+    settings: dict[str, Any] = {
+        "model": {"path": "embedded"},
+        "ref": {"path": str(build(tmp_path, "olmo2", vocab_size=320))},
+        "algorithm": {"kl_penalty": "full", "use_kl_in_reward": True},
+    }
+    config = complete(settings)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
+    with pytest.raises(ModelError, match=r"has 282 tokens and the reference .* 320") as refusal:
+        LocalEngine(config, tokenizer, total_steps=1)
+    assert str(refusal.value) in broken_models(config)
+    sampled = complete(settings | {"algorithm": {"kl_penalty": "kl"}})
+    assert not broken_models(sampled)
+
+
 def test_a_model_of_images_is_refused_as_a_critic(tmp_path: Path) -> None:
     CONFIG_MAPPING["vit"]().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no causal language model of the type vit.*--critic"):

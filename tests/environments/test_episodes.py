@@ -67,12 +67,22 @@ def test_timing_and_batches_do_not_change_an_episode() -> None:
     usual = by_key(play(Scripted()))
     slow = by_key(play(Scripted(pause_s=0.05), rollout={"name": "hf", "max_num_seqs": 3}))
     assert {k: r.token_ids for k, r in slow.items()} == {k: r.token_ids for k, r in usual.items()}
-    # Each episode has a seed of its own, the same whenever it is played.
-    environments = [Scripted(), Scripted()]
-    for one in environments:
-        play(one)
-    first, second = ([row["seed"] for row in e.rows.values()] for e in environments)
-    assert first == second and len(set(first)) == 8 and max(first) < 2**31
+
+
+@pytest.mark.parametrize(("per", "games"), [("prompt", 4), ("sample", 8)])
+def test_the_samples_of_a_prompt_play_one_game_unless_each_has_its_own(
+    per: str, games: int
+) -> None:
+    """The same whenever it is played, and another in another step."""
+    environments = [Scripted(), Scripted(), Scripted()]
+    for environment, seed in zip(environments, (5, 5, 6), strict=True):
+        play(environment, replace(SAMPLING, seed=seed), environment={"path": "x", "seed_per": per})
+    first, second, third = (
+        {(row["prompt"], row["seed"]) for row in environment.rows.values()}
+        for environment in environments
+    )
+    assert first == second and first.isdisjoint(third) and len(first) == games
+    assert max(seed for _, seed in first) < 2**31
 
 
 @pytest.mark.parametrize("limit", ["turns", "turn tokens", "episode tokens"])

@@ -310,9 +310,10 @@ def test_a_run_stops_when_its_alarm_begins_and_goes_on_when_it_is_resumed(
     "trainer, validated, saved, expected",
     [
         ({"save_freq": 3, "test_freq": 2}, [0, 2, 4, 6, 7], [3, 4, 6, 7], [4, 6, 7]),
-        ({"save_freq": -1, "test_freq": -1}, [0, 7], [7], [7]),
+        ({"save_freq": -1}, [0, 7], [7], [7]),
+        ({"save_freq": -1, "test_freq": -1}, [0], [7], [7]),
         ({"save_freq": 7, "test_freq": 7, "val_before_train": False}, [7], [7], [7]),
-        ({"save_freq": 2, "test_freq": -1, "max_ckpt_to_keep": 3}, [0, 7], [2, 4, 6, 7], [4, 6, 7]),
+        ({"save_freq": 2, "test_freq": 0, "max_ckpt_to_keep": 3}, [0, 7], [2, 4, 6, 7], [4, 6, 7]),
         ({"save_freq": 1, "test_freq": 3, "max_ckpt_to_keep": 1}, [0, 3, 6, 7], [*range(1, 8)],
          [3, 7]),
         ({"save_freq": 2, "test_freq": 1}, [], [2, 4, 6, 7], [6, 7]),  # without prompts for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,20 @@ def vocabulary_problem(
             f"model of the same family with {flag}."
         )
     return ""
+
+
+def full_kl_problem(
+    path: str, size: int | None, policy_path: str, policy_size: int | None, keys: Sequence[str]
+) -> str:
+    """Say why a reference has no full KL to a policy; "" if it has, or if none of `keys` asks."""
+    if not keys or size == policy_size or None in (size, policy_size):
+        return ""
+    return (
+        f"{' and '.join(keys)} full compares whole vocabularies, but {policy_path} has "
+        f"{policy_size} tokens and the reference {path} {size}: use "
+        f"{' '.join(f'{key}=low_var_kl' for key in keys)}, which reads the sampled tokens alone, "
+        "or another --ref_model."
+    )
 
 
 def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:

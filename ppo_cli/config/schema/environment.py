@@ -26,6 +26,10 @@ class Environment(Section):
         flag="--mcp", unused="",
     )  # fmt: skip
     kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
+    seed_per: Literal["prompt", "sample"] = setting(
+        "prompt", "What shares row[\"seed\"] in a step: all responses to a prompt, so that their "
+        "rewards are of one game; or each response (sample) has its own.",
+    )  # fmt: skip
     # Its processes.
     python: LocalPath = setting(
         None, "Python that runs the environment. Unset: the one that runs this program.",

@@ -357,9 +357,10 @@ class Trainer(Section):
         50, "Steps between checkpoints; -1: only at the end. A new best is saved too.",
         flag="--save_freq", ge=-1, common=True,
     )  # fmt: skip
-    test_freq: NotZero = setting(
-        -1, "Steps between validations; -1: start and end.", flag="--test_freq", ge=-1, common=True
-    )
+    test_freq: int = setting(
+        0, "Steps between validations, and one at the end; 0: only at the end; -1: none, also not "
+        "at the end.", flag="--test_freq", ge=-1, common=True,
+    )  # fmt: skip
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
         3, "Newest checkpoints to keep, in addition to the best; null keeps all.", ge=1
@@ -543,6 +544,16 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """Whether a reference policy is needed, for the reward or for the loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def full_kls(self) -> list[str]:
+        """The settings that ask for a KL over the whole vocabulary."""
+        full = {
+            "algorithm.kl_penalty": self.algorithm.use_kl_in_reward
+            and self.algorithm.kl_penalty == "full",
+            "actor.kl_loss_type": self.actor.use_kl_loss and self.actor.kl_loss_type == "full",
+        }
+        return [key for key, applies in full.items() if applies]
 
     @property
     def reference_sharding(self) -> Sharding:

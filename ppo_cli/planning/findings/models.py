@@ -16,6 +16,7 @@ from ppo_cli.config.models.folder import (
     check_folder,
     describe_unused_head,
     folder_problem,
+    full_kl_problem,
     has_template,
     read_config,
     read_vocabulary,
@@ -128,6 +129,11 @@ def broken_models(config: Config) -> list[str]:
         if path == config.model.path and config.rollout.name == "hf":
             problems.append(column_problem(written, path, config.data))
         problems.append(_describe_other_tokens(config.model.path, path, flag))
+    if config.ref.path:
+        sizes = vocabulary_size(config.ref.path), vocabulary_size(config.model.path)
+        problems.append(
+            full_kl_problem(config.ref.path, sizes[0], config.model.path, sizes[1], config.full_kls)
+        )
     return [problem for problem in problems if problem]
 
 

@@ -231,8 +231,7 @@ class _RoleNeeds:
             "annotation": rest + sum(work.fetched for work in annotating) + annotation,
         }
         updates = {f"update of the {name}": rest + work.update for name, work in works.items()}
-        actor = config.actor
-        if "reference" in works and actor.use_kl_loss and actor.kl_loss_type == "full":
+        if "reference" in works and "actor.kl_loss_type" in config.full_kls:
             updates["update of the actor"] += works["reference"].fetched
         return phases | {phase: size for phase, size in updates.items() if size > rest}
 

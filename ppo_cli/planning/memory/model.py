@@ -263,7 +263,7 @@ class ModelOnRank:
             return 0
         config, chunk = self.config, FLOAT * self.shape.vocabulary
         answers = config.data.max_response_length / _longest(config)
-        full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+        full = "algorithm.kl_penalty" in config.full_kls
         copies = HALF_FORWARD_LOGITS if self.device.half else FORWARD_LOGITS
         return int(copies * chunk) * min(LOGIT_CHUNK, int(tokens * answers)) * (2 if full else 1)
 
@@ -320,7 +320,7 @@ class ModelOnRank:
         all_logits = self.shape.vocabulary * tokens
         saved = FLOAT * all_logits if all_logits <= KEPT_LOGITS else 0
         backward = KEPT_BACKWARD_LOGITS if saved else BACKWARD_LOGITS
-        full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+        full = "actor.kl_loss_type" in config.full_kls
         unreturned = device.keeps_freed and chunk <= LARGEST_UNRETURNED
         copies = (
             backward + (BACKWARD_LOGITS if full else 0) + unreturned * (FORWARD_LOGITS + backward)

@@ -236,11 +236,11 @@ def _write_optimizers(config: Config) -> Values:
     "trainer.val_before_train"
 )
 def _write_validation(config: Config) -> Values:
-    """Translate -1, which means "at the end" in our settings and "never" in verl's."""
+    """Translate "only at the end", 0 and save_freq's -1, for which verl has no number."""
     often, has_files = config.trainer.test_freq, bool(config.data.val_files)
     save = config.trainer.save_freq
     return {
-        "trainer.test_freq": (NEVER if often == -1 else often) if has_files else -1,
+        "trainer.test_freq": (often or NEVER) if has_files else -1,
         "trainer.val_before_train": config.trainer.val_before_train and has_files,
         "trainer.save_freq": NEVER if save == -1 else save,
         # verl requires validation rows even if it never validates
@@ -357,7 +357,7 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
-        "max_turn_tokens history gamma_turn",
+        "max_turn_tokens history gamma_turn seed_per",
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps token_details",
     }.items()

@@ -557,7 +557,7 @@ def _translate_packing(state: TranslationState, entry: Entry, on: bool) -> None:
 @_register_translation("trainer.save_freq trainer.test_freq")
 def _translate_frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
-    # verl's 0 is "never", ours is refused.
+    # verl's 0 is "never", ours is refused, or "at the end".
     off = ("false", "null", "none", *(("0",) if state.verl else ()))
     never = str(raw).strip().lower() in off
     state.put(entry, entry.name, "-1" if never else raw)

@@ -239,8 +239,6 @@ def _compare_with_verl(entries: Mapping[str, Entry]) -> Iterator[str]:
 
     if text("trainer.save_freq") == "-1":
         yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
-    if text("trainer.test_freq") == "-1" and text("data.val_files") not in ("null", "()"):
-        yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
     # clip_ratio_low and clip_ratio_high of verl's defaults win over a set clip_ratio.
     clip = entries.get("actor.clip_ratio")
     sides = [entries.get(f"actor.clip_ratio_{side}") for side in ("low", "high")]
