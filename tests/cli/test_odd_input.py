@@ -16,7 +16,7 @@ from ppo_cli.config.models.bundled import bundled_path
 from tests.cli.mistakes import ROW, TINY, set_desk
 
 CONFIGS = {
-    "deep.yaml": "a: " + "[" * 5000 + "]" * 5000 + "\n",
+    "deep.yaml": "a: " + "[" * 500 + "]" * 500 + "\n",
     "large.yaml": "# " + "x" * 2**21,
 }
 GOOD = "".join(json.dumps(ROW | {"prompt": f"What is 1 + {n}?"}) + "\n" for n in range(6))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,14 +30,28 @@ ROOT = Path(__file__).resolve().parents[3]
 VERBS = (sys.executable, "-m", "tests.cluster.verbs")
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.syspath_prepend(ROOT)
-    client = Client(VERBS, import_paths())
-    assert client.ask("add", 1).take(60) == ("done", 1)
-    yield client
-    client.close(1.0)
+@contextmanager
+def connect() -> Iterator[Client]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        client = Client(VERBS, import_paths())
+        assert client.ask("add", 1).take(60) == ("done", 1)
+        yield client
+        client.close(1.0)
     assert client._child._process.returncode is not None
+
+
+@pytest.fixture(scope="module")
+def lasting_client() -> Iterator[Client]:
+    """For tests after which its process still runs: it takes seconds to start."""
+    with connect() as client:
+        yield client
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with connect() as client:
+        yield client
 
 
 def freeze(client: Client) -> None:
@@ -56,29 +71,29 @@ def rest(answer: Answer) -> list[tuple[str, Any]]:
     return parts
 
 
-def test_the_process_that_talks_to_ray_imports_no_models(client: Client) -> None:
-    assert client.ask("imported", "torch").take(20) == ("done", True)
-    assert client.ask("imported", "transformers").take(20) == ("done", False)
+def test_the_process_that_talks_to_ray_imports_no_models(lasting_client: Client) -> None:
+    assert lasting_client.ask("imported", "torch").take(20) == ("done", True)
+    assert lasting_client.ask("imported", "transformers").take(20) == ("done", False)
 
 
-def test_answers_come_to_whom_they_are_for(client: Client) -> None:
-    slow, quick = client.ask("count", 20), client.ask("add", 2, 3)
+def test_answers_come_to_whom_they_are_for(lasting_client: Client) -> None:
+    slow, quick = lasting_client.ask("count", 20), lasting_client.ask("add", 2, 3)
     assert quick.take(20) == ("done", 5)
     assert rest(slow) == [*(("item", i) for i in range(20)), ("done", None)]
-    kind, error = client.ask("refuse").take(20)
+    kind, error = lasting_client.ask("refuse").take(20)
     assert kind == "error" and isinstance(error, ConfigError)
     assert error.problems == ("one thing", "another")
-    kind, error = client.ask("add", "x").take(20)
+    kind, error = lasting_client.ask("add", "x").take(20)
     assert isinstance(error, WorkerFault) and "TypeError" in str(error)
 
 
-def test_a_stream_that_is_dropped_ends(client: Client) -> None:
-    answer = client.ask("count", 100_000)
+def test_a_stream_that_is_dropped_ends(lasting_client: Client) -> None:
+    answer = lasting_client.ask("count", 100_000)
     answer.take(20)
     answer.drop()
-    began = client.ask("count_so_far").take(20)[1]
+    began = lasting_client.ask("count_so_far").take(20)[1]
     time.sleep(0.2)
-    assert client.ask("count_so_far").take(20)[1] <= began + 1
+    assert lasting_client.ask("count_so_far").take(20)[1] <= began + 1
 
 
 def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> None:

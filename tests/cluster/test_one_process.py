@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -18,15 +19,16 @@ from ppo_cli.cluster import driver, driver_process, worker_process, workers
 from ppo_cli.cluster import engine as cluster_engine
 from ppo_cli.cluster.driver import Answer, DriverEngine
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure
+from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure, worker_lost
 from ppo_cli.cluster.serialise import dumps
-from ppo_cli.cluster.worker_process import Outcome, Worker
+from ppo_cli.cluster.worker_process import Outcome, Worker, _failure
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
+from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS
 from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.channel import PART
 from ppo_cli.records import Prompt
@@ -273,3 +275,18 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
         call.close(driver.LEAVES_S),
     ]  # fmt: skip
     assert ray.close.called == (address is None) and not hosted.alive
+
+
+def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
+    travelling = {
+        n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None
+    }
+    assert travelling == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
+
+
+def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
+    ray_message = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
+    message = str(
+        worker_lost(WorkerHandle("sampler 0", tmp_path / "log", None), "start", ray_message)
+    )
+    assert message.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")

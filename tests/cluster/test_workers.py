@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib
 import os
 import sys
@@ -18,11 +17,11 @@ from typing import Any
 import pytest
 
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Cluster, WorkerFault, WorkerHandle, worker_lost
-from ppo_cli.cluster.worker_process import _failure
-from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
+from ppo_cli.cluster.members import Cluster, WorkerFault
+from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.planning.placement import Placement
 
+pytestmark = pytest.mark.slow
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 
 
@@ -190,13 +189,6 @@ def test_a_users_mistake_comes_out_as_itself(things: list[Hosted]) -> None:
         things[0].cluster.host(Thing().refuse_to_be_built, role="wreck")
 
 
-def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
-    travelling = {
-        n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None
-    }
-    assert travelling == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
-
-
 def test_a_bug_shows_the_workers_traceback_once(things: list[Hosted]) -> None:
     with pytest.raises(WorkerFault) as caught:
         things[1].call("make_a_bug")
@@ -314,14 +306,6 @@ def test_a_crash_is_reported_with_the_last_lines_of_the_log(cluster: Cluster) ->
         WorkerLost, match=r"crashed during `crash`(.|\n)*Fatal Python error: Segmentation fault"
     ):
         victim.call("crash")
-
-
-def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
-    ray_message = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
-    message = str(
-        worker_lost(WorkerHandle("sampler 0", tmp_path / "log", None), "start", ray_message)
-    )
-    assert message.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
 
 
 def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Hosted]) -> None:

@@ -241,7 +241,10 @@ FLOODS = {
     "reply": ("do reply = 'y' * 50_000_000", ""),
     "error": ("do raise ValueError('e' * 50_000_000)", "raised ValueError: eee"),
     "stdout": ("do print('z' * 50_000_000)", ""),
-    "stderr": ("do [sys.stderr.write('line of a flood\\n') for _ in range(3_200_000)]", ""),
+    "stderr": (
+        "do [sys.stderr.write('line of a flood ' * 32 + '\\n') for _ in range(100_000)]",
+        "",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -126,8 +127,10 @@ def called_imports(node: ast.AST) -> Iterator[str]:
             yield str(node.args[0].value)
 
 
-def imports_of(source: str) -> Iterator[Import]:
+@cache
+def imports_of(source: str) -> tuple[Import, ...]:
     """Every import in a module; at the top means when it is imported, for more than its types."""
+    imports = []
     tree = ast.parse(source)
     inner = {
         id(node)
@@ -144,8 +147,9 @@ def imports_of(source: str) -> Iterator[Import]:
             names = [node.module or "."]
             if names[0].startswith("ppo_cli"):  # what is taken from it may be a module too
                 names += [f"{names[0]}.{alias.name}" for alias in node.names]
-        for name in names:
-            yield Import(name, getattr(node, "lineno", 0), id(node) not in inner)
+        line, at_top = getattr(node, "lineno", 0), id(node) not in inner
+        imports += [Import(name, line, at_top) for name in names]
+    return tuple(imports)
 
 
 def is_in(name: str, places: set[str] | tuple[str, ...]) -> bool:
