@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord
+from ppo_cli.processes.reaper import kill_below
 from ppo_cli.secrets.redact import redact
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import Outcome, Results, Setup, describe_error
@@ -127,10 +128,9 @@ def _await_outcome(check: Check, process: Any, pipe: Connection, folder: Path) -
 
 def _kill_session(process: Any) -> None:
     """Kill a process and all processes of its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # it may not have a session yet
+    process.kill()
     process.join(GRACE_S)
+    kill_below(process.pid)
 
 
 def _run_in_process(check: Check, setup: Setup, pipe: Connection) -> None:

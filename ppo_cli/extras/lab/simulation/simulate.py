@@ -6,14 +6,15 @@ ranks, and the peak of each phase is compared with the sum (docs/memory.md).
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import subprocess
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ppo_cli.config.schema.run import Config
@@ -30,6 +31,7 @@ from ppo_cli.planning.memory.devices import (
 )
 from ppo_cli.planning.memory.plan import fit_memory, format_size
 from ppo_cli.planning.resolved import Resolved
+from ppo_cli.processes.child import Child, ChildEnded
 
 MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 
@@ -181,48 +183,34 @@ def run_simulation(
         place = count_memory(config, shapes, machine)[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
-    return Simulation(_run_simulation(config, report), planned, beside, memory, left_free, gpus)
+    measured = asyncio.run(_run_simulation(config, report))
+    return Simulation(measured, planned, beside, memory, left_free, gpus)
 
 
-def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+async def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
     """Run the simulated steps in a separate process without GPUs; return its measurements.
 
     Passes progress lines to `report`. Raises UserError for a problem that the process names, and
-    RuntimeError, with its log, if it ends without a result.
+    RuntimeError, with its log, if it ends without an answer.
     """
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ppo_cli.extras.lab.simulation.steps"]
-    messages: dict[str, Any] = {}
-    with (
-        TemporaryFile("w+") as log,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env=environ,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        # The config goes in, lines with progress, a problem or the result come out.
+    with TemporaryDirectory(prefix="ppo-simulation-") as folder:
+        log = Path(folder, "log")
+        child = await Child.start(
+            [sys.executable, "-m", "ppo_cli.extras.lab.simulation.steps"], kind="simulation",
+            environ={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, log=log,
+        )  # fmt: skip
         try:
-            process.stdin.write(config.model_dump_json())
-            process.stdin.close()
-            for line in process.stdout:
-                message = json.loads(line)
-                if "progress" in message:
-                    report(message["progress"])
-                messages |= message
-            process.wait()
-        except BaseException:
-            process.kill()
-            raise
-        # The log is shown only if the process failed without a message.
-        log.seek(0)
-        errors = log.read()
-    if "problem" in messages:
-        raise UserError(messages["problem"])
-    if "result" not in messages:
-        raise RuntimeError(f"the simulation ended with code {process.returncode}:\n{errors}")
-    result: dict[str, Any] = messages["result"]
-    return result
+            data = config.model_dump_json().encode()
+            answer = await child.request(data, math.inf, lambda part: report(part.decode()))
+        except ChildEnded as end:
+            printed = log.read_text() if log.exists() else ""
+            raise RuntimeError(f"{end}\n{printed}") from None
+        finally:
+            await child.close("the simulation has ended")
+    facts: dict[str, Any] = json.loads(answer)
+    if "problem" in facts:
+        raise UserError(facts["problem"])
+    return facts
 
 
 def _list_parts(parts: Mapping[str, int], total: int) -> str:

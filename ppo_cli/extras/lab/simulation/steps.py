@@ -1,8 +1,8 @@
 """Run a config's learner as rank 0 without weights, and measure each phase of a step.
 
-`python -m ppo_cli.extras.lab.simulation.steps` reads a config as JSON and writes JSON lines:
-progress, and at the end the measurements. It runs in a separate process without a GPU, because it
-replaces functions of torch and of this package. Called by `ppo plan --simulate`.
+`ppo plan --simulate` starts this program as a child without a GPU, because it replaces functions
+of torch and of this package. It answers a config, as JSON, with lines of progress as parts, and
+with the measurements.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,10 +36,8 @@ from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
 from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.errors import PpoError
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
-from ppo_cli.planning.placement import (
-    data_ranks,
-    learner_ranks,
-)
+from ppo_cli.planning.placement import data_ranks, learner_ranks
+from ppo_cli.processes.channel import PART, Channel
 
 TURNS = 2  # micro-batches per rank: from the second one on there are gradients in memory
 
@@ -328,17 +325,15 @@ def _positive(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Simulate the config on standard input."""
-
-    def write(kind: str, value: object) -> None:
-        print(json.dumps({kind: value}), flush=True)
-
+    """Simulate the config of the first request."""
+    channel = Channel()
+    number, data = next(iter(channel))
     try:
-        # The parent process reads one JSON object per line.
-        config = Config.model_validate_json(sys.stdin.read())
-        write("result", asdict(simulate(config, partial(write, "progress"))))
+        config = Config.model_validate_json(data)
+        answer = asdict(simulate(config, lambda line: channel.send(number, line.encode(), PART)))
     except PpoError as error:
-        write("problem", str(error))
+        answer = {"problem": str(error)}
+    channel.send(number, json.dumps(answer).encode())
     # Exit without cleanup: autograd's threads cannot be joined with a device written in Python.
     os._exit(0)
 
