@@ -24,6 +24,7 @@ from ppo_cli.rewards.values import (
     unwrap_text,
 )
 
+EXACT_DIGITS = 1000  # of the difference of two constants without decimals
 MAX_ANSWER_CHARS = 300  # sympy is too slow for longer expressions
 
 # Unicode signs -> LaTeX.
@@ -66,7 +67,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!)\s?(?=\d{3})", ""),
         # Spacing, sizes of brackets, degrees.
         (r"\\q?quad(?![a-z])|(?<!\\)\\[,;:! ]|~|\\displaystyle|\\limits", " "),
-        (r"(?:\\left|\\right)(?![a-z])", ""),
+        (r"\\(?:left|right|mathopen|mathclose|[bB]igg?[lr]?)(?![a-z])", ""),
         (r"\^\s*\{?\\circ\}?|°|\\degree", ""),
     )
 )  # fmt: skip
@@ -87,6 +88,8 @@ _MARKED_UNIT = re.compile(
     r"(?<=[\w})\]])(?:\s|~|\\[,;: ])*\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*"
     r"\{[\s~]*(?:[msghLNJWVAKC]|(?!(?:and|or)\b)[^{}\d]{2,}?)[\s.]*\}(?:\s*\^\s*\{?\d\}?)?$"
 )
+# `[0,1[` and `]0,1[` are written with round brackets where an end is open.
+_INTERVAL = re.compile(r"([\[\]])\s*([^\[\],;\s][^\[\],;]*)[,;]\s*([^\[\],;]+)([\[\]])")
 # `x \in`, and `\{x \mid x > 1\}`.
 _MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(
@@ -184,8 +187,16 @@ def _write_latex(text: str) -> str:
     plain = _MARKED_UNIT.sub("", plain.replace("\\$", "").replace("$", "").strip())
     for pattern, replacement in _REWRITES:
         plain = pattern.sub(replacement, plain)
+    plain = _INTERVAL.sub(_write_interval, plain)
     plain = _TRAILING_UNIT.sub("", plain.strip()).strip()
     return _MEMBER_OF.sub("", plain).strip().rstrip(".,;").strip()
+
+
+def _write_interval(match: re.Match[str]) -> str:
+    start, low, high, end = match.groups()
+    if (start, end) == ("[", "]"):
+        return match.group()
+    return f"{'(' if start == ']' else '['}{low},{high}{')' if end == '[' else ']'}"
 
 
 def _unwrap_equations(answer_latex: str, gold_latex: str) -> tuple[str, str]:
@@ -383,10 +394,11 @@ def _compare(answer: Any, gold: Any) -> bool:
     )
 
 
-def _evaluate(expression: Any) -> Any:
+def _evaluate(expression: Any, max_digits: int = 100) -> Any:
     """Return a constant expression as a number of 50 digits, with e and i as constants.
 
-    Returns None for an expression that is not constant or not finite.
+    Terms that cancel are computed with up to `max_digits`. Returns None for an expression that is
+    not constant or not finite.
     """
     from sympy import E, I, oo, zoo
 
@@ -397,20 +409,24 @@ def _evaluate(expression: Any) -> Any:
     value = expression.doit().subs({symbol: constants[str(symbol)] for symbol in free})
     if value.has(oo, -oo, zoo):
         return None
-    number = value.evalf(50)
+    number = value.evalf(50, maxn=max_digits)
     return number if number.is_number and number.is_finite else None
 
 
 def _same_number(answer_value: Any, gold_value: Any, answer: Any, gold: Any) -> bool:
-    """Compare within a relative tolerance, which is wider if one side has decimals."""
+    """Compare exactly, or within a relative tolerance if one side has decimals."""
     from sympy import Float, Rational, primefactors, simplify
 
     gap, size = abs(answer_value - gold_value), max(abs(answer_value), abs(gold_value))
-    if gap == 0:
-        return True
     decimals = [side.has(Float) for side in (answer, gold)]
     if not any(decimals):
-        return bool(gap < size * 1e-40) or (size < 1e-30 and simplify(answer - gold) == 0)
+        if size < 1e-30:
+            return bool(gap == 0) or simplify(answer - gold) == 0
+        if gap > size * 1e-40:
+            return False
+        # Digits beyond those of the values count, as in 100! and 100! + 1.
+        rest = _evaluate(answer - gold, EXACT_DIGITS)
+        return rest is not None and bool(abs(rest) < 1e-30 * min(1, size))
     # A fraction with a finite decimal form must match it; others may be rounded.
     exact = [side for side, decimal in zip((answer, gold), decimals, strict=True) if not decimal]
     ends = all(

@@ -94,10 +94,13 @@ _IS_RIGHT = re.compile(
     r"|(?:\A|[.,;\n]\s?)([A-J])\sis\s(?:right|correct)\b"
 )  # fmt: skip
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+# Tags may have attributes: `<answer type="final">`.
+TAG = re.compile(r"<(/?)answer(?:\s[^<>]{0,200})?>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # An escaped brace is a sign, not a bracket.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# `]0,1[`, or several with a sign between them.
+_INTERVALS = re.compile(r"(?:(?:\\cup|∪|\s)*[\[\]][^\[\]]{1,60}[,;][^\[\]]{1,60}[\[\]])+")
 # `\boxed 5`, without braces.
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\.,;]+)")
 # Text between two boxes of one answer: `\boxed{1}$ and $y = \boxed{2}`.
@@ -238,7 +241,7 @@ def extract_answer(reply: str, *, choice: bool = False) -> Extraction:
 def find_tagged(text: str) -> tuple[str | None, bool]:
     """Return the content of the last `<answer>…</answer>`, and whether a later tag is unclosed."""
     content, start = None, -1
-    for tag in _TAG.finditer(text):
+    for tag in TAG.finditer(text):
         if not tag[1]:
             start = tag.end()
         elif start >= 0:
@@ -554,6 +557,8 @@ def _is_expression(text: str) -> bool:
 
 def _trim_punctuation(run: str) -> str:
     """Return a run of tokens without the punctuation around it; "" for a run of mere signs."""
+    if _INTERVALS.fullmatch(run.strip()):
+        return run.strip()
     for _ in range(3):
         run = re.sub(r"^(?:[\s,;:)\]}*_]|\.(?!\d))+|[\s,;:(\[{*_&=]+$", "", run)
         # In `(see 5` or `5 (as` a bracket belongs to the words; `[0, 1)` is an interval.

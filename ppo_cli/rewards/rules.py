@@ -8,8 +8,10 @@ if there is no answer. It raises `CannotScore` if the row has nothing to compare
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -301,10 +303,32 @@ def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    golds = accepted_answers(ground_truth)
+    """Return the accepted answers of a row; CannotScore if it has none, or an unknown object."""
+    golds = accepted_answers(_read_object(ground_truth))
     if not golds:
         raise CannotScore("the row has no ground_truth")
     return golds
+
+
+# Keys of an object that has the answer or several, as in the rows of Search-R1.
+_ANSWER_KEYS = ("target", "answer", "answers", "ground_truth")
+
+
+def _read_object(truth: Any) -> Any:
+    """Return the answers in a ground truth that is an object, or the JSON of one."""
+    if isinstance(truth, str) and truth.lstrip()[:1] == "{":
+        with suppress(ValueError, RecursionError):
+            truth = json.loads(truth)
+    if not isinstance(truth, Mapping):
+        return truth
+    answers = [truth[key] for key in _ANSWER_KEYS if key in truth]
+    if len(answers) != 1 or isinstance(answers[0], Mapping):
+        keys = ", ".join(map(str, truth)) or "no keys"
+        raise CannotScore(
+            f"ground_truth is an object with {shorten(keys, SHOWN_CHARS)}: give the answer, a list "
+            'of accepted ones, or {"target": […]}'
+        )
+    return answers[0]
 
 
 # Pattern of a data_source (case-insensitive) -> rule; the first match decides.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppo_cli.estimates import repeated_share
 
-LONGEST_NUMBER = 60
+LONGEST_NUMBER = 1000
 LARGEST_EXPONENT = 400
 # Relative tolerances: between two decimals, and for a rounded decimal of 1/3 or pi.
 NOISE = Fraction(1, 10**9)
@@ -229,6 +229,10 @@ def _strip_latex(text: str) -> str:
     """Return a number without LaTeX, so that one pattern reads it."""
     plain = re.sub(r"(?<!\.)\.\Z", "", clean(text).strip()).strip()
     plain = re.sub(r"\A\$([^$]+)\$", r"\1 ", plain).strip()
+    # `\text{12 apples}`, or a number in bold before its unit.
+    wrapped = _TEXT_COMMAND.match(plain)
+    if wrapped:
+        plain = f"{wrapped[1].strip()}{plain[wrapped.end() :]}"
     plain = re.sub(r"\A\(([-+\d.]+)\)\Z", r"\1", unwrap_text(plain) if "(" in plain else plain)
     plain = plain.replace("\\$", "$").replace("\\left", "").replace("\\right", "")
     plain = _THIN_SPACE.sub(" ", _BRACED_COMMA.sub(",", plain))

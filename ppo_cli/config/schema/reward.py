@@ -694,9 +694,16 @@ class Code(Section):
         False, "Run code without a sandbox, with limits only: not safe.",
         flag="--allow_unsandboxed", identity="start", consent=True,
     )  # fmt: skip
-    # Limits of one response.
-    timeout: float = setting(10.0, "Maximum seconds of the tests of one response.", gt=0.0)
-    cpu_seconds: int = setting(10, "Maximum CPU seconds of one response.", ge=1)
+    # Limits of one test, then of one response; a row's `time_limit` may allow its tests more.
+    timeout: float = setting(
+        10.0, "Maximum seconds of one input, or of all asserts of a row.", gt=0.0
+    )
+    cpu_seconds: int = setting(
+        10, "Maximum CPU seconds of one input, or of all asserts of a row.", ge=1
+    )
+    response_timeout: float = setting(
+        120.0, "Maximum seconds of all tests of one response.", gt=0.0
+    )
     memory_mb: int = setting(512, "Maximum memory of one response, in MiB.", ge=64)
     output_kb: int = setting(64, "Maximum output of one response that is read, in KiB.", ge=1)
     processes: int = setting(16, "Maximum processes and threads of one response.", ge=1)

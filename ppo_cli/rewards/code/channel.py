@@ -16,7 +16,7 @@ import os
 import sys
 from struct import Struct
 
-from ppo_cli.rewards.code.limits import apply_limits
+from ppo_cli.rewards.code.limits import apply_limits, renew_cpu_limit
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ def encode(value: Any, number_of: Callable[[Any], int], max_bytes: int = MAX_BYT
                 out.extend(data)
                 return
         tag, items = _split_value(value)
+        # A number of numpy is sent as Python's.
+        is_numpy = tag == _OBJECT and type(value).__module__ == "numpy"
+        if is_numpy and getattr(value, "shape", None) == ():
+            write(value.item(), depth + 1)
+            return
         head(tag, number_of(value) if items is None else len(items))
         for item in items or ():
             write(item, depth + 1)
@@ -296,8 +301,15 @@ def _error(names: list[str], text: str) -> Exception:
     return ResponseError(f"{names[0] if names else 'error'}: {text}")
 
 
-def _apply_changes(args: tuple[Any, ...], answer: Any) -> Any:
-    """Return the value in the answer to a call: a pair of value and changed arguments by index.
+def _name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    """Return the arguments of a call by index or keyword."""
+    return dict([*enumerate(args), *kwargs.items()])
+
+
+def _apply_changes(args: dict[int | str, Any], answer: Any) -> Any:
+    """Return the value in the answer to a call, a pair of value and changed arguments.
+
+    Arguments are named by index or keyword.
 
     If the value is None (as of an in-place sort), the contents of `args` are updated in place. Else
     they stay: a response must not change what its value is compared with.
@@ -305,9 +317,9 @@ def _apply_changes(args: tuple[Any, ...], answer: Any) -> Any:
     if type(answer) is not tuple or len(answer) != 2 or type(answer[1]) is not dict:
         raise ChannelClosed("an answer that cannot be read")
     value, changed = answer
-    for index, new in changed.items() if value is None else ():
-        if type(index) is int and 0 <= index < len(args) and type(args[index]) is type(new):
-            _replace_contents(args[index], new)
+    for name, new in changed.items() if value is None else ():
+        if type(name) in (int, str) and name in args and type(args[name]) is type(new):
+            _replace_contents(args[name], new)
     return value
 
 
@@ -331,7 +343,8 @@ class Remote:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the object in the candidate process."""
-        return _apply_changes(args, self._peer.ask("call", self, args, kwargs))
+        answer = self._peer.ask("call", self, args, kwargs)
+        return _apply_changes(_name_arguments(args, kwargs), answer)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -420,18 +433,22 @@ class Candidate:
 
     def do_run(self, text: str) -> bytes:
         """Run the program from the start on an input; return what it printed."""
+        renew_cpu_limit()
         return run_program(self.source, text, self.preamble)
 
     def do_call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[int, Any]]:
+    ) -> tuple[Any, dict[int | str, Any]]:
         """Call a function or class; returns the value, and for None the changed arguments."""
-        before = [snapshot(arg) for arg in args]
+        renew_cpu_limit()
+        named = _name_arguments(args, kwargs)
+        before = {name: snapshot(argument) for name, argument in named.items()}
         value = target(*args, **kwargs)
         if value is not None:
             return value, {}
-        after = [snapshot(arg) for arg in args]
-        return None, {i: args[i] for i in range(len(args)) if before[i] != after[i]}
+        return None, {
+            n: argument for n, argument in named.items() if before[n] != snapshot(argument)
+        }
 
     def do_iterate(self, target: Any) -> Any:
         """Start iterating over an object."""
@@ -504,10 +521,32 @@ def new_module(name: str, preamble: dict[str, Any]) -> ModuleType:
     imported: dict[str, Any] = {}
     for text in preamble["imports"]:
         exec_row_text(text, imported)
-    module.__dict__["__builtins__"] = {**usual, **vars(builtins), **imported}
+    ends = {"exit": sys.exit, "quit": sys.exit}  # from `site`, which is not imported
+    module.__dict__["__builtins__"] = {**usual, **ends, **vars(builtins), **imported}
     for text in preamble["texts"]:
         exec_row_text(text, module.__dict__)
     return module
+
+
+class NumpyFinder:
+    """Finds numpy, the only package that code and tests may import, in the folder of packages.
+
+    That folder cannot be listed in a sandbox, so it is not on the path.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return where numpy is; None for other modules."""
+        if name != "numpy" or not self.folder:
+            return None
+        from importlib.util import spec_from_file_location
+
+        package = f"{self.folder}/numpy"
+        return spec_from_file_location(
+            name, f"{package}/__init__.py", submodule_search_locations=[package]
+        )
 
 
 def exec_row_text(text: str, space: dict[str, Any]) -> None:
@@ -521,33 +560,70 @@ def exec_row_text(text: str, space: dict[str, Any]) -> None:
 def run_program(code: Any, text: str, preamble: dict[str, Any]) -> bytes:
     """Run a program with `text` on its standard input, and return what it printed.
 
-    Input and output are files, not pipes, so that seeking and reading by descriptor work too.
+    Input and output are files, not pipes, so that seeking and reading by descriptor work too. The
+    program ends as the interpreter ends one: threads, `atexit`, buffers, then its objects.
     """
+    atexit, gc = __import__("atexit"), __import__("gc")
+    original_exit = os._exit
     with open("input", "wb+") as file, open("output", "wb+") as printed:
         file.write(text.encode("utf-8", "surrogatepass"))
         file.seek(0)
         # Replace descriptors 0 and 1 and Python's streams on top of them.
         duplicates = [move_descriptor(0, file.fileno()), move_descriptor(1, printed.fileno())]
+        stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = stdout
+        vars(sys).update(__stdin__=sys.stdin, __stdout__=stdout)
+        atexit._clear()
+        left: list[tuple[int, bytes]] = []  # exit code and output of a program that calls os._exit
+
+        def leave(code: int = 0) -> None:
+            if not left:
+                left.append(
+                    (code, os.pread(printed.fileno(), os.fstat(printed.fileno()).st_size, 0))
+                )
+            raise SystemExit(code)
+
+        os._exit = leave  # type: ignore[assignment]
+        module = new_module("__main__", preamble)
         try:
-            exec(code, new_module("__main__", preamble).__dict__)
+            exec(code, module.__dict__)
         except SystemExit as end:
-            if end.code not in (None, 0):
+            if end.code not in (None, 0) and not left:
                 raise
         finally:
-            # Wait for threads, as the interpreter does at the end of a program.
-            threading = sys.modules.get("threading")
-            if threading is not None:
-                for thread in threading.enumerate():
-                    if thread is not threading.current_thread() and not thread.daemon:
-                        thread.join()
-            sys.stdout.flush()
+            os._exit = original_exit
+            if not left:
+                join_threads()
+                atexit._run_exitfuncs()
+                if not getattr(sys.stdout, "closed", False):
+                    sys.stdout.flush()
+            atexit._clear()
+            # A file on descriptor 1 that nobody closed is written when it is freed.
+            sys.stdout = stdout
+            sys.modules.pop("__main__", None)
+            del module
+            gc.collect()
+            if not stdout.closed:
+                stdout.flush()
             for fd, stream in enumerate(duplicates):
                 os.dup2(stream, fd)
                 os.close(stream)
+        if left:
+            if left[0][0]:
+                raise SystemExit(left[0][0])
+            return left[0][1]
         printed.seek(0)
         return printed.read()
+
+
+def join_threads() -> None:
+    """Wait for threads, as the interpreter does at the end of a program."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
 
 
 def describe_exception(error: BaseException) -> tuple[list[str], str]:
@@ -564,7 +640,9 @@ def main(arguments: list[str]) -> None:
     """Serve until the tester hangs up."""
     # Take the channel out of reach first, then limit this process, then report that it is ready.
     link = Link(move_descriptor(0), MAX_TRUSTED_BYTES)
-    apply_limits(*map(int, arguments))
+    *limits, packages = arguments
+    apply_limits(*map(int, limits))
+    sys.meta_path.append(NumpyFinder(packages))
     sys.argv = [""]
     link.send(b"ready")
     candidate = Candidate()

@@ -52,6 +52,7 @@ from ppo_cli.rewards.code.sandboxes import (
     Sandbox,
     choose_sandbox,
     command,
+    find_packages,
 )
 
 START_TIMEOUT_S = 60.0  # generous: a loaded machine starts interpreters slowly
@@ -69,10 +70,13 @@ class SandboxPair:
     pipe of the tester's errors. The candidate has no access to `control` or `stderr`.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, sandbox: Sandbox, settings: Code) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, sandbox: Sandbox, settings: Code, cpu_seconds: int
+    ) -> None:
         self._stack = stack
         self._sandbox = sandbox
         self._settings = settings
+        self._cpu_limits = [cpu_seconds, max(cpu_seconds, int(settings.response_timeout))]
         self._folder = ""
         # `child_ends` closes our copies once both processes have theirs, so that the end of a
         # process is the end of its channels.
@@ -111,8 +115,9 @@ class SandboxPair:
             self._stack.callback(remove_folder, folder)
             # Only the candidate's folder is checked; it is launched first.
             self._folder = self._folder or folder
-        limits = [memory_mb, self._settings.cpu_seconds, MAX_FILE_MB]
-        program = command(role, [*limits, int(self._sandbox.needs_own_filter)])
+        limits = [memory_mb, *self._cpu_limits, MAX_FILE_MB]
+        filtered = int(self._sandbox.needs_own_filter)
+        program = command(role, [*limits, filtered, find_packages()])
         process = self._sandbox.start(program, streams=streams, folder=folder)
         self._stack.callback(process.end, alone=self._sandbox.name == "bwrap")
         return process
@@ -165,6 +170,7 @@ class Check:
         self.settings = settings
         self._stopped = stopped or threading.Event()
         self._nonce = secrets.token_hex(16)
+        self._timeout, self._cpu_seconds = settings.timeout, settings.cpu_seconds
         self._ready = False
         self._written = 0
         self._stderr = bytearray()
@@ -194,11 +200,14 @@ class Check:
         the sandbox does not start.
         """
         self._written, self._ready = 0, False
+        # The row may allow its tests more time.
+        self._timeout = max(self.settings.timeout, job["seconds"])
+        self._cpu_seconds = max(self.settings.cpu_seconds, int(job["seconds"]) + 1)
         self._stderr.clear()
         self._reports.clear()
         try:
             with contextlib.ExitStack() as stack:
-                launched = SandboxPair(stack, sandbox, self.settings)
+                launched = SandboxPair(stack, sandbox, self.settings, self._cpu_seconds)
                 # The tester reads its job before it asks the candidate anything. `_watch`
                 # reports a tester that has died by now.
                 with contextlib.suppress(ChannelClosed):
@@ -222,7 +231,7 @@ class Check:
 
     def _watch(self, launched: SandboxPair) -> Verdict:
         """Read output and reports until the tester's final report, or until a limit is broken."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = end = time.monotonic() + START_TIMEOUT_S
         look = 0.0
         while True:
             # Reasons to stop, then new reports, then limits that are checked from outside.
@@ -231,13 +240,18 @@ class Check:
             if time.monotonic() >= deadline:
                 if not self._ready:
                     raise CannotScore(f"the sandbox took more than {START_TIMEOUT_S:g} s to start")
-                return Verdict(reason=f"timed out after {self.settings.timeout:g} s")
+                all_tests = " of all tests" * (deadline == end)
+                limit = self.settings.response_timeout if all_tests else self._timeout
+                return Verdict(reason=f"timed out after {limit:g} s{all_tests}")
             # Read for at most 0.1 s, then look at the reports and at every limit.
             tester_open = self._read_sources(launched, min(deadline, time.monotonic() + 0.1))
             for what, facts in self._pop_reports():
-                if what != "ready":
+                if what not in ("ready", "test"):
                     return self._read_verdict(launched, what, facts)
-                self._ready, deadline = True, time.monotonic() + self.settings.timeout
+                # Each test of inputs and outputs has its time; asserts have it together.
+                if what == "ready":
+                    self._ready, end = True, time.monotonic() + self.settings.response_timeout
+                deadline = min(end, time.monotonic() + self._timeout)
             if not tester_open:
                 if not self._ready:
                     raise self._start_error(launched.tester)
@@ -332,9 +346,9 @@ class Check:
         if code is None:
             return "closed its channel before the tests were done"
         if number == signal.SIGXCPU:
-            return f"killed: computed for more than {self.settings.cpu_seconds} s"
+            return f"killed: computed for more than {self._cpu_seconds} s"
         if number == signal.SIGKILL:
-            limits = f"{self.settings.cpu_seconds} s or {self.settings.memory_mb} MB"
+            limits = f"{self._cpu_seconds} s or {self.settings.memory_mb} MB"
             return f"killed: most likely over {limits}"
         if number > 0:
             return f"crashed before the tests were done ({signal.strsignal(number) or number})"

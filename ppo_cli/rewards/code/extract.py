@@ -3,9 +3,9 @@
 This module only works on text: it does not parse a response as Python, because that can crash an
 interpreter. Tests are read from a row's ground_truth (JSON or an object) or its extra_info, in:
 HumanEval (`test`, `entry_point`, `prompt`), asserts (`test_list`, `tests`, with
-`test_setup_code`), inputs and outputs of a program, or of a function with `fn_name`, in the
-layouts of APPS and TACO (`input_output`), CodeContests (`public_tests`) and LiveCodeBench
-(`public_test_cases`).
+`test_setup_code`; KodCode's import the response as `solution`), inputs and outputs of a program, or
+of a function with `fn_name`, in the layouts of APPS and TACO (`input_output`), CodeContests
+(`public_tests`), LiveCodeBench (`public_test_cases`) and open-r1 (`official_tests`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ppo_cli.rewards.answers import TAG
 from ppo_cli.rewards.base import CannotScore
 from ppo_cli.thoughts import strip_reasoning
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
-_ANSWER, _ANSWER_END = "<answer>", "</answer>"
+_ANSWER_END = "</answer>"
+# Outside of triple quotes: such quotes, a short text, a comment. Inside: an escape, or such quotes.
+_OUTSIDE = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|\#""")
+_INSIDE = re.compile(r"""\\.|"{3}|'{3}""")
+_TRIPLE = ('"""', "'''")
+MAX_LINES_OF_TEXT = 1000  # that are searched for the end of a text in quotes
 # A line break before an unindented line that is not a comment or a closing bracket.
 _NEW_BLOCK = re.compile(r"\n(?=[^\s#)\]}])")
 
@@ -57,9 +63,13 @@ def _find_answer(text: str) -> str:
     # Fenced code is replaced by spaces: a program may print such tags.
     lines = (" " * len(line) if fenced else line for line, _, fenced in _read_lines(text))
     visible = "\n".join(lines)
-    end = visible.rfind(_ANSWER_END)
-    start = visible.rfind(_ANSWER, 0, max(end, 0))
-    return text if start < 0 else text[start + len(_ANSWER) : end]
+    start, content = -1, text
+    for tag in TAG.finditer(visible):
+        if not tag[1]:
+            start = tag.end()
+        elif start >= 0:
+            content = text[start : tag.start()]
+    return content
 
 
 def _list_blocks(text: str) -> list[tuple[str, str]]:
@@ -79,18 +89,56 @@ def _read_lines(text: str) -> Iterator[tuple[str, str | None, bool]]:
     Works line by line: on a long line of fence characters or spaces, a single pattern would
     backtrack for hours.
     """
-    fence = ""
-    for line in text.split("\n"):
-        opening = None if fence else _FENCE.match(line)
-        if opening is not None:
-            fence = opening[1]
+    lines = text.split("\n")
+    closing = -1  # the line that closes the last fence
+    for number, line in enumerate(lines):
+        opening = None if number < closing else _FENCE.match(line)
+        if number == closing:
+            yield line, None, False
+        elif opening is not None:
+            closing = _find_closing(lines, number, opening[1], opening[2].lower())
             yield line, opening[2].lower(), False
-            continue
+        else:
+            yield line, None, number < closing
+
+
+def _find_closing(lines: list[str], start: int, fence: str, language: str) -> int:
+    """Return the number of the line that closes a fence, or of the end of the text.
+
+    A fence within a text of several lines in quotes belongs to the code, unless these quotes are
+    closed only in a later block: then the code lacks its closing quotes.
+    """
+    first = 0
+    quotes = ""
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    for number in range(start + 1, len(lines)):
+        line = lines[number]
         bare = line.strip(" \t")
         # `</answer>` also closes a fence.
-        if fence and bare and bare.removesuffix(_ANSWER_END).rstrip(" \t") in ("", fence):
-            fence = ""
-        yield line, None, bool(fence)
+        if bare and bare.removesuffix(_ANSWER_END).rstrip(" \t") in ("", fence):
+            if not quotes or language not in (*_PYTHON, ""):
+                return number
+            first = first or number
+        opening = _FENCE.match(line) if first else None
+        starts_block = opening and opening[2] and len(line) - len(line.lstrip()) <= indent
+        if first and (starts_block or number - first > MAX_LINES_OF_TEXT):
+            return first
+        quotes = _track_quotes(line, quotes)
+    return first if first and quotes else len(lines)
+
+
+def _track_quotes(line: str, quotes: str) -> str:
+    """Return the triple quotes that are open after a line of Python, "" if none are."""
+    place = 0
+    while match := (_INSIDE if quotes else _OUTSIDE).search(line, place):
+        place, sign = match.end(), match.group()
+        if sign == "#":
+            break
+        if quotes:
+            quotes = "" if sign == quotes else quotes
+        elif sign in _TRIPLE:
+            quotes = sign
+    return quotes
 
 
 def defines(code: str, name: str) -> bool:
@@ -122,16 +170,25 @@ def list_attempts(code: str, prompt: str, entry_point: str) -> list[str]:
 # Keys of a row by their meaning, in the order in which they are tried.
 FORMS = (
     "`test` with `entry_point`, `test_list` of asserts, `inputs` and `outputs`, `input_output`, "
-    "`public_tests` or `public_test_cases` (in ground_truth, extra_info or the row)"
+    "`public_tests`, `public_test_cases`, `official_tests` (in ground_truth, extra_info or the row)"
 )
-_ASSERTS = ("test", "test_list", "tests", "assert_case", "test_cases")
+_ASSERTS = ("test", "test_list", "tests", "assert_case", "test_cases", "functional")
+# Objects, often as JSON, that hold the tests.
+_PACKED = ("input_output", "unit_tests", "verification_info")
 _ENTRY = ("entry_point", "fn_name", "function_name", "func_name")
 _SETUP = ("test_imports", "test_setup_code")
 _PROMPTS = ("starter_code", "prompt", "question")
 _CONTEST_TESTS = (
     "public_tests", "private_tests", "generated_tests", "public_test_cases", "private_test_cases",
+    "official_tests",
 )  # fmt: skip
+# What open-r1's rows of Codeforces may ask for, and comparing printed texts cannot do.
+_UNSUPPORTED = {
+    "interaction_format": "it is interactive",
+    "input_mode": "it reads and writes files",
+}
 _METHOD_OWNER = "Solution()."
+MAX_SECONDS = 60.0  # a longer limit is in another unit, or a mistake
 
 
 @dataclass(frozen=True)
@@ -139,7 +196,8 @@ class RowTests:
     """The tests of a row. `pairs` are inputs with outputs, `tests` are Python texts.
 
     `before` is the code that the response continues, `imports` are the import statements in the
-    texts of the row.
+    texts of the row. `checker` is a program that judges the output of each input, `seconds` the
+    time that the row allows for each test.
     """
 
     kind: Literal["asserts", "programs", "calls"]
@@ -149,6 +207,8 @@ class RowTests:
     tests: tuple[str, ...] = ()
     pairs: tuple[tuple[Any, Any], ...] = ()
     imports: tuple[str, ...] = ()
+    checker: str = ""
+    seconds: float = 0.0
 
 
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTests:
@@ -169,7 +229,21 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTe
     if not before and defines(question, tests.entry_point) and _is_python(question):
         before = question
     imports = [statement for text in (*texts, setup) for statement in find_imports(text)]
-    return replace(tests, before=before, setup=setup, imports=tuple(dict.fromkeys(imports)))
+    for key, problem in _UNSUPPORTED.items():
+        if facts.get(key) and facts[key] != "stdio":
+            raise CannotScore(f"the row's tests cannot be run: {problem} (`{key}`)")
+    return replace(
+        tests, before=before, setup=setup, imports=tuple(dict.fromkeys(imports)),
+        checker=str(facts.get("generated_checker") or ""), seconds=_read_seconds(facts),
+    )  # fmt: skip
+
+
+def _read_seconds(facts: Mapping[str, Any]) -> float:
+    """Return the time limit of a row: a number, or CodeContests' seconds and nanoseconds."""
+    limit = facts.get("time_limit")
+    if isinstance(limit, Mapping):
+        limit = (limit.get("seconds") or 0) + (limit.get("nanos") or 0) / 1e9
+    return float(limit) if isinstance(limit, int | float) and 0 < limit <= MAX_SECONDS else 0.0
 
 
 def _is_python(text: str) -> bool:
@@ -196,8 +270,10 @@ def find_imports(text: str) -> Iterator[str]:
 
 def _read_form(source: Mapping[str, Any], facts: Mapping[str, Any]) -> RowTests | None:
     """Return the tests in `source`, in any known form; `facts` names the function."""
-    entry = next((str(facts[key]) for key in _ENTRY if facts.get(key)), "")
-    entry = entry.removeprefix(_METHOD_OWNER)
+    for packed in (_parse_json(source.get(key)) for key in _PACKED):
+        if isinstance(packed, Mapping):
+            source, facts = {**source, **packed}, {**facts, **packed}
+    entry = _find_entry(facts) or _find_entry(facts.get("metadata"))
     # Asserts: a text, a list of texts, or a list of input and output pairs under the same key.
     texts: Any = next((source[key] for key in _ASSERTS if source.get(key)), None)
     if isinstance(texts, str):
@@ -210,19 +286,18 @@ def _read_form(source: Mapping[str, Any], facts: Mapping[str, Any]) -> RowTests 
             raise CannotScore(f"the row's tests are not texts; known forms: {FORMS}")
         return RowTests("asserts", entry, tests=tests)
     # Inputs and outputs as two lists, as in APPS.
-    packed = _parse_json(source.get("input_output"))
-    pairs = {**source, **packed} if isinstance(packed, Mapping) else source
-    if pairs.get("inputs") is not None and pairs.get("outputs") is not None:
-        entry = next((str(pairs[key]) for key in _ENTRY if pairs.get(key)), entry)
-        return _read_pairs(_to_list(pairs["inputs"]), _to_list(pairs["outputs"]), entry)
+    if source.get("inputs") is not None and source.get("outputs") is not None:
+        return _read_pairs(_to_list(source["inputs"]), _to_list(source["outputs"]), entry)
     # Lists of cases, as in CodeContests and LiveCodeBench.
     cases = [case for key in _CONTEST_TESTS for case in _list_cases(source.get(key))]
-    if not cases:
-        return None
-    metadata = _parse_json(facts.get("metadata"))
-    if isinstance(metadata, Mapping):
-        entry = next((str(metadata[key]) for key in _ENTRY if metadata.get(key)), entry)
-    return _read_to_list(cases, entry)
+    return _read_to_list(cases, entry) if cases else None
+
+
+def _find_entry(facts: Any) -> str:
+    """Return the name of the function under test in an object, which may be JSON, or ""."""
+    facts = _parse_json(facts)
+    names = (facts.get(key) for key in _ENTRY) if isinstance(facts, Mapping) else ()
+    return next((str(name) for name in names if name), "").removeprefix(_METHOD_OWNER)
 
 
 def _list_cases(value: Any) -> list[Mapping[str, Any]]:
@@ -291,7 +366,9 @@ def _are_pairs(texts: Any) -> bool:
 def _read_to_list(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
     """Read a list of {"input", "output"}, each with its own kind, as in contest data sets."""
     kinds = {str(case.get("testtype") or case.get("type") or "") for case in cases}
-    names = [str(case[key]) for case in cases for key in _ENTRY if case.get(key)]
+    # DeepCoder has the metadata of LiveCodeBench in each case.
+    named = (_find_entry(case) or _find_entry(case.get("metadata")) for case in cases)
+    names = [name for name in named if name]
     function = bool(kinds & {"functional", "function_call"}) or bool(names)
     name = (names[0] if names else entry) if function else ""
     if function and not name:
@@ -302,12 +379,16 @@ def _read_to_list(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
 def _read_pairs(inputs: list[Any], outputs: list[Any], entry: str) -> RowTests:
     """Return tests that call `entry` with each input, or without it run the program on each.
 
-    Raises CannotScore unless there is one output for each input.
+    Lists of arguments come with values, as in APPS; lines of JSON with an output of JSON, as in
+    LiveCodeBench. Raises CannotScore unless there is one output for each input.
     """
     if len(inputs) != len(outputs) or not inputs:
         raise CannotScore(f"the row has {len(inputs)} inputs but {len(outputs)} outputs")
     if entry:
-        calls = zip(map(_arguments, inputs), map(_parse_json, outputs), strict=True)
+        calls = (
+            (_arguments(arguments), _parse_json(value) if isinstance(arguments, str) else value)
+            for arguments, value in zip(inputs, outputs, strict=True)
+        )
         return RowTests("calls", entry, pairs=tuple(calls))
     texts = zip(map(_to_text, inputs), map(_to_text, outputs), strict=True)
     return RowTests("programs", pairs=tuple(texts))

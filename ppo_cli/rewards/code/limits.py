@@ -17,19 +17,35 @@ MAX_OPEN_FILES = 64
 MEBIBYTE = 1 << 20
 
 
-def apply_limits(memory_mb: int, cpu_seconds: int, file_mb: int, filtered: int) -> None:
+# Seconds of processor time for one test, and for all of them.
+_CPU_LIMITS = [0, 0]
+
+
+def apply_limits(
+    memory_mb: int, cpu_seconds: int, all_cpu_seconds: int, file_mb: int, filtered: int
+) -> None:
     """Limit memory, processor time, file size and open files of this process, irrevocably.
 
-    `filtered` also installs the system call filter, for a sandbox that has none. At the limit of
-    processor time a process gets SIGXCPU, and SIGKILL one second later in case it ignores that.
+    `filtered` also installs the system call filter, for a sandbox that has none. After
+    `cpu_seconds` a process gets SIGXCPU, unless `renew_cpu_limit` begins another test, and SIGKILL
+    after `all_cpu_seconds`.
     """
     _lower_limit(resource.RLIMIT_AS, memory_mb * MEBIBYTE)
     _lower_limit(resource.RLIMIT_FSIZE, file_mb * MEBIBYTE)
     _lower_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _lower_limit(resource.RLIMIT_CORE, 0)
-    _lower_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
+    _CPU_LIMITS[:] = cpu_seconds, all_cpu_seconds + 1
+    _lower_limit(resource.RLIMIT_CPU, *_CPU_LIMITS)
     if filtered:
         install_filter()
+
+
+def renew_cpu_limit() -> None:
+    """Allow this process the processor time of another test."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    until = int(usage.ru_utime + usage.ru_stime) + 1 + _CPU_LIMITS[0]
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(until, hard), hard))
 
 
 def _lower_limit(what: int, soft: int, hard: int | None = None) -> None:

@@ -43,13 +43,13 @@ _SOCKETS = {
 def main(arguments: list[str]) -> None:
     """Run one trial: `doors` (all escapes), or more files than allowed, `named` or `unlinked`."""
     what, *rest = arguments
-    limits, facts = rest[:4], rest[4:]
+    limits, facts = rest[:5], rest[5:]
     apply_limits(*map(int, limits))
     print("started")
     if what == "doors":
         try_escapes(*facts)
     else:
-        exceed_file_limit(int(facts[0]), int(limits[2]), unlinked=what == "unlinked")
+        exceed_file_limit(int(facts[0]), int(limits[3]), unlinked=what == "unlinked")
     print("ended")
 
 

