@@ -94,6 +94,19 @@ def test_what_step_returns(start: Start, tmp_path: Path, prefix: str) -> None:
     assert "the keys mesages" in failure(pool, "g", "{'mesages': []}")
 
 
+def test_code_that_changes_its_process_gives_no_reward_of_nan(start: Start, tmp_path: Path) -> None:
+    """The process checks rewards itself, but an environment may replace what it checks with."""
+    file = tmp_path / "sly.py"
+    file.write_text(
+        "import builtins\nbuiltins.abs = lambda number: 0.0\n"
+        "class Sly:\n    def reset(self, row): return None\n"
+        "    def step(self, message): return 'x', True, {'a': 1.0, 'b': float('nan')}\n"
+    )
+    pool = start(path=f"{file}:Sly")
+    open_episodes(pool, "a")
+    assert "nan" not in failure(pool, "a", "")
+
+
 # As Gymnasium's environments are.
 COUNTER = """
 class Counter:

@@ -18,7 +18,7 @@ from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Moments
-from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
+from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score, Scored, Turn
 from ppo_cli.step.shaping import (
     ShapedStep,
     overlong_share,
@@ -140,6 +140,8 @@ def test_adaptive_kl_moves_towards_its_target_by_the_rows_with_a_score(
         control = {"type": kind, "target_kl": target, "horizon": 100, "kl_coef": 7.0}
         step = shape(created, scores, 0.2, kl_ctrl=control)
         assert step.next_kl_coef == pytest.approx(0.2 * growth)
+        # This step still has the coefficient that it began with.
+        assert float(step.batch.token_rewards_BT[0, 0]) == pytest.approx(-0.2 * 0.5, rel=1e-4)
         assert step.metrics["kl/coef"] == 0.2
         plain = shape(created, scores, 0.2, kl_ctrl={"type": kind}, use_kl_in_reward=False)
         assert plain.next_kl_coef == 0.2 and not plain.batch.token_rewards_BT[:, :-1].any()
@@ -221,7 +223,7 @@ def test_importance_weights_correct_the_sampler() -> None:
         torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([expected]))
         assert step.metrics["rollout/is_weight_mean"] == pytest.approx(sum(expected) / 2)
         assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)
-    limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_2.0"}
+    limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_1.2"}
     step = shape(created, [1.0], annotated=annotated, rollout_correction=limits)
     assert step.batch.loss_mask_BT.tolist() == [[True, False]]  # exp(k1): 0.667 and 0.111
     assert step.metrics["rollout/rejected_share"] == 0.5
@@ -265,6 +267,15 @@ def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() 
     step = shape(rollouts([3, 2]), [2.0, None], placed=placed, use_kl_in_reward=False)
     expected = torch.tensor([[0.75, 0.0, 1.25], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
+
+
+def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
+    created = rollouts([2, 2, 1], n=3)
+    parts = ({"a": Part(1.0, None)}, {}, {"a": Part(0.0, None)})
+    scores = [Scored(r, Score(1.0, parts=p)) for r, p in zip(created, parts, strict=True)]
+    config = complete({"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"]}})
+    batch = shape_step(config, annotate(created), scores, 0.0, None).batch
+    assert batch.valid_B.tolist() == [True, False, True] and not batch.advantages_BT[1].any()
 
 
 def test_without_any_score_the_kl_coefficient_stays() -> None:
@@ -325,6 +336,16 @@ def test_penalties_add_up_are_logged_and_leave_the_given_score_as_it_is() -> Non
     assert done.metrics["shaping/reward_mean"] == pytest.approx(-1.5)
 
 
+def test_what_an_environment_wrote_counts_in_no_length_and_in_no_place() -> None:
+    """Two turns of two tokens, and between them a reply of six."""
+    turns = (Turn(0, 2, "", {}), Turn(8, 10, "", {}))
+    episode = replace(scored(1.0, (1, 2, *(7,) * 6, 3, 4)).rollout, turns=turns)
+    done = penalise([Scored(episode, Score(1.0))], overlong_buffer=96, answer_budget=4)
+    assert values(done.scored) == [1.0]
+    positions = shape([episode], [1.0]).critic["positions"]
+    assert [row[:2] for row in positions[:4]] == [[1, 1], [1, 1], [1, 2], [0, 0]]
+
+
 def test_batch_normalisation_and_then_the_clip() -> None:
     done = penalise([scored(1.0), scored(3.0), scored(None)], normalize="batch")
     assert values(done.scored) == [-1.0, 1.0, None]
@@ -342,6 +363,8 @@ def test_running_normalisation_goes_on_with_what_it_saw() -> None:
     seen = [1.0, 3.0, 8.0, 0.0]
     expected = [(v - fmean(seen)) / pstdev(seen) for v in (8.0, 0.0)]
     assert values(second.scored) == pytest.approx(expected)
+    lowered = penalise([scored(1.0, range(90))], overlong_buffer=20, normalize="running")
+    assert lowered.moments == Moments.from_values([0.5])
 
 
 def test_steps_keep_their_share_and_baselines_take_the_same_scale() -> None:

@@ -98,19 +98,23 @@ def episode(seed: int, *, split: bool) -> Rollout:
 
 def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     rollout = episode(1, split=True)
+    rollout = replace(rollout, entropies=np.arange(len(rollout.token_ids), dtype=np.float32))
     ends = [turn.end for turn in rollout.turns]
-    steps = (PlacedReward(ends[0], 1.0, "token"), PlacedReward(ends[2], 4.0, "token"))
-    # 2 of the score 7 are placed nowhere, so they belong to the last turn.
-    score = Score(7.0, steps=steps)
+    # At the last token of two turns, and at the first one of the turn behind the first.
+    ends_and_rewards = ((ends[0], 1.0), (ends[0] + 1, 0.5), (ends[2], 4.0))
+    steps = tuple(PlacedReward(end, reward, "token") for end, reward in ends_and_rewards)
+    # 2 of the score 7.5 are placed nowhere, so they belong to the last turn.
+    score = Score(7.5, steps=steps)
     placed = place_steps(rollout, steps, lambda ids, context: "")
     split = split_turns(rollout)
     rows = split_scores(Scored(rollout, score), split, placed, 0.5)
-    # 2; 4 + 0.5 * 2 = 5; 0 + 0.5 * 5 = 2.5; 1 + 0.5 * 2.5 = 2.25.
-    assert [s.score.value for s, _ in rows] == [2.25, 2.5, 5.0, 2.0]
-    assert [inner for _, inner in rows] == [[(2, 1.0)], [], [(3, 4.0)], []]
+    # 2; 4 + 0.5 * 2 = 5; 0.5 + 0.5 * 5 = 3; 1 + 0.5 * 3 = 2.5.
+    assert [s.score.value for s, _ in rows] == [2.5, 3.0, 5.0, 2.0]
+    assert [inner for _, inner in rows] == [[(2, 1.0)], [(0, 0.5)], [(3, 4.0)], []]
     for single, turn in zip(split, rollout.turns, strict=True):
         assert single.prompt.token_ids == turn.context and not single.turns
         assert single.token_ids == rollout.token_ids[turn.start : turn.end]
+        assert single.entropies.tolist() == [*range(turn.start, turn.end)]
     failed = split_scores(Scored(rollout, Score.failed("timeout")), split, [], 0.5)
     assert len(failed) == 4 and all(s.score.value is None for s, _ in failed)
     whole = episode(1, split=False)

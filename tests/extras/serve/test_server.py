@@ -254,6 +254,7 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
         "no tinker://x/weights/y": client.queue(
             "load_weights", model_id=name, path="tinker://x/weights/y", optimizer=True),
         "is not a path": client.queue("save_weights", model_id=name, path="../../x"),
+        "4098 tokens; the model reads 4096": client.sample(sampler, [1] * 4090, max_tokens=8),
         "tokens alone": client.sample(sampler, [], prompt={"chunks": [{"type": "image"}]}),
         "has rank 8, the model 0": client.queue(
             "load_weights", model_id=client.create(0), path=state, optimizer=True),

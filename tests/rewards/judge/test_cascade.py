@@ -13,6 +13,7 @@ from ppo_cli.config.mixture import cheaper_judge, other_judge
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt
+from ppo_cli.run_folder.folder import paid_calls
 from tests.config.settling import problems, settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.server import digest
@@ -54,10 +55,11 @@ def unsure_of(*numbers: int) -> Callable[[str, str], int]:
 
 
 def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
-    make: Make, server: JudgeServer, cheap: JudgeServer
+    make: Make, server: JudgeServer, cheap: JudgeServer, tmp_path: Path
 ) -> None:
     cheap.score, server.score = unsure_of(2), lambda system, user: 1
     reward = make()
+    reward.attach(tmp_path)
     sure, unsure = score_all(reward, [sum_rollout(1), sum_rollout(2)])
     assert (sure.value, unsure.value, cheap.count, server.count) == (1.0, 0.0, 2, 1)
     assert sure.info["decided_by"] == "small (openai)" and not sure.info["escalated"]
@@ -71,12 +73,17 @@ def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
     expected = {"calls": 3, "cheap_calls": 2, "strong_calls": 1, "escalated": 0.5}
     assert {name: metrics[f"judge/{name}"] for name in expected} == expected
     costs = [metrics[f"judge/{judge}_cost_usd"] for judge in ("cheap", "strong")]
-    assert sum(costs) == pytest.approx(metrics["judge/cost_usd"]) and 0 < costs[0] < costs[1]
+    bills = [sum(call["usd"] for call in paid_calls(tmp_path) if call["model"] == model)
+             for model in ("small", "judge-1")]  # fmt: skip
+    assert costs == pytest.approx(bills) and sum(costs) == pytest.approx(metrics["judge/cost_usd"])
     paid = sum(score.info["cost_usd"] for score in (sure, unsure))
     assert paid == pytest.approx(metrics["judge/cost_usd"]) and reward.pop_metrics() == {}
     # Both verdicts are in the cache.
     score_all(make(), [sum_rollout(1), sum_rollout(2)])
     assert (cheap.count, server.count) == (2, 1)
+    # Another judge is asked, which makes the score a new one.
+    (newer,) = score_all(make(model="judge-2"), [sum_rollout(2)])
+    assert not newer.info["cached"] and (cheap.count, server.count) == (2, 2)
 
 
 def test_the_spread_of_votes_or_probabilities_shows_doubt(
@@ -91,9 +98,10 @@ def test_the_spread_of_votes_or_probabilities_shows_doubt(
     assert torn.info["escalated"] and torn.info["cheap_spread"] > 0.15 and torn.value == 1.0
     # A decision endpoint says itself how sure it is.
     cheap.score = lambda system, user: 9
-    reward = make(small={"mode": "decision"}, cascade={"model": "small", "spread": 0.5})
+    small = {"mode": "decision", "votes": 2}  # two equal votes, each of them a little unsure
+    reward = make(small=small, cascade={"model": "small", "spread": 0.5})
     (score,) = score_all(reward, [sum_rollout(3)])
-    assert score.info["cheap_spread"] is not None and not score.info["escalated"]
+    assert 0 < score.info["cheap_spread"] < 0.5 and not score.info["escalated"]
     request = json.dumps(cheap.calls[-1].body)
     assert "decision" in cheap.calls[-1].path or "decision" in request
     # It writes nothing, so the request says nothing about the form of an answer.

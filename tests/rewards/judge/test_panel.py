@@ -150,11 +150,50 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
         assert call["usd"] == pytest.approx(by_hand)
     assert metrics["judge/cost_usd"] == pytest.approx(sum(call["usd"] for call in calls))
     assert metrics["judge/calls"] == len(calls)
+    (repeated,) = reward.repeat(sum_rollout(1), 1).result(60)
+    assert repeated.value == score.value
+    # Failures are those of one step.
+    score_all(reward, [sum_rollout(2)])
+    assert reward.pop_metrics()["judge/panel_failed/third"] == 1
     # Too few verdicts: no score, and never 0.
     strict = make(least=3, cache="off")
     (failed,) = score_all(strict, [sum_rollout(1)])
     assert json.loads(json.dumps(failed.facts))["panel"]["second"]["score"] == pytest.approx(5 / 9)
     assert failed.value is None and "2 of 3 judges gave a verdict, 3 are needed" in failed.failure
+    others[0].score = others[1].score  # without a setting more than half are needed
+    (failed,) = score_all(make(cache="off"), [sum_rollout(1)])
+    assert failed.value is None and "1 of 3 judges gave a verdict, 2 are needed" in failed.failure
+
+
+def test_only_judges_without_a_verdict_are_asked_again(
+    make: Make, server: JudgeServer, others: list[JudgeServer]
+) -> None:
+    """One judge is away for a while, and another one never gives a number."""
+    server.score, others[1].score = (lambda system, user: 4), (lambda system, user: 6)
+    others[0].score = lambda system, user: "no number"
+    others[1].fail(503, times=4)
+    reward = make(cache="off", max_failure_rate=0.0, deadline=0.4)
+    (score,) = score_all(reward, [sum_rollout(1)])
+    assert score.value == pytest.approx(4 / 9) and server.count == 1
+
+
+def test_a_panel_is_as_new_and_as_slow_as_its_last_verdict(
+    make: Make, server: JudgeServer, others: list[JudgeServer]
+) -> None:
+    reasons = {10: "all of it", 2: "the sign", 5: "half"}
+    for judge, level in zip((server, *others), reasons, strict=True):
+        judge.score = lambda system, user, level=level: json.dumps(
+            {"reason": reasons[level], "score": level}
+        )
+    right, others[1].score = others[1].score, lambda system, user: "no number"
+    score_all(make(), [sum_rollout(1)])
+    others[1].score = right
+    (score,) = score_all(make(), [sum_rollout(1)])
+    # Two verdicts are from the cache. The reason is that of the judge nearest to the median.
+    assert (server.count, others[0].count) == (1, 1)
+    assert not score.info["cached"] and score.info["latency_s"] > 0 and score.reason == "half"
+    (again,) = score_all(make(), [sum_rollout(1)])
+    assert again.info["cached"] and again.info["latency_s"] == 0
 
 
 def test_empty_replies_are_shown_to_every_judge(
