@@ -7,10 +7,12 @@ import os
 import random
 import re
 import shutil
+import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,6 +23,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError
 from ppo_cli.run_folder.folder import RunFolder, paid_calls, run_settings
+from ppo_cli.run_folder.lines import LABELS_FILE, ROLLOUTS
 from ppo_cli.run_folder.store import (
     FETCHING,
     INDEX,
@@ -28,6 +31,7 @@ from ppo_cli.run_folder.store import (
     checkpoints_in,
     is_mine,
     localise,
+    make_lease,
     mirrored,
     open_store,
     put,
@@ -196,6 +200,14 @@ def test_kills_at_random_moments(calm: Path, s3: S3Server, tmp_path: Path) -> No
     assert sum(killed) > KILLS / 2
 
 
+def save(folder: RunFolder, step: int, text: str) -> None:
+    checkpoint = folder.checkpoints / f"step_{step:06d}"
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / "state" / "run.json").write_text(text)
+    (checkpoint / MANIFEST).write_text(text)
+    folder.path.joinpath("metrics.jsonl").write_text(text)
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme: str) -> None:
     """Small files stand for a run here; in one of the stores, files are renamed into place."""
@@ -206,13 +218,6 @@ def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme:
         folder = RunFolder(tmp_path / machine)
         folder.path.mkdir(exist_ok=True)
         return folder, mirrored(url, folder, notes.append, "ppo train")
-
-    def save(folder: RunFolder, step: int, text: str) -> None:
-        checkpoint = folder.checkpoints / f"step_{step:06d}"
-        (checkpoint / "state").mkdir(parents=True)
-        (checkpoint / "state" / "run.json").write_text(text)
-        (checkpoint / MANIFEST).write_text(text)
-        folder.path.joinpath("metrics.jsonl").write_text(text)
 
     def state(folder: RunFolder) -> dict[str, str]:
         return {name: (folder.path / name).read_text() for name in scan(folder.path)}
@@ -332,6 +337,65 @@ def test_a_fetch_that_is_cut_off_is_repeated(
         assert {*scan(tmp_path)} == {*files} and not (tmp_path / FETCHING).exists()
         assert os.readlink(tmp_path / "checkpoints" / "latest") == "step_000001"
     assert {*store.find("")} == {*files, INDEX}
+
+
+def test_databases_labels_and_rollouts_follow_the_newest_checkpoint(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    here, there = (RunFolder(tmp_path / name) for name in ("here", "there"))
+    for folder in (here, there):
+        folder.path.mkdir()
+    (here.path / LABELS_FILE).write_text("of here")
+    with closing(sqlite3.connect(here.path / "judge.sqlite")) as verdicts:
+        verdicts.execute("PRAGMA journal_mode=WAL")  # rows go to a second file first
+        verdicts.execute("CREATE TABLE verdicts (step)")
+        for step in (1, 2):
+            verdicts.execute("INSERT INTO verdicts VALUES (?)", [step])
+            verdicts.commit()
+            save(here, step, str(step))
+            for folder in (here, there):
+                with mirrored(url, folder, print, ""):
+                    pass
+            with closing(sqlite3.connect(there.path / "judge.sqlite")) as copy:
+                assert len(copy.execute("SELECT * FROM verdicts").fetchall()) == step
+            if step == 1:
+                # There, labels are given, and a step is begun that another machine takes again.
+                (there.path / LABELS_FILE).write_text("of there")
+                (there.path / "judge.sqlite-wal").write_text("begun")
+                (there.path / ROLLOUTS).mkdir()
+                (there.path / ROLLOUTS / "000002.jsonl").write_text("begun")
+    assert {path.name for path in there.path.iterdir() if path.name[0] != "."} == {
+        "checkpoints", "judge.sqlite", LABELS_FILE, "metrics.jsonl", ROLLOUTS,
+    }  # fmt: skip
+    assert (there.path / LABELS_FILE).read_text() == "of there"
+    assert not [*(there.path / ROLLOUTS).iterdir()]
+
+
+def test_an_outage_of_the_store_is_told_once_and_caught_up_with(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
+    notes, folder = list[str](), RunFolder(tmp_path)
+    with mirrored(URL, folder, notes.append, ""):
+        s3.error = "AccessDenied"
+        save(folder, 1, "one")
+        wait_until(lambda: s3.refused > 3)
+        s3.error = ""
+    assert sum("does not answer" in note for note in notes) == 1
+    assert f"{URL} answers again." in notes
+    assert "step_000001/digests.json" in s3.read("runs/a/index.json")
+
+
+def test_a_lease_of_a_process_of_this_machine_that_has_ended_keeps_nobody_waiting(
+    tmp_path: Path,
+) -> None:
+    store, notes = open_store(f"memory://{tmp_path.name}"), list[str]()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    put(store, LEASE, make_lease() | {"pid": ended.pid})
+    with mirrored(f"memory://{tmp_path.name}", RunFolder(tmp_path), notes.append, ""):
+        assert notes == [] and (read_json(store, LEASE) or {})["pid"] == os.getpid()
 
 
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,8 @@ LONG = "as long an answer has more tokens"
 BILLED: tuple[tuple[str, int | None, str], ...] = (
     ("timeout", None, ""), ("bad_body", None, ""), ("bad_body", None, "ConnectTimeout"),
     ("connection", None, "(ReadError)"), ("http_500", 500, ""), ("http_503", 503, ""),
-    ("http_408", 408, ""), ("http_499", 499, ""), ("content_filter", 400, ""), ("business_error", 200, ""),
-    ("refusal", None, ""), ("empty", None, ""),
+    ("http_408", 408, ""), ("http_499", 499, ""), ("content_filter", 400, ""),
+    ("business_error", 200, ""), ("refusal", None, ""), ("empty", None, ""),
 )  # fmt: skip
 UNBILLED: tuple[tuple[str, int | None, str], ...] = (
     ("connection", None, "(ConnectionRefusedError)"), ("connection", None, "(gaierror)"),

@@ -175,6 +175,7 @@ def test_only_judges_without_a_verdict_are_asked_again(
     reward = make(cache="off", max_failure_rate=0.0, deadline=0.4)
     (score,) = score_all(reward, [sum_rollout(1)])
     assert score.value == pytest.approx(4 / 9) and server.count == 1
+    assert not reward._loop.call(reward.is_up(), timeout=60)  # one of three is not
 
 
 def test_a_panel_is_as_new_and_as_slow_as_its_last_verdict(
