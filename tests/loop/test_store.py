@@ -387,6 +387,26 @@ def test_an_outage_of_the_store_is_told_once_and_caught_up_with(
     assert "step_000001/digests.json" in s3.read("runs/a/index.json")
 
 
+def test_the_index_lists_no_checkpoint_that_is_being_replaced(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    folder = RunFolder(tmp_path)
+    save(folder, 1, "one")
+    with mirrored(URL, folder, print, ""):
+        pass
+    folder.set_aside()
+    save(folder, 1, "two")
+    s3.hold = "/a/checkpoints/step_000001/"
+    monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
+    with mirrored(URL, folder, print, ""):
+        assert s3.held.wait(60)
+        assert '"checkpoints/' not in s3.read("runs/a/index.json")
+        s3.release.set()
+    assert s3.read("runs/a/checkpoints/step_000001/state/run.json") == "two"
+
+
 def test_a_lease_of_a_process_of_this_machine_that_has_ended_keeps_nobody_waiting(
     tmp_path: Path,
 ) -> None:
