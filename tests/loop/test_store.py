@@ -356,16 +356,26 @@ def test_databases_labels_and_rollouts_follow_the_newest_checkpoint(tmp_path: Pa
                 with mirrored(url, folder, print, ""):
                     pass
             with closing(sqlite3.connect(there.path / "judge.sqlite")) as copy:
-                assert len(copy.execute("SELECT * FROM verdicts").fetchall()) == step
+                rows = copy.execute("SELECT step FROM verdicts").fetchall()
+            assert rows == [(1,), (2,)][:step]
             if step == 1:
                 # There, labels are given, and a step is begun that another machine takes again.
                 (there.path / LABELS_FILE).write_text("of there")
-                (there.path / "judge.sqlite-wal").write_text("begun")
+                killed = sqlite3.connect(there.path / "judge.sqlite")
+                killed.execute("INSERT INTO verdicts VALUES (99)")
+                killed.commit()
                 (there.path / ROLLOUTS).mkdir()
                 (there.path / ROLLOUTS / "000002.jsonl").write_text("begun")
-    assert {path.name for path in there.path.iterdir() if path.name[0] != "."} == {
-        "checkpoints", "judge.sqlite", LABELS_FILE, "metrics.jsonl", ROLLOUTS,
-    }  # fmt: skip
+        killed.close()
+        # A row that is in the second file only is a change.
+        for row in (3, 4):
+            verdicts.execute("INSERT INTO verdicts VALUES (?)", [row])
+            verdicts.commit()
+            with mirrored(url, here, print, ""):
+                pass
+    open_store(url).get_file("judge.sqlite", str(tmp_path / "copy"))
+    with closing(sqlite3.connect(tmp_path / "copy")) as copy:
+        assert len(copy.execute("SELECT * FROM verdicts").fetchall()) == 4
     assert (there.path / LABELS_FILE).read_text() == "of there"
     assert not [*(there.path / ROLLOUTS).iterdir()]
 

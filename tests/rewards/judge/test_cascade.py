@@ -128,13 +128,31 @@ def test_the_cheaper_score_never_stands_in_for_the_judge(
     masked, sure = score_all(make(max_failure_rate=1.0), [sum_rollout(1), sum_rollout(2)])
     assert masked.value is None and masked.failure.startswith("form") and sure.value == 1.0
     assert masked.info["cheap_score"] == pytest.approx(4 / 9) and masked.info["escalated"]
-    # A judge that was down is asked again; the cheaper one, whose verdict is there, is not.
-    server.score = lambda system, user: 1
+    # A judge without a verdict is asked again; the cheaper one, whose verdict is there, is not.
+    replies = iter(["no number"] * 3 + [1])
+    server.score = lambda system, user: next(replies)
     calls = cheap.count
-    server.fail(503, times=4)
-    reward = make(cache="off", max_failure_rate=0.0, deadline=0.4)
+    reward = make(cache="off", max_failure_rate=0.0)
     scores = score_all(reward, [sum_rollout(n) for n in (1, 2)])
     assert [s.value for s in scores] == [0.0, 1.0] and cheap.count == calls + 2
+
+
+def test_what_a_second_judge_costs_is_not_the_cost_of_the_judge(
+    make: Make, server: JudgeServer, cheap: JudgeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "prices.yaml").write_text("prices: {openai: {watch: {input: 3, output: 5}}}")
+    cheap.score = unsure_of(1)
+    monitor = {"model": "watch", "base_url": server.url("openai"), "share": 1.0}
+    reward = make(monitor=monitor, prices=str(tmp_path / "prices.yaml"))
+    reward.attach(tmp_path)
+    score_all(reward, [sum_rollout(1)])
+    wait_until(lambda: [call["outcome"] for call in paid_calls(tmp_path)] == ["ok"] * 3)
+    metrics = reward.pop_metrics()
+    bills = {call["model"]: call["usd"] for call in paid_calls(tmp_path)}
+    costs = {"small": "cheap", "judge-1": "strong", "watch": "monitor"}
+    assert {m: metrics[f"judge/{cost}_cost_usd"] for m, cost in costs.items()} == (
+        pytest.approx(bills)
+    )
 
 
 def test_the_judge_is_asked_before_other_cheaper_verdicts_are_in(

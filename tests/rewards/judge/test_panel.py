@@ -168,13 +168,19 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
 def test_only_judges_without_a_verdict_are_asked_again(
     make: Make, server: JudgeServer, others: list[JudgeServer]
 ) -> None:
-    """One judge is away for a while, and another one never gives a number."""
+    """One judge does not answer about a row for a while, another one never gives a number."""
     server.score, others[1].score = (lambda system, user: 4), (lambda system, user: 6)
     others[0].score = lambda system, user: "no number"
-    others[1].fail(503, times=4)
-    reward = make(cache="off", max_failure_rate=0.0, deadline=0.4)
-    (score,) = score_all(reward, [sum_rollout(1)])
-    assert score.value == pytest.approx(4 / 9) and server.count == 1
+    others[1].fail(500, said="What is 2 +")
+    reward = make(cache="off", max_failure_rate=0.0, deadline=0.001)
+    futures = [reward.submit(sum_rollout(2))]
+    wait_until(lambda: others[1].count)
+    futures.append(reward.submit(sum_rollout(1)))  # its answer shows that the judge is not down
+    reward.end_round()
+    wait_until(lambda: "got no verdict" in (reward.waiting_for() or ""))
+    others[1].heal()
+    assert [future.result(60).value for future in futures] == pytest.approx([4 / 9] * 2)
+    assert server.count == 2
     assert not reward._loop.call(reward.is_up(), timeout=60)  # one of three is not
 
 
