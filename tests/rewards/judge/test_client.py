@@ -328,6 +328,19 @@ def test_a_verdict_counts_the_tokens_of_all_its_tries(server: JudgeServer) -> No
     assert verdict.cost_usd == pytest.approx(ledger.total.usd) != 0.0
 
 
+def test_a_call_without_usage_is_booked_by_what_the_tokenizer_has_made(server: JudgeServer) -> None:
+    ledger = Ledger(None, budget_usd=None, budget_tokens=10**6, model="m")
+
+    async def work(client: JudgeClient) -> None:
+        known = await ledger.reserve(ask_for("same"))
+        known.settle(Usage(1000, 1), "ok")
+        await client.ask(ask_for("same"))
+
+    server.fail("no_usage")
+    run(server, work, ledger=ledger)
+    assert ledger.total.usage.input == pytest.approx(2000, abs=1)
+
+
 def test_a_wrong_key_stops_the_run_and_never_masks(server: JudgeServer) -> None:
     server.keys = {"another"}
     answers = run(server, lambda client: ask_all(client, questions(10)), concurrency=4)

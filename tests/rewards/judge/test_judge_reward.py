@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.rewards.judge.calls import Verdict, score_from_votes
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import SECRET
+from tests.judge_server.asking import SECRET, make_question
 from tests.rewards.scoring import score_all, sum_prompt, sum_rollout, wait_until
 
 Make = Callable[..., JudgeReward]
@@ -65,6 +66,13 @@ def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: 
     assert [call.body["seed"] for call in server.calls] == [0, 1, 2]
     score_all(reward, [sum_rollout(1, "")])
     assert "judge/vote_spread" not in reward.pop_metrics()
+
+
+def test_the_spread_of_unsure_votes_is_within_them_and_between_them() -> None:
+    """Scores of 3/9 and 1: a variance of 1/9 between the votes, and of 0 and 0.04 within them."""
+    votes = [Verdict(level, "", "", info={"spread": x}) for level, x in ((4, 0.0), (10, 0.2))]
+    score, _ = score_from_votes(votes, make_question())
+    assert score is not None and score.info["spread"] == pytest.approx(np.sqrt(1 / 9 + 0.02))
 
 
 def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> None:

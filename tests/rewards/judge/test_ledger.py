@@ -356,11 +356,11 @@ def test_a_tokenizer_that_makes_more_tokens_than_estimated_is_learned(tmp_path: 
     """For good: a later call of few tokens says nothing about the next."""
     path = tmp_path / "judge_calls.jsonl"
     book, resumed = attached(path, usd=1.0), ledger(usd=1.0)
-    asyncio.run(call(book, Usage(1000, 100)))
-    asyncio.run(call(book, Usage(10, 1)))
+    for read in (1000, 2000, 10):
+        asyncio.run(call(book, Usage(read, 100)))
     resumed.attach(path)
     for each in (book, resumed):
-        assert asyncio.run(each.reserve(question())).usage == Usage(1000, 100)
+        assert asyncio.run(each.reserve(question())).usage == Usage(2000, 100)
 
 
 def test_no_call_is_sent_to_a_judge_that_does_not_keep_to_the_token_limit() -> None:
