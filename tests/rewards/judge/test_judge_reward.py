@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.rewards.judge.calls import Verdict, score_from_votes
+from ppo_cli.rewards.judge.calls import JudgeError, Verdict, score_from_votes
 from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, make_question
 from tests.rewards.scoring import score_all, sum_prompt, sum_rollout, wait_until
@@ -73,6 +74,11 @@ def test_the_spread_of_unsure_votes_is_within_them_and_between_them() -> None:
     votes = [Verdict(level, "", "", info={"spread": x}) for level, x in ((4, 0.0), (10, 0.2))]
     score, _ = score_from_votes(votes, make_question())
     assert score is not None and score.info["spread"] == pytest.approx(np.sqrt(1 / 9 + 0.02))
+
+
+def test_a_vote_that_may_still_come_is_why_there_is_no_score() -> None:
+    errors = [JudgeError(kind, "any", "no") for kind in (Failure.REFUSED, Failure.RETRYABLE)]
+    assert score_from_votes(errors, make_question()) == (None, errors[1])
 
 
 def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> None:
