@@ -341,43 +341,43 @@ def test_a_fetch_that_is_cut_off_is_repeated(
 
 def test_databases_labels_and_rollouts_follow_the_newest_checkpoint(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
-    here, there = (RunFolder(tmp_path / name) for name in ("here", "there"))
-    for folder in (here, there):
+    writer, reader = (RunFolder(tmp_path / name) for name in ("writer", "reader"))
+    for folder in (writer, reader):
         folder.path.mkdir()
-    (here.path / LABELS_FILE).write_text("of here")
-    with closing(sqlite3.connect(here.path / "judge.sqlite")) as verdicts:
+    (writer.path / LABELS_FILE).write_text("of the writer")
+    with closing(sqlite3.connect(writer.path / "judge.sqlite")) as verdicts:
         verdicts.execute("PRAGMA journal_mode=WAL")  # rows go to a second file first
         verdicts.execute("CREATE TABLE verdicts (step)")
         for step in (1, 2):
             verdicts.execute("INSERT INTO verdicts VALUES (?)", [step])
             verdicts.commit()
-            save(here, step, str(step))
-            for folder in (here, there):
+            save(writer, step, str(step))
+            for folder in (writer, reader):
                 with mirrored(url, folder, print, ""):
                     pass
-            with closing(sqlite3.connect(there.path / "judge.sqlite")) as copy:
+            with closing(sqlite3.connect(reader.path / "judge.sqlite")) as copy:
                 rows = copy.execute("SELECT step FROM verdicts").fetchall()
             assert rows == [(1,), (2,)][:step]
             if step == 1:
                 # There, labels are given, and a step is begun that another machine takes again.
-                (there.path / LABELS_FILE).write_text("of there")
-                killed = sqlite3.connect(there.path / "judge.sqlite")
+                (reader.path / LABELS_FILE).write_text("of the reader")
+                killed = sqlite3.connect(reader.path / "judge.sqlite")
                 killed.execute("INSERT INTO verdicts VALUES (99)")
                 killed.commit()
-                (there.path / ROLLOUTS).mkdir()
-                (there.path / ROLLOUTS / "000002.jsonl").write_text("begun")
+                (reader.path / ROLLOUTS).mkdir()
+                (reader.path / ROLLOUTS / "000002.jsonl").write_text("begun")
         killed.close()
         # A row that is in the second file only is a change.
         for row in (3, 4):
             verdicts.execute("INSERT INTO verdicts VALUES (?)", [row])
             verdicts.commit()
-            with mirrored(url, here, print, ""):
+            with mirrored(url, writer, print, ""):
                 pass
     open_store(url).get_file("judge.sqlite", str(tmp_path / "copy"))
     with closing(sqlite3.connect(tmp_path / "copy")) as copy:
         assert len(copy.execute("SELECT * FROM verdicts").fetchall()) == 4
-    assert (there.path / LABELS_FILE).read_text() == "of there"
-    assert not [*(there.path / ROLLOUTS).iterdir()]
+    assert (reader.path / LABELS_FILE).read_text() == "of the reader"
+    assert not [*(reader.path / ROLLOUTS).iterdir()]
 
 
 def test_an_outage_of_the_store_is_told_once_and_caught_up_with(

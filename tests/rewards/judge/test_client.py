@@ -332,8 +332,8 @@ def test_a_call_without_usage_is_booked_by_what_the_tokenizer_has_made(server: J
     ledger = Ledger(None, budget_usd=None, budget_tokens=10**6, model="m")
 
     async def work(client: JudgeClient) -> None:
-        known = await ledger.reserve(ask_for("same"))
-        known.settle(Usage(1000, 1), "ok")
+        earlier = await ledger.reserve(ask_for("same"))
+        earlier.settle(Usage(1000, 1), "ok")
         await client.ask(ask_for("same"))
 
     server.fail("no_usage")

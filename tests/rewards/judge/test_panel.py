@@ -199,8 +199,8 @@ def test_a_panel_is_as_new_and_as_slow_as_its_last_verdict(
     # Two verdicts are from the cache. The reason is that of the judge nearest to the median.
     assert (server.count, others[0].count) == (1, 1)
     assert not score.info["cached"] and score.info["latency_s"] > 0 and score.reason == "half"
-    (again,) = score_all(make(), [sum_rollout(1)])
-    assert again.info["cached"] and again.info["latency_s"] == 0
+    (repeated,) = score_all(make(), [sum_rollout(1)])
+    assert repeated.info["cached"] and repeated.info["latency_s"] == 0
 
 
 def test_empty_replies_are_shown_to_every_judge(
@@ -253,6 +253,8 @@ def test_criteria_come_in_another_order_for_each_row_and_judge(
     orders = [re.findall(r"c\d: (\w+)", json.dumps(call.body)) for judge in (server, *others)
               for call in judge.calls]  # fmt: skip
     assert len({tuple(order) for order in orders}) > 10 and len(orders) == 36
+    # Of the two votes of a judge on a row, too.
+    assert len({tuple(order) for order in orders[:12]}) > len(rollouts)
     # The same rows are asked in the same orders again: all of it is in the cache.
     before = [judge.count for judge in (server, *others)]
     again = score_all(make(**rubric), rollouts)
