@@ -17,7 +17,6 @@ from ppo_cli.cli.help import App
 from ppo_cli.config.models.bundled import MODELS
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
 from ppo_cli.machine.gpus import pin_gpu_order
 from ppo_cli.machine.machine import Machine
@@ -43,7 +42,7 @@ def doctor(arguments: Arguments) -> None:
     resolved = arguments.resolve()
     as_json = bool(arguments.extras["json"])
     if arguments.extras["self_test"]:
-        _run_self_test(resolved.config, resolved.machine, as_json=as_json)
+        _run_self_test(resolved.config.model.path, resolved.machine, as_json=as_json)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
@@ -63,7 +62,7 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _run_self_test(config: Config, machine: Machine, *, as_json: bool) -> None:
+def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> None:
     """Run all checks of the self-test, write their record, print them; exit 2 if one fails."""
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.machine.device_record import require_writable, write_record
@@ -81,7 +80,7 @@ def _run_self_test(config: Config, machine: Machine, *, as_json: bool) -> None:
         print(
             f"The result of this self-test cannot be saved: {error}.", file=sys.stderr, flush=True
         )
-    setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(config))
+    setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(model))
     started = time.monotonic()
     outcomes = list(run_checks(setup, tell=_print_progress))
     _clear_progress()
@@ -109,11 +108,10 @@ def _run_self_test(config: Config, machine: Machine, *, as_json: bool) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _read_layer_shape(config: Config) -> LayerShape:
+def _read_layer_shape(path: str) -> LayerShape:
     """Return the layer sizes of --model; the defaults for a bundled model."""
     from ppo_cli.self_test.results import LayerShape
 
-    path = config.model.path
     shape = None if path in MODELS else Shape.from_config(read_config(path))
     if shape is None:
         return LayerShape()

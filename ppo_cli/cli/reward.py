@@ -35,6 +35,7 @@ from ppo_cli.config.layers import (
 )
 from ppo_cli.config.mixture import has_mixture, judges_of, models_of
 from ppo_cli.config.models.known_models import find_model_folder, is_url
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import (
     ConfigError,
@@ -136,12 +137,11 @@ ATTACKS_ON_ANY_TASK = {
 AUDITED_ROWS = 2  # tasks of the audit at the start of a run: about a second
 
 
-def audit_at_start(config: Config) -> str:
+def audit_at_start(settings: Reward) -> str:
     """Return a warning if attacks on the run's function or rule work; "" otherwise.
 
     Judges and reward models are left out: an audit of them costs money or minutes.
     """
-    settings = config.reward
     audited = settings.function or settings.rule
     if not audited or judges_of(settings) or models_of(settings) or has_mixture(settings):
         return ""

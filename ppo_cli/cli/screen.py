@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.report.catalogue import PHASES
@@ -171,17 +172,17 @@ def format_pretraining(
         *(f"{COLUMNS[key]} {format_metric(last[key])}" for key in PRETRAINED if key in last),
     ]
     if not width and not is_pretrained(config, lines):
-        time_left = format_duration(_pretraining_seconds_left(config, lines))
+        time_left = format_duration(_pretraining_seconds_left(config.pretrain_steps, lines))
         fields.append(f"{time_left} left{'' if until is None else ' at most'}")
     while width and len("  ".join(fields)) > width and len(fields) > 1:
         fields.pop()
     return "  ".join(fields)
 
 
-def _pretraining_seconds_left(config: Config, lines: Sequence[Mapping[str, float]]) -> float:
+def _pretraining_seconds_left(max_steps: int, lines: Sequence[Mapping[str, float]]) -> float:
     """Return how long critic pretraining takes if it does not reach its target before."""
     seconds = [line["time/step_s"] for line in lines[-RECENT_STEPS:]]
-    return (config.pretrain_steps - len(lines)) * math.fsum(seconds) / len(seconds)
+    return (max_steps - len(lines)) * math.fsum(seconds) / len(seconds)
 
 
 def _format_parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -431,13 +432,13 @@ class TerminalScreen(Screen):
         )  # fmt: skip
 
     def begin(
-        self, config: Config, total_steps: int, history: Sequence[Mapping[str, float]]
+        self, reward: Reward, total_steps: int, history: Sequence[Mapping[str, float]]
     ) -> None:
         """Show the view of a run, of which the steps in `history` are finished."""
         self._budgets = {
             "judge" if judge.part in (None, "judge") else f"judge_{judge.part}":
             (judge.settings.budget_usd, judge.settings.budget_tokens)
-            for judge in judges_of(config.reward)
+            for judge in judges_of(reward)
         }  # fmt: skip
         self._lines, self._ends = list(history), None
         self._steps = (int(history[-1]["step"]) if history else 0, total_steps)
@@ -476,7 +477,7 @@ class TerminalScreen(Screen):
         self._pretraining = self._ends = None
         if not is_pretrained(config, lines):
             self._pretraining = len(lines), config.pretrain_steps
-            self._ends = time.monotonic() + _pretraining_seconds_left(config, lines)
+            self._ends = time.monotonic() + _pretraining_seconds_left(config.pretrain_steps, lines)
         self._print(format_pretraining(config, lines, self._console.width))
 
     def _read_lines(self) -> None:

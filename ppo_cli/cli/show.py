@@ -344,7 +344,7 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and below it the card of the judges, and the critic."""
     config, _ = read_run_config(run)
-    judge = describe_judges(run, config or settle_defaults(), history)
+    judge = describe_judges(run, (config or settle_defaults()).reward, history)
     fork, episodes = describe_fork_of(run), describe_episodes(run, history)
     blocks = [
         format_steps_table(steps),

@@ -335,10 +335,11 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
     screen.note_all([*start, *resolved.notes, *(text for text in remarks if text not in shortages)])
     for shortage in shortages:
         screen.health(shortage)
-    if find_resume(checkpoints_of(resolved.config), resolved.config.trainer.resume_mode) is None:
+    trainer = resolved.config.trainer
+    if find_resume(checkpoints_of(trainer), trainer.resume_mode) is None:
         from ppo_cli.cli.reward import audit_at_start
 
-        if warning := audit_at_start(resolved.config):
+        if warning := audit_at_start(resolved.config.reward):
             screen.health(warning)
     try:
         _train_on_nodes(run_plan, screen)

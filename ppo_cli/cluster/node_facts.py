@@ -17,7 +17,7 @@ from typing import Any
 
 import ppo_cli
 from ppo_cli.config.schema.keys import table, value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.digests import digest_text
 from ppo_cli.planning.resolved import Resolved
 
@@ -95,9 +95,8 @@ def collect_facts(
     )
 
 
-def run_key(config: Config) -> str:
+def run_key(trainer: Trainer) -> str:
     """Return a digest of the run's name and folder, which all its nodes share."""
-    trainer = config.trainer
     return _digest(
         ["ppo run", trainer.output_dir, trainer.project_name, trainer.experiment_name], 32
     )
@@ -105,7 +104,7 @@ def run_key(config: Config) -> str:
 
 def digest_settings(config: Config) -> dict[str, str]:
     """Return a short digest of each setting that all nodes must share."""
-    salt = run_key(config)
+    salt = run_key(config.trainer)
     return {
         key: _digest([salt, key, value_of(config, key)], 8)
         for key in table()

@@ -53,7 +53,7 @@ from ppo_cli.cluster.node_facts import (
     run_key,
 )
 from ppo_cli.cluster.ray_process import SECRET_VARIABLE, RayOptions, RayProcess
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.config.slurm import outside_step, slurm_hosts
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import (
@@ -321,13 +321,13 @@ def _too_late(state: str, late: list[str], environ: Mapping[str, str]) -> str:
 def open_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> Nodes:
     """Start Ray's head on node 0, and return when all nodes work."""
     config, trainer = resolved.config, resolved.config.trainer
-    if address := _given_cluster(config, environ):
-        return _use_given_cluster(address, config, tell)
+    if address := _given_cluster(trainer.node_rank, environ):
+        return _use_given_cluster(address, trainer.node_timeout, tell)
     # Mistakes in addresses and ports are reported before Ray starts.
     own_address = node_address(environ.get("NODE_ADDR"))
     own_address = own_address or head_address(trainer.master_addr)
     check_port(trainer.master_port)
-    set_token(config, environ)
+    set_token(trainer, environ)
     deadline = time.monotonic() + trainer.node_timeout
     host = socket.gethostname()
     tell("starting Ray on node 0")
@@ -358,11 +358,11 @@ def open_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> 
 def join_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> int:
     """Work for node 0 until the run ends; return node 0's exit code."""
     config, trainer = resolved.config, resolved.config.trainer
-    _given_cluster(config, environ)
+    _given_cluster(trainer.node_rank, environ)
     assert trainer.node_rank and trainer.master_addr is not None
     address = node_address(environ.get("NODE_ADDR"))
-    set_token(config, environ)
-    store, local_address = find_head(config, address, tell)
+    set_token(trainer, environ)
+    store, local_address = find_head(trainer, address, tell)
     facts = collect_facts(resolved, environ, socket.gethostname(), address or local_address)
     options = replace(_offer(config, environ, facts.address), head_address=store.address)
 
@@ -372,12 +372,11 @@ def join_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> 
     return Membership(store, facts, start_ray, trainer.max_restarts, tell).run()
 
 
-def find_head(config: Config, address: str | None, tell: Tell) -> tuple[HeadStore, str]:
+def find_head(trainer: Trainer, address: str | None, tell: Tell) -> tuple[HeadStore, str]:
     """Connect to node 0, which may still be starting; return its store and this node's address.
 
     Raises ConfigError when it does not come in time, or is not node 0 of this run.
     """
-    trainer = config.trainer
     head = resolve_host(trainer.master_addr or ""), trainer.master_port
     at, deadline, next_note = join_address(*head), time.monotonic() + trainer.node_timeout, 0.0
     # Node 0 may be started after this one: wait until its port is open.
@@ -554,7 +553,7 @@ class Membership:
         )
 
 
-def set_token(config: Config, environ: Mapping[str, str]) -> None:
+def set_token(trainer: Trainer, environ: Mapping[str, str]) -> None:
     """Set Ray's token in this process: the user's own, or one that all nodes can derive."""
     secret = environ.get(SECRET_VARIABLE, "").strip()
     if secret and len(secret) < MIN_SECRET_LENGTH:
@@ -564,14 +563,14 @@ def set_token(config: Config, environ: Mapping[str, str]) -> None:
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     if secret or cluster.RANDOM_TOKEN:
-        token = digest_text(json.dumps(["ppo token", run_key(config), secret]))
+        token = digest_text(json.dumps(["ppo token", run_key(trainer), secret]))
         os.environ["RAY_AUTH_TOKEN"] = token
     _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
-def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
+def _given_cluster(rank: int | None, environ: Mapping[str, str]) -> str:
     """Return RAY_ADDRESS. Raises ConfigError where this machine should also join as a node."""
-    address, rank = environ.get("RAY_ADDRESS", "").strip(), config.trainer.node_rank
+    address = environ.get("RAY_ADDRESS", "").strip()
     if address and rank:
         raise ConfigError(
             f"RAY_ADDRESS {address} names a running cluster, so ppo is started once, "
@@ -580,7 +579,7 @@ def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
     return address
 
 
-def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
+def _use_given_cluster(address: str, timeout_s: float, tell: Tell) -> Nodes:
     """Return the nodes of the Ray cluster at RAY_ADDRESS.
 
     Raises ConfigError if the address is malformed, if no Ray head answers there, or if its token is
@@ -608,7 +607,7 @@ def _use_given_cluster(address: str, config: Config, tell: Tell) -> Nodes:
                 "Give the HOST:PORT that `ray start --head` printed."
             ) from error
     tell(f"using the Ray cluster at {address}")
-    return Nodes(address, config.trainer.node_timeout, tell)
+    return Nodes(address, timeout_s, tell)
 
 
 def _offer(config: Config, environ: Mapping[str, str], address: str | None) -> RayOptions:

@@ -258,7 +258,7 @@ class SamplerRole:
         self._number = number
         self._advice = advise_memory(config, "sampling")
         self._halved: list[Halved] = []
-        self._profiler = Profiler(config, profiles, f"sampler_{number}")
+        self._profiler = Profiler(config.trainer, profiles, f"sampler_{number}")
         if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
             keep_freed_memory()  # memory is ample, as for a learner
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)

@@ -111,7 +111,7 @@ class Learner:
             self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
         # State of the run; `load` restores it.
         self.weight_version = 0  # how often `publish` was called in this run
-        self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
+        self._profiler = Profiler(config.trainer, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
         self.policy = self._load_policy(
             model_folder(config.model.path),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Trainer
 
 # Time outside of the phases: rewards, advantages, the driver, or waiting for other ranks.
 REST = "outside"
@@ -32,8 +32,8 @@ class Profiler:
     A step begins with its first phase and ends with `finish`. Without a folder nothing is recorded.
     """
 
-    def __init__(self, config: Config, folder: Path | None, process: str) -> None:
-        self._config = config
+    def __init__(self, trainer: Trainer, folder: Path | None, process: str) -> None:
+        self._trainer = trainer
         self._folder = folder
         self._process = process
         self._open: Any = None
@@ -44,7 +44,7 @@ class Profiler:
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Context that records a phase of a training step, if that step is profiled."""
-        if self._folder is None or not self._config.trainer.is_profiled(step):
+        if self._folder is None or not self._trainer.is_profiled(step):
             yield
             return
         if self._open is None:

@@ -10,8 +10,7 @@ from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.schema.reward import parse_scale_bounds
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward, parse_scale_bounds
 from ppo_cli.errors import DataError
 from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.report.labels import read_labels_with_scores
@@ -88,13 +87,13 @@ def measure_judge_drift(
     return _measure_drift(pairs[:few], pairs[-few:], watcher)._replace(noise=noise)
 
 
-def read_opinions(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
+def read_opinions(run_dir: Path, reward: Reward) -> tuple[Opinion, ...]:
     """Return people's labels from the page, with the judge's scores of the same responses.
 
     Empty without a judge, if its scores only order the responses to one prompt, or if labels are
     on a scale that is not in the settings.
     """
-    judges = judges_of(config.reward)
+    judges = judges_of(reward)
     if not judges or judges[0].settings.within_group:
         return ()
     api, part, opinions = judges[0].settings, judges[0].part, list[Opinion]()

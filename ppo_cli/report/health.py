@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import correlation, fmean, median
 
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
 from ppo_cli.planning.batches import batch_arithmetic
@@ -57,7 +58,7 @@ def make_limits(config: Config) -> Limits:
         kl_setting="actor.kl_loss_coef" if in_loss_only else "--kl_coef",
         logprob_diff=0.2 if config.trainer.async_steps else 0.05 if rough else 1e-3,
         async_steps=config.trainer.async_steps,
-        reward_advice=_reward_advice(config),
+        reward_advice=_reward_advice(config.reward),
         run_dir=shlex.quote(config.trainer.output_dir),
         lr=actor.optim.lr,
         can_be_gamed=bool(
@@ -68,23 +69,23 @@ def make_limits(config: Config) -> Limits:
         has_judge=bool(judges_of(config.reward)),
         total_steps=batch_arithmetic(config)["total_steps"],
         folder=Path(config.trainer.output_dir),
-        watched=_first_judge_and_rule(config),
+        watched=first_judge_and_rule(config.reward),
     )
 
 
-def _first_judge_and_rule(config: Config) -> tuple[str, str] | None:
+def first_judge_and_rule(reward: Reward) -> tuple[str, str] | None:
     """Return the names of a mixture's first judge and first rule; None unless it has both."""
-    parts = mixture_of(config.reward)
+    parts = mixture_of(reward)
     first = {part.kind: part.name for part in reversed(parts)}
     return (first["judge"], first["rule"]) if {"judge", "rule"} <= set(first) else None
 
 
-def _reward_advice(config: Config) -> str:
+def _reward_advice(reward: Reward) -> str:
     """Return advice for a reward that gives every response the same score."""
     kinds = [
-        "--rm_prompt_preset, --rm_scale and --rm_model" if judges_of(config.reward) else "",
-        "--reward_model" if models_of(config.reward) else "",
-        "--reward_function" if config.reward.function else "",
+        "--rm_prompt_preset, --rm_scale and --rm_model" if judges_of(reward) else "",
+        "--reward_model" if models_of(reward) else "",
+        "--reward_function" if reward.function else "",
     ]
     flags = [kind for kind in kinds if kind] or ["--rule"]
     return f"check {', and '.join(flags)}"

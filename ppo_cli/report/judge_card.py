@@ -14,11 +14,11 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.config.mixture import Judge, judges_of, mixture_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import plural
 from ppo_cli.estimates import correlate
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
-from ppo_cli.report.health import make_limits
+from ppo_cli.report.health import first_judge_and_rule
 from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines
 from ppo_cli.spending import IN_FLIGHT
@@ -28,12 +28,12 @@ Row = tuple[str, str]
 _JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
-def describe_judges(run_dir: Path, config: Config, history: Lines) -> list[Row]:
+def describe_judges(run_dir: Path, reward: Reward, history: Lines) -> list[Row]:
     """Return (measure, value) rows about a run's judges; what was not measured has no row."""
     calls = paid_calls(run_dir)
     totals = describe_judge_totals(run_dir, history)
     rows = [("calls", totals)] if totals else []
-    judges = judges_of(config.reward)
+    judges = judges_of(reward)
     names = [judge.part for judge in judges]
     for judge in judges:
         # As the metrics of a mixture: the judge named `judge`, else the first, has no suffix.
@@ -41,10 +41,10 @@ def describe_judges(run_dir: Path, config: Config, history: Lines) -> list[Row]:
         stage = "judge" if first else f"judge_{judge.part}"
         of_judge = f" ({judge.part})" if len(judges) > 1 else ""
         rows += [
-            (name + of_judge, text) for name, text in _describe_judge(judge, config, stage, history)
+            (name + of_judge, text) for name, text in _describe_judge(judge, reward, stage, history)
         ]
-    people = read_opinions(run_dir, config)
-    if drift := measure_judge_drift(history, make_limits(config).watched, people):
+    people = read_opinions(run_dir, reward)
+    if drift := measure_judge_drift(history, first_judge_and_rule(reward), people):
         rows.append((
             "drift",
             f"its scores have risen by {drift.amount:+.2f} beyond {drift.watcher}, which moved by "
@@ -56,7 +56,7 @@ def describe_judges(run_dir: Path, config: Config, history: Lines) -> list[Row]:
     return [*rows, *_describe_models(calls)]
 
 
-def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) -> Iterator[Row]:
+def _describe_judge(judge: Judge, reward: Reward, stage: str, history: Lines) -> Iterator[Row]:
     """Yield what the metrics of one judge say; `stage` is their prefix."""
 
     def values(key: str) -> list[float]:
@@ -90,7 +90,7 @@ def _describe_judge(judge: Judge, config: Config, stage: str, history: Lines) ->
     if places := values(f"{stage}/place_followed"):
         yield "position", f"decides {fmean(places):.0%} of the comparisons"
     # Correlations with whatever else has scored the same responses.
-    rules = [part.name for part in mixture_of(config.reward) if part.kind == "rule"]
+    rules = [part.name for part in mixture_of(reward) if part.kind == "rule"]
     others = {f"{stage}/monitor_correlation": "the second judge"}
     for rule in rules:
         pair = {f"reward/correlation/{a}/{b}" for a, b in ((judge.part, rule), (rule, judge.part))}

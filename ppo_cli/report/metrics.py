@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.schedule import describe_lr_jumps
+from ppo_cli.config.schema.algorithm import Critic
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
@@ -203,12 +204,12 @@ def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str
 
 def is_pretrained(config: Config, lines: Lines) -> bool:
     """Whether critic pretraining is over after these steps: at its target, or at its last step."""
-    return len(lines) >= config.pretrain_steps or has_reached_target(config, lines)
+    return len(lines) >= config.pretrain_steps or has_reached_target(config.critic, lines)
 
 
-def has_reached_target(config: Config, lines: Lines) -> bool:
+def has_reached_target(critic: Critic, lines: Lines) -> bool:
     """Whether the last of these steps of critic pretraining is at its target."""
-    target = config.critic.pretrain_until
+    target = critic.pretrain_until
     explained = lines[-1].get("explained_variance") if lines else None
     return target is not None and explained is not None and bool(explained >= target)
 
@@ -231,7 +232,7 @@ def describe_pretraining(config: Config, lines: Lines) -> str:
     text = f"critic pretrained in {plural(len(lines), 'step')}: {text}"
     if target is None:
         return text
-    if has_reached_target(config, lines):
+    if has_reached_target(config.critic, lines):
         return f"{text} (target {target:g})"
     return f"{text}, below the target {target:g} (more steps: --critic_pretrain_steps)"
 
@@ -297,7 +298,7 @@ def summarise(
         next_steps=_list_next_steps(config, run_dir, history, resume_command, doubtful=doubtful),
         session=session if session[0] < steps - first_step + 1 else None,
         first_step=first_step,
-        judge=tuple(describe_judges(run_dir, config, history)),
+        judge=tuple(describe_judges(run_dir, config.reward, history)),
         episodes=tuple(describe_episodes(run_dir, history)),
         critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
         pretraining=describe_pretraining(config, read_pretraining(run_dir)),
@@ -310,7 +311,7 @@ def summarise(
 def read_limits(run_dir: Path, config: Config) -> Limits:
     """Return the limits of the health checks, with a run's checkpoints and labels of people."""
     saved = tuple(CheckpointStore(run_dir / "checkpoints", 1).steps())
-    people = read_opinions(run_dir, config)
+    people = read_opinions(run_dir, config.reward)
     return replace(make_limits(config), folder=run_dir, saved=saved, people=people)
 
 

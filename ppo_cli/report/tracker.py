@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Rollout, Scored
@@ -87,7 +88,7 @@ class Screen:
     debug = False  # whether details of how this machine computes are shown
 
     def begin(
-        self, config: Config, total_steps: int, history: Sequence[Mapping[str, float]]
+        self, reward: Reward, total_steps: int, history: Sequence[Mapping[str, float]]
     ) -> None:
         """Show a run of which the steps in `history` are finished; again after a resume."""
 
@@ -157,7 +158,7 @@ class Tracker:
     def _begin_screen(self) -> None:
         if self._console:
             finished = [_numeric_values(line) for line in self._history]
-            self.screen.begin(self._config, self._total_steps, finished)
+            self.screen.begin(self._config.reward, self._total_steps, finished)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -242,7 +243,7 @@ class Tracker:
             merged |= self._clock.after_step(merged, self._total_steps - step)
         # The judge's drift needs the earlier steps and people's labels, which may be new.
         earlier = [line for line in self._history if line["step"] < step]
-        people = read_opinions(self._run_dir, self._config)
+        people = read_opinions(self._run_dir, self._config.reward)
         line = {"step": step, **merged}
         if drift := measure_judge_drift([*earlier, line], self._limits.watched, people):
             merged["judge/drift"] = drift.amount

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.estimates import LEVEL, Estimate, estimate_mean
 from ppo_cli.planning.batches import val_rows
 from ppo_cli.run_folder.lines import read_lines, rollout_file
@@ -112,11 +112,11 @@ def _read_scores(file: Path, version: tuple[int, int]) -> Mapping[str, float]:
 
 
 def describe_choice(
-    validations: Sequence[Line], run_dir: Path, config: Config, saved: Sequence[int]
+    validations: Sequence[Line], run_dir: Path, data: Data, saved: Sequence[int]
 ) -> str:
     """Return in words which step to keep: the best validation, and where it is saved."""
     if len(validations) < 2:
-        return _advise_validation(validations, config)
+        return _advise_validation(validations, data)
     best = find_best(validations)
     step, score = int(best["step"]), estimate_score(run_dir, best)
     text = (
@@ -169,8 +169,8 @@ def _format_interval(estimate: Estimate, *, signed: bool = False, basis: str = "
     return f" (95 % interval {estimate.low:{form}} to {estimate.high:{form}}{basis})"
 
 
-def _advise_validation(validations: Sequence[Line], config: Config) -> str:
+def _advise_validation(validations: Sequence[Line], data: Data) -> str:
     """Return why no step is best, and the flags that validate a run more often, or at all."""
     missing = "a second validation" if validations else "validation"
-    files = "" if config.data.val_files else "--val_files FILE "
+    files = "" if data.val_files else "--val_files FILE "
     return f"not known without {missing}: {files}--test_freq 10 validates every 10 steps"

@@ -34,7 +34,7 @@ from ppo_cli.config.models.bundled import MODELS, model_folder
 from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.digests import require_intact_model
@@ -130,7 +130,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
         *("\n".join(lines) for lines in (
             ["## Base model", "", *base_lines],
             ["## Data", "", *(_describe_data(config) if config else [UNREADABLE])],
-            ["## Reward", "", *(_describe_reward(run, config) if config else [UNREADABLE])],
+            ["## Reward", "", *(_describe_reward(run, config.reward) if config else [UNREADABLE])],
             ["## Use it", "", *_list_uses(out, name, critic=critic)],
             ["## Results", "", *_results_table(summarise_lines(history), history)],
             [f"![Reward by step]({CURVE})"] if picture else [],
@@ -270,13 +270,12 @@ def _describe_data(config: Config) -> list[str]:
     return lines
 
 
-def _describe_reward(run: Path, config: Config) -> list[str]:
+def _describe_reward(run: Path, reward: Reward) -> list[str]:
     """Return a line for each judge, reward model, rule and function."""
-    reward = config.reward
     # A mixture is one line, followed by its parts.
     mixed = mixture_of(reward)
     lines = [f"- Mixture: {mixture_line(mixed)}"] if mixed else []
-    for judge, request in zip(judges_of(reward), read_requests(run, config), strict=True):
+    for judge, request in zip(judges_of(reward), read_requests(run, reward), strict=True):
         api = judge.settings
         lines.append(f"- LLM {judge.name.removeprefix('the ')}: {api.model} ({api.type})")
         asked = f"prompt {_public_name(api.prompt_file or api.prompt_preset)}"

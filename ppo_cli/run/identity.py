@@ -191,7 +191,7 @@ def find_changes(
             "run then starts, and the earlier one is kept."
         )
     if not other:
-        refuse_late_pretraining(config, checkpoint)
+        refuse_late_pretraining(config.pretrain_steps, checkpoint)
     return other
 
 

@@ -18,7 +18,7 @@ from ppo_cli.config.models.folder import (
     vocabulary_size,
 )
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
@@ -48,9 +48,9 @@ SPLITS: tuple[DataSplit, ...] = ("train", "val")
 PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 
 
-def checkpoints_of(config: Config) -> CheckpointStore:
+def checkpoints_of(trainer: Trainer) -> CheckpointStore:
     """Return the checkpoints of the run that the settings name; it writes none."""
-    return CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
+    return CheckpointStore(Path(trainer.output_dir).expanduser() / "checkpoints", None)
 
 
 def find_all_refusals(
@@ -143,7 +143,7 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
     notes, store_problems = try_store(url.rstrip("/")) if url else ([], [])
 
     def check() -> None:
-        checkpoint = find_resume(checkpoints_of(config), mode)
+        checkpoint = find_resume(checkpoints_of(config.trainer), mode)
         if checkpoint is None:
             if mode == "never" and (folder / METRICS_FILE).exists():
                 notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")

@@ -18,7 +18,6 @@ from typing import Any
 from ppo_cli import loop
 from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, RewardError, UserError, WorkerLost, plural
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt, Rollout, Score
@@ -43,7 +42,7 @@ class Session:
         # The batch that waits for its scores, and the state before it was sampled.
         self._waiting: tuple[StepSample, Snapshot] | None = None
         with ExitStack() as closing:
-            make_reward = partial(_make_reward, plan.settings)
+            make_reward = partial(_make_reward, plan.settings.pretrain_steps)
             job, load_state, self._stop, _ = closing.enter_context(
                 open_run(plan, screen, make_reward=make_reward)
             )
@@ -213,7 +212,7 @@ class NoReward(Reward):
 
 
 def _make_reward(
-    config: Config, settings: RewardSettings, prompts: Sequence[Prompt], host: HostMaker | None
+    pretrain_steps: int, settings: RewardSettings, prompts: Sequence[Prompt], host: HostMaker | None
 ) -> Reward:
     """Return the reward of the settings, or none where the default (rules by data_source) fails.
 
@@ -226,7 +225,7 @@ def _make_reward(
         check_prompts(None, settings.function_kwargs, prompts)
         return reward_for(settings, prompts, host)
     except RewardError as error:
-        if config.pretrain_steps:
+        if pretrain_steps:
             raise RewardError(f"Critic pretraining needs a reward. {error}") from error
         return NoReward(str(error))
 

@@ -29,7 +29,7 @@ from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
 
 if TYPE_CHECKING:
-    from ppo_cli.config.schema.run import Config
+    pass
 
 # Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
 FORMAT = 2
@@ -246,13 +246,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def refuse_late_pretraining(config: Config, checkpoint: Path) -> None:
+def refuse_late_pretraining(pretrain_steps: int, checkpoint: Path) -> None:
     """Raise UserError if the critic is to be pretrained after steps of training without that.
 
     Whoever goes on from a run that began with pretraining has its critic, and pretrains no more.
     """
     saved = checkpoint / NAMED_IN
-    if not config.pretrain_steps or not saved.is_file():
+    if not pretrain_steps or not saved.is_file():
         return
     run = json.loads(saved.read_text())["run"]
     if run["step"] > 0 and not run.get("pretraining"):

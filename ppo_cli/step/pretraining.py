@@ -54,7 +54,7 @@ def pretrain_critic(job: Job, state: RunState) -> None:
             raise make_resumable(job, state, Interrupted(message))
         if done:
             text = describe_pretraining(job.config, state.pretraining)
-            reached = has_reached_target(job.config, state.pretraining)
+            reached = has_reached_target(job.config.critic, state.pretraining)
             short = job.config.critic.pretrain_until is not None and not reached
             (job.tracker.screen.health if short else job.tracker.screen.note)(text)
 

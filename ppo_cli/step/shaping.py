@@ -32,7 +32,7 @@ from ppo_cli.algo.kl import (
     token_kl,
 )
 from ppo_cli.algo.tokens import masked_mean, masked_sum
-from ppo_cli.config.schema.algorithm import Algorithm
+from ppo_cli.config.schema.algorithm import Algorithm, RolloutCorrection
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import RewardError
@@ -308,7 +308,7 @@ def shape_step(
         token_rewards_BT=rewards_BT,
         advantages_BT=advantages_BT,
         returns_BT=returns_BT,
-        is_weight_BT=_compute_importance_weights(config, annotated, mask_BT),
+        is_weight_BT=_compute_importance_weights(algorithm.rollout_correction, annotated, mask_BT),
     )
     # Rejected tokens count in rewards and advantages, but not in losses and `_step_metrics`.
     if limits := config.algorithm.rollout_correction.rejections():
@@ -418,13 +418,12 @@ def _compute_kl(
     return kl_BT, metrics, kl_coef
 
 
-def _compute_importance_weights(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+def _compute_importance_weights(
+    correction: RolloutCorrection, batch: AnnotatedBatch, mask_BT: Tensor
+) -> Tensor:
     """Return the importance weights (B, T) for the sampler's mismatch; 1 if off."""
     # Without a level the weights are 1.
-    correction, level = (
-        config.algorithm.rollout_correction,
-        config.algorithm.rollout_correction.rollout_is,
-    )
+    level = correction.rollout_is
     if level is None:
         return torch.ones_like(batch.old_logprobs_BT)
     return importance_weights(

@@ -154,7 +154,7 @@ def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
     )
 
     def audit(**reward: str) -> str:
-        return audit_at_start(complete({"reward": reward}))
+        return audit_at_start(complete({"reward": reward}).reward)
 
     warning = audit(function=str(tmp_path / "long.py"))
     assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning

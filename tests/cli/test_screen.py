@@ -143,7 +143,7 @@ line = {"prompt": "1 + 1 = ?\\nbe brief " + "x" * 300, "response": long, "score"
 def wait():
     print("ready", file=sys.__stderr__, flush=True)
     sys.stdin.readline()
-screen.begin(config, 40, [])
+screen.begin(config.reward, 40, [])
 for step in range(1, 31):
     with screen.phase("rollout", 8) as advance:
         advance(4)
@@ -402,7 +402,7 @@ config = Config.model_validate({"critic": {"pretrain_steps": 12, "pretrain_until
 config = fit_memory(config, Machine()).config
 lines = [{"time/step_s": 7.0, "explained_variance": 0.1 * i, "reward_mean": 0.4, "value_loss": 0.1}
          for i in range(6)]
-screen.begin(config, 40, [])
+screen.begin(config.reward, 40, [])
 for count in (3, 6):
     screen.pretraining(config, lines[:count])
     with screen.phase("update critic", 1):

@@ -354,12 +354,12 @@ def test_the_token_is_of_one_run_and_one_secret(monkeypatch: pytest.MonkeyPatch)
     tokens = set()
     for folder, secret, rank in product(("here", "elsewhere"), ("  ", SECRET), (0, 1)):
         monkeypatch.setenv("RAY_AUTH_TOKEN", "")
-        set_token(config(rank, output_dir=folder), {"PPO_CLUSTER_SECRET": secret})
+        set_token(config(rank, output_dir=folder).trainer, {"PPO_CLUSTER_SECRET": secret})
         tokens.add(os.environ["RAY_AUTH_TOKEN"])
         assert SECRET not in os.environ["RAY_AUTH_TOKEN"]
     assert len(tokens) == 4
     with pytest.raises(ConfigError, match="has 5 characters and needs 16") as caught:
-        set_token(config(), {"PPO_CLUSTER_SECRET": "12345"})
+        set_token(config().trainer, {"PPO_CLUSTER_SECRET": "12345"})
     assert "12345" not in str(caught.value)
 
 

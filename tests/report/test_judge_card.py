@@ -70,7 +70,7 @@ def test_summary_and_terminal_show_the_same_rows(run: Path) -> None:
 
 def test_a_run_without_verdicts_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward_mean": 0.5}) + "\n")
-    assert describe_judges(tmp_path, complete({}), read_metrics(tmp_path)) == []
+    assert describe_judges(tmp_path, complete({}).reward, read_metrics(tmp_path)) == []
 
 
 def test_a_cascade_says_what_each_judge_was_asked_and_paid(tmp_path: Path) -> None:

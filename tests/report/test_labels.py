@@ -126,13 +126,13 @@ def test_the_drift_of_a_judge_counts_labels_of_responses_in_the_run(tmp_path: Pa
     folder = make_run(tmp_path / "run", steps=6)
     label_all(folder)
     config = complete({"reward": {"api": {"enable": True, "model": "m"}}})
-    assert [p.step for p in read_opinions(folder, config)].count(5) == 8
+    assert [p.step for p in read_opinions(folder, config.reward)].count(5) == 8
     resume(folder)
-    assert [p.step for p in read_opinions(folder, config)].count(5) == 4
+    assert [p.step for p in read_opinions(folder, config.reward)].count(5) == 4
     lines = read_lines(rollout_file(folder, 1))
     lines[0]["score"] = 0.25  # another judge gave it to the same response
     replace_lines(rollout_file(folder, 1), lines)
-    assert read_opinions(folder, config)[0].judge == 0.25
+    assert read_opinions(folder, config.reward)[0].judge == 0.25
 
 
 def test_labels_of_earlier_versions_are_read_and_removed(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_labels_that_cannot_be_read_for_certain_say_nothing(tmp_path: Path) -> N
 
     def people(**api: Any) -> int:
         config = complete({"reward": {"api": JUDGED | api}})
-        return len(read_opinions(tmp_path, config))
+        return len(read_opinions(tmp_path, config.reward))
 
     api = {"scoring_prompt": "Rate {response} from 1 to 5."}
     assert (people(), people(**api), people(**api, scale="1-5")) == (29, 0, 29)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ppo_cli.config.layers import describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mixture_of
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import UserError, plural
@@ -130,7 +131,7 @@ class RunData:
             },
             "settings": settings,
             "machine": written_by,
-            "reward": describe_judging(self.folder, config),
+            "reward": describe_judging(self.folder, config.reward if config else None),
             "judge": summary.judge,
             "episodes": summary.episodes,
             "spent": spent,
@@ -229,17 +230,17 @@ def list_facts(
     return facts
 
 
-def describe_judging(folder: Path, config: Config | None) -> dict[str, Any]:
+def describe_judging(folder: Path, reward: Reward | None) -> dict[str, Any]:
     """Return the weights of a run's mixture, and what each of its judges was asked."""
-    parts = mixture_of(config.reward) if config else ()
+    parts = mixture_of(reward) if reward else ()
     return {
         "formula": mixture_line(parts) if parts else "",
         "weights": {part.name: part.weight for part in parts},
-        "judges": read_requests(folder, config) if config else [],
+        "judges": read_requests(folder, reward) if reward else [],
     }
 
 
-def read_requests(folder: Path, config: Config) -> list[dict[str, Any]]:
+def read_requests(folder: Path, reward: Reward) -> list[dict[str, Any]]:
     """Return what each judge of a run was asked, as `describe_request` does.
 
     Older runs have not recorded it: then it is read from the judge's files as they are now.
@@ -250,7 +251,7 @@ def read_requests(folder: Path, config: Config) -> list[dict[str, Any]]:
     started = (folder / "config.yaml").stat().st_mtime
     return [
         recorded.get(judge.part) or {"part": judge.part} | describe_request(judge.settings, started)
-        for judge in judges_of(config.reward)
+        for judge in judges_of(reward)
     ]
 
 
@@ -264,7 +265,7 @@ def answer_questions(
     folder, doubtful = summary.run_dir, summary.verdict == DOUBTFUL
     key = _card_key("validation", validations)
     return [
-        ("step to keep", describe_choice(validations, folder, config, saved), key),
+        ("step to keep", describe_choice(validations, folder, config.data, saved), key),
         ("is the gain real?", describe_gain(validations, folder, config, doubtful=doubtful), key),
     ]
 

@@ -15,6 +15,7 @@ from typing import Any
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.mixture import judges_of, models_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
@@ -239,7 +240,7 @@ def node_scripts(config: Config) -> dict[str, str]:
         "address": "127.0.0.1" if alone else several, "alone": ALONE if alone else "",
         "port": trainer.master_port, "patience": trainer.node_timeout, "version": VERSION,
         "nodes": trainer.nnodes, "stopped": STOPPED, "keys_file": KEYS_FILE, "token": ".ray_token",
-        "keys": " ".join(key_variables(config)), "ray": RAY_WITH_TOKENS,
+        "keys": " ".join(key_variables(config.reward)), "ray": RAY_WITH_TOKENS,
         "ray_numbers": RAY_WITH_TOKENS.replace(".", ", "),
     }  # fmt: skip
     first = "Node 0: starts Ray's head, waits for the other nodes, and trains."
@@ -250,12 +251,12 @@ def node_scripts(config: Config) -> dict[str, str]:
     return scripts_by_name
 
 
-def key_variables(config: Config) -> list[str]:
+def key_variables(reward: Reward) -> list[str]:
     """Return the variables that may hold a key of a judge or a served reward model."""
-    judges = [judge.settings for judge in judges_of(config.reward)]
+    judges = [judge.settings for judge in judges_of(reward)]
     monitors = [judge.monitor for judge in judges]
     judges += [other for judge in judges for other in other_judges(judge)]
-    models = [model.settings for model in models_of(config.reward)]
+    models = [model.settings for model in models_of(reward)]
     named = [*(j.key_env for j in judges), *(m.key_env for m in monitors + models)]
     kinds = {*(judge.type for judge in judges), *(monitor.type for monitor in monitors)}
     signed = AWS_KEYS if any(JUDGES[kind].signs == "boto3" for kind in kinds) else ()
