@@ -48,10 +48,12 @@ def find_hacking(steps: History, limits: Limits) -> str:
     what = "the reward has"
     if watched and drift is not None:
         what, rise = "the judge's scores have", drift.amount + drift.rise
+    # Labels may fall under equal scores, and features may earn what the mean does not show yet.
+    moved = f"risen by {rise:.2f}" if rise >= 0.005 else f"moved by {rise:+.2f}"
     look = ppo(f"show {limits.run_dir} --step {steps[-1]['step']} --best 5")
     return (
         f"The model {'exploits' if watched else 'may exploit'} its reward: since step {since} "
-        f"{what} risen by {rise:.2f}, {', and '.join(evidence)}. Look at these responses: "
+        f"{what} {moved}, {', and '.join(evidence)}. Look at these responses: "
         f"`{look}`. `{ppo(f'reward audit --config {limits.run_dir}/config.yaml')}` tests the "
         f"reward; {name_checkpoint_before(steps, limits)}."
     )

@@ -19,6 +19,7 @@ from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
+from ppo_cli.moments import TINY
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.report.drift import DRIFTED, History, Opinion
 from ppo_cli.report.exploits import describe_failures
@@ -28,6 +29,7 @@ from ppo_cli.report.limits import Limits
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
+SAME_STEPS = 3  # steps of equal rewards after which there is nothing to learn from
 NO_TREND = 0.38  # correlation with time below which 9 of 10 series of 20 random numbers are
 LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
@@ -145,6 +147,12 @@ def _last_values(steps: History, key: str, count: int) -> list[float]:
     return finite if len(finite) == count else []
 
 
+def _format_beyond(value: float, limit: float) -> str:
+    """Return a value with three digits, or with as many as show that it is beyond the limit."""
+    texts = (f"{value:.{digits}g}" for digits in range(3, 17))
+    return next((t for t in texts if (float(t) - limit) * (value - limit) > 0), f"{value}")
+
+
 def _reward_is_flat(steps: History) -> bool:
     """Whether the reward of the last 20 steps has no trend: it correlates with time by chance."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
@@ -192,8 +200,8 @@ def _check_kl_high(steps: History, limits: Limits) -> str:
     if not kl or (kl[0] <= EXTREME_FACTOR * limits.kl[1] and min(two) <= limits.kl[1]):
         return ""
     return (
-        f"kl {kl[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
-        f"Raise {limits.kl_setting} or lower --lr."
+        f"kl {_format_beyond(kl[0], limits.kl[1])} is above {limits.kl[1]:g}: the model moves far "
+        f"from where it started. Raise {limits.kl_setting} or lower --lr."
     )
 
 
@@ -215,8 +223,8 @@ def _check_kl_low(steps: History, limits: Limits) -> str:
     if not (learning and kl and max(kl) < limits.kl[0] and _reward_is_flat(steps)):
         return ""
     return (
-        f"kl {kl[-1]:.2g} stays below {limits.kl[0]:g} and reward does not move: "
-        f"the model hardly changes. Raise --lr, or lower {limits.kl_setting}."
+        f"kl {_format_beyond(kl[-1], limits.kl[0])} stays below {limits.kl[0]:g} and reward does "
+        f"not move: the model hardly changes. Raise --lr, or lower {limits.kl_setting}."
     )
 
 
@@ -226,8 +234,9 @@ def _check_clip_high(steps: History, limits: Limits) -> str:
     if not clipped or min(clipped) <= limits.clip_fraction[1]:
         return ""
     return (
-        f"clip {clipped[-1]:.2f} is above {limits.clip_fraction[1]:g}: updates are so "
-        "large that much of them is cut off. Lower --lr or --ppo_epochs."
+        f"clip {_format_beyond(clipped[-1], limits.clip_fraction[1])} is above "
+        f"{limits.clip_fraction[1]:g}: updates are so large that much of them is cut off. "
+        "Lower --lr or --ppo_epochs."
     )
 
 
@@ -241,7 +250,8 @@ def _check_clip_low(steps: History, limits: Limits) -> str:
     if not (low and len(steps) > limits.warmup_steps + STUCK_STEPS and _reward_is_flat(steps)):
         return ""
     return (
-        f"clip {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
+        f"clip {_format_beyond(clipped[-1], limits.clip_fraction[0])} has stayed below "
+        f"{limits.clip_fraction[0]:g} while "
         "reward does not move: there may be room for a higher --lr or more --ppo_epochs."
     )
 
@@ -251,9 +261,10 @@ def _check_ratio(steps: History, limits: Limits) -> str:
     ratio, (low, high) = _last_values(steps, "ppo_ratio", 1), limits.ppo_ratio
     if not ratio or low <= ratio[0] <= high:
         return ""
+    limit = low if ratio[0] < low else high
     return (
-        f"ppo_ratio {ratio[0]:.2f} is outside {low:g}-{high:g}: the new policy has left the one "
-        "that sampled. Lower --lr or --ppo_epochs."
+        f"ppo_ratio {_format_beyond(ratio[0], limit)} is outside {low:g}-{high:g}: the new "
+        "policy has left the one that sampled. Lower --lr or --ppo_epochs."
     )
 
 
@@ -265,7 +276,8 @@ def _check_sampler_mismatch(steps: History, limits: Limits) -> str:
     gap = _last_values(steps, "rollout/logprob_diff", 1)
     if not gap or gap[0] <= limits.logprob_diff:
         return ""
-    finding = f"rollout/logprob_diff {gap[0]:.2g} is above {limits.logprob_diff:g}: "
+    value = _format_beyond(gap[0], limits.logprob_diff)
+    finding = f"rollout/logprob_diff {value} is above {limits.logprob_diff:g}: "
     if limits.async_steps:
         return f"{finding}the responses come from weights too old. Lower --async_steps or --lr."
     return (
@@ -280,12 +292,12 @@ def _check_reward_same(steps: History, limits: Limits) -> str:
     mean = _last_values(steps, "reward_mean", 1)
     # Rewards that are all 0 are common at the start: wait longer, but not until a short run ends.
     half = (limits.total_steps or 4 * SETTLE_STEPS) // 2
-    count = 3 if mean and mean[0] else max(3, min(2 * SETTLE_STEPS, half))
+    count = SAME_STEPS if mean and mean[0] else max(SAME_STEPS, min(2 * SETTLE_STEPS, half))
     spread, means = (
         _last_values(steps, "score/std", count),
         _last_values(steps, "reward_mean", count),
     )
-    if not spread or not means or max(spread) > 1e-9 or max(means) - min(means) > 1e-9:
+    if not spread or not means or max(*spread, max(means) - min(means)) > TINY:
         return ""
     return (
         f"Every response of the last {count} steps got the same reward ({means[-1]:g}), so there "
@@ -318,11 +330,16 @@ def _check_critic(steps: History, limits: Limits) -> str:
     explained = _last_values(steps, "explained_variance", STUCK_STEPS)
     if not explained or max(explained) > EXPLAINS_NOTHING:
         return ""
+    spread = _last_values(steps, "score/std", SAME_STEPS)
+    if spread and max(spread) <= TINY:  # of equal rewards there is nothing to explain
+        return ""
+    usual = median(explained)
+    how = "worse than" if usual < -EXPLAINS_NOTHING else "no better than"
     return (
-        f"explained_variance has stayed near 0 for {STUCK_STEPS} steps ({explained[-1]:z.2f} now): "
-        "the critic predicts no better than the mean. Raise --critic_lr or --critic_epochs, "
-        "start with --critic_pretrain_steps 20, or use an estimator without a critic "
-        "(--adv_estimator rloo)."
+        f"explained_variance was {max(explained):z.3g} at most in {STUCK_STEPS} steps (the median "
+        f"is {usual:z.3g}): the critic predicts {how} the mean. Raise --critic_lr or "
+        "--critic_epochs, start with --critic_pretrain_steps 20, or use an estimator without a "
+        "critic (--adv_estimator rloo)."
     )
 
 
@@ -419,7 +436,7 @@ def _audit_command(limits: Limits) -> str:
 
 
 # Cause of a reply that could not be parsed -> advice.
-_UNREAD_ADVICE = {
+UNREAD_ADVICE = {
     "truncated": "Raise --rm_max_tokens, or take an --rm_model that does not think aloud.",
     "thought": (
         "Switch the judge's thinking off, start its server with a reasoning parser, or take "
@@ -427,6 +444,8 @@ _UNREAD_ADVICE = {
     ),
     "out_of_range": "Name one scale in --rm_scoring_prompt, the one of --rm_scale.",
     "ambiguous": "Ask in --rm_scoring_prompt for one score only.",
+    "empty": "Raise --rm_max_tokens, or take another --rm_model.",
+    "unparsed": "Take another --rm_model.",
     "form": (
         "Use an --rm_model (or a server) that follows a JSON schema, ask for no other format in "
         "--rm_scoring_prompt, or set --rm_output text."
@@ -446,7 +465,7 @@ def _check_unread_replies(steps: History, limits: Limits) -> str:
             cause = max(causes, key=lambda name: float(causes[name] or 0.0), default="form")
             return (
                 f"{share:.0%} of the judge's replies could not be read (most often: {cause}) and "
-                f"were asked again. {_UNREAD_ADVICE.get(cause, 'Take another --rm_model.')}"
+                f"were asked again. {UNREAD_ADVICE.get(cause, UNREAD_ADVICE['unparsed'])}"
             )
     return ""
 
@@ -454,7 +473,9 @@ def _check_unread_replies(steps: History, limits: Limits) -> str:
 def _check_monitor(steps: History, limits: Limits) -> str:
     """Warn if the second judge, which only monitors, gave no verdict in two steps."""
     failed = _last_values(steps, "judge/monitor_failed", 2)
-    if not failed or steps[-1].get("judge/monitor_mean") is not None:
+    if not failed or not min(failed):
+        return ""
+    if any(line.get("judge/monitor_mean") is not None for line in steps[-2:]):
         return ""
     return (
         f"The monitoring judge gave no verdict ({failed[-1]:g} failed in this step). Training goes "
@@ -529,8 +550,11 @@ def _check_opposed_criterion(steps: History, limits: Limits) -> str:
     """Warn about a criterion whose credit falls while the reward rises."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
     for name, values in _criterion_credits(steps).items():
-        moved = min(max(values) - min(values), max(rewards, default=0) - min(rewards, default=0))
-        if moved > 0.1 and (coefficient := correlation(values, rewards)) < -0.6:
+        # Means of the first and of the last quarter say which of the two rises.
+        few = STUCK_STEPS // 4
+        fall = fmean(values[:few]) - fmean(values[-few:])
+        rise = fmean(rewards[-few:]) - fmean(rewards[:few]) if rewards else 0.0
+        if min(fall, rise) > 0.1 and (coefficient := correlation(values, rewards)) < -0.6:
             return (
                 f"The criterion '{name}' falls while the reward rises "
                 f"(correlation {coefficient:.2f} over {STUCK_STEPS} steps): the others "

@@ -18,7 +18,7 @@ from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import plural
 from ppo_cli.estimates import correlate
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
-from ppo_cli.report.health import first_judge_and_rule
+from ppo_cli.report.health import UNREAD_ADVICE, first_judge_and_rule
 from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines
 from ppo_cli.spending import IN_FLIGHT
@@ -152,10 +152,14 @@ def describe_judge_totals(run_dir: Path, history: Lines) -> str:
     clauses = [plural(len(calls), "call")]
     if in_flight:
         clauses.append(f"{in_flight:,} in flight (at their worst case)")
+    # As in judge/error_rate and judge/unread, a reply that cannot be read is not a failed call.
+    unread = Counter({name: n for name, n in causes.items() if name in UNREAD_ADVICE})
+    for what, counts in (("failed", causes - unread), ("not read", unread)):
+        if counts:
+            each = ", ".join(f"{name} {n:,}" for name, n in counts.most_common())
+            clauses.append(f"{counts.total():,} {what} ({each})")
     if causes:
-        each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
-        retries = plural(sums["retries"], "retry", "retries")
-        clauses.append(f"{causes.total():,} failed ({each}), {retries}")
+        clauses.append(plural(sums["retries"], "retry", "retries"))
     if sums["cached"]:
         clauses.append(f"{plural(sums['cached'], 'verdict')} reused")
     unscored = sum(

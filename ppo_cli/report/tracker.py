@@ -311,7 +311,8 @@ class Tracker:
             self._compared = True
             if self._config.rollout.val_kwargs.temperature == 0:
                 self.screen.note(
-                    "val is of greedy responses to other prompts, reward of sampled ones"
+                    "val is of greedy responses to the validation prompts, reward of sampled ones "
+                    "to the training prompts"
                 )
 
     def _write_sinks(self, step: int, metrics: Mapping[str, float], *, resumed: bool) -> None:

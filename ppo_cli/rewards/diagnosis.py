@@ -131,10 +131,16 @@ def _explain_zeros(scored: Sequence[Scored], look: Commands) -> tuple[str, Score
 
 
 def _explain_mixture(judged: Sequence[Scored], look: Commands) -> str:
-    """Return the message for a mixture that is 0 for all responses.
+    """Return the message for a mixture that is 0 for all responses, or for its only part.
 
     It names parts with one value for all responses: scaling by mean and deviation makes them 0.
     """
+    if len(judged[0].score.mixture) == 1:
+        (name,) = judged[0].score.mixture
+        return (
+            f"The reward is 0 for all {len(judged)} responses; it is from {name} alone. Look at "
+            f"them with `{look.show}`."
+        )
     same = [
         f"{name} ({values.pop():g})"
         for name in judged[0].score.parts

@@ -267,7 +267,8 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
     assert stage.state.step == 7 and (stage.state.best, stage.state.best_step) == (0.6, 4)
     assert stage.column("val/reward_mean") == {k: v for k, v in values.items() if k < 8}
     assert stage.screen.notes == [
-        "val is of greedy responses to other prompts, reward of sampled ones",
+        "val is of greedy responses to the validation prompts, reward of sampled ones to the "
+        "training prompts",
         "Ended at step 7: 3 validations without a new best. To go on, raise --patience.",
     ]
     assert stage.job.store.newest_step() == 7

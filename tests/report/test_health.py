@@ -85,7 +85,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "critic": (
         20,
         always(explained_variance=-0.001),
-        "(0.00 now): the critic predicts no better than the mean. Raise --critic_lr",
+        "the critic predicts no better than the mean. Raise --critic_lr",
     ),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),

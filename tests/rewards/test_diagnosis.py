@@ -96,9 +96,15 @@ def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary() -> No
     scored = []
     for raw in (0.0, 1.0):
         parts = {"model": Part(3.5, 0.0), "rule": Part(raw, 0.0)}
-        score = Score(0.0, parts=parts, mixture={"rule": Score(raw)})
+        score = Score(0.0, parts=parts, mixture={"model": Score(3.5), "rule": Score(raw)})
         scored.append(Scored(make_rollout(str(raw)), score))
     text = explain_no_reward(scored)
     assert text is not None
     assert "The mixture is 0 for all 2 responses. Parts with one value for all of them: " in text
     assert "model (3.5)." in text
+    # An environment alone is no mixture, though its parts are counted as in one.
+    alone = [
+        Scored(s.rollout, replace(s.score, mixture={"environment": Score(0.0)})) for s in scored
+    ]
+    text = explain_no_reward(alone)
+    assert text is not None and "mixture" not in text and "from environment alone" in text
