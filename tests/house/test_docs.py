@@ -8,6 +8,8 @@ import re
 import runpy
 from pathlib import Path
 
+import ppo_cli.algo
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.cli.explain import build_schema
 from ppo_cli.rewards.rules import RULES
 
@@ -113,3 +115,29 @@ def test_the_pages_name_every_rule_and_preset(root: Path) -> None:
     presets = sorted(path.stem for path in (root / "presets").glob("*.yaml"))
     configuration = (root / "docs/configuration.md").read_text(encoding="utf-8")
     assert sorted(names_in_table(configuration, "preset")) == presets
+
+
+def test_the_table_of_papers_has_each_estimator_and_loss_as_it_is_computed(
+    root: Path,
+) -> None:
+    """Names, papers (in the docstring of each formula), and how a loss is averaged by default."""
+    page = (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    part = page.split("### As in which paper")[1].split("\n### ")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
+    header = next(i for i, row in enumerate(rows) if "`--policy_loss`" in row[0])
+    folder = Path(ppo_cli.algo.__file__ or "").parent
+    formulas = " ".join(
+        (folder / name).read_text(encoding="utf-8") for name in ("advantages.py", "losses.py")
+    )
+    formulas = " ".join(formulas.split())
+    for declared, lines in ((ESTIMATORS, rows[1:header]), (POLICY_LOSSES, rows[header + 1 :])):
+        named = {name: row for row in lines for name in re.findall(r"`(\w+)`", row[0])}
+        assert list(named) == list(declared)
+        for name, row in named.items():
+            papers = set(re.findall(r"\d{4}\.\d{5}", row[1]))
+            assert papers and all(f"arXiv {paper}" in formulas for paper in papers), name
+    for name, row in named.items():
+        loss = POLICY_LOSSES[name]
+        forced = "seq-mean-token-mean, whatever is set"
+        assert row[2].startswith(forced if loss.per_sequence else loss.aggregation), name
+        assert loss.per_sequence or "whatever" not in row[2]
