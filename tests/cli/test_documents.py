@@ -91,8 +91,8 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the lines name, where every package is installed."""
     monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "val.jsonl"):
-        (tmp_path / name).write_text(1100 * (json.dumps(ROW) + "\n"))
+    for name, count in (("train.jsonl", 1100), ("val.jsonl", 20)):
+        (tmp_path / name).write_text(count * (json.dumps(ROW) + "\n"))
     (tmp_path / "outputs/checkpoints/step_000020/state").mkdir(parents=True)
     (code,) = (text for page, text in blocks("python") if page == "README.md")
     (tmp_path / "my_reward.py").write_text(code)

@@ -532,7 +532,7 @@ class KlControl(Section):
     )
     # The controller multiplies the coefficient towards the target (arXiv 1909.08593).
     kl_coef: float = setting(
-        0.001, "Weight of the KL to the reference model, in the reward or in the actor loss.",
+        0.001, "Weight of the KL to the reference model. It is in the reward or in the actor loss.",
         flag="--kl_coef", env="KL_COEF", usual=(0.0, 0.5), ge=0.0, unused="no_kl_coef", common=True,
         advice="Raise it (3 times) if KL is above its range or the reward is gamed; lower it "
         "if reward and KL both stay flat.",

@@ -358,8 +358,8 @@ class Trainer(Section):
         flag="--save_freq", ge=-1, common=True,
     )  # fmt: skip
     test_freq: int = setting(
-        0, "Steps between validations, and one at the end; 0: only at the end; -1: none, also not "
-        "at the end.", flag="--test_freq", ge=-1, common=True,
+        0, "Steps between validations; 0: at the end; -1: none. Each but -1 also validates at the "
+        "end.", flag="--test_freq", ge=-1, common=True,
     )  # fmt: skip
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
