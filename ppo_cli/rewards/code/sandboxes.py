@@ -54,7 +54,7 @@ Role = Literal["candidate", "tester", "probe", "launcher"]
 _PACKAGE = "ppo_cli.rewards.code"
 _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": (f"{_PACKAGE}.limits", f"{_PACKAGE}.channel"),
-    "tester": (f"{_PACKAGE}.limits", f"{_PACKAGE}.channel", f"{_PACKAGE}.tester"),
+    "tester": tuple(f"{_PACKAGE}.{n}" for n in ("limits", "channel", "pytest_names", "tester")),
     "probe": (f"{_PACKAGE}.limits", f"{_PACKAGE}.probe"),
     "launcher": ("ppo_cli.processes.reaper", f"{_PACKAGE}.processes"),
 }

@@ -29,6 +29,7 @@ from ppo_cli.rewards.code.channel import (
     refuse_object,
 )
 from ppo_cli.rewards.code.limits import apply_limits, renew_cpu_limit
+from ppo_cli.rewards.code.pytest_names import install, list_calls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -406,6 +407,7 @@ class Tester:
         missing = [name for name in imported if name not in definitions and name != "*"]
         if missing:
             raise NotDefined(f"the code defines no '{missing[0]}'")
+        install()
         sys.modules[SOLUTION_MODULE] = module = type(sys)(SOLUTION_MODULE)
         module.__dict__.update(definitions)
         # The namespace of the tests. What the prompt defines wins over the code, except the entry.
@@ -441,7 +443,11 @@ class Tester:
         since = len(self.checks.passed)
         function, named = _check_function(tree), _tests_to_call(tree)
         # A text that can neither assert nor raise does not test anything.
-        can_fail = any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
+        can_fail = any(
+            isinstance(node, (ast.Assert, ast.Raise))
+            or (isinstance(node, ast.Attribute) and node.attr == "raises")
+            for node in ast.walk(tree)
+        )
         recorded = record_asserts(tree, self.checks)
         # Run the text, then the functions that it only defines: check(candidate), test_…
         try:
@@ -451,7 +457,7 @@ class Tester:
                     raise BadRow("the tests define check(candidate), but there is no entry_point")
                 space[CHECK](space["candidate"])
             for name in named:
-                self.run_named(space[name])
+                self.run_named(space[name], space)
         except SystemExit:
             raise BadRow("the tests end the interpreter") from None
         except Exception as error:
@@ -462,16 +468,22 @@ class Tester:
             if can_fail or len(self.checks.passed) > since:
                 self.checks.finish(since)
 
-    def run_named(self, test: Any) -> None:
-        """Run a function `test_…`, or the methods of a unittest.TestCase."""
+    def run_named(self, test: Any, space: dict[str, Any]) -> None:
+        """Run a function `test_…`, or the methods of a class of tests."""
         if not isinstance(test, type):
-            if test.__code__.co_argcount:
-                raise BadRow(f"{test.__name__} takes arguments, which only pytest could pass")
-            test()
+            for arguments in list_calls(test, space):
+                test(**arguments)
             return
         from unittest import TestCase, defaultTestLoader
 
-        names = defaultTestLoader.getTestCaseNames(test) if issubclass(test, TestCase) else ()
+        if not issubclass(test, TestCase):
+            for name in [name for name in vars(test) if name.startswith("test")]:
+                for arguments in list_calls(vars(test)[name], space):
+                    instance = test()
+                    getattr(instance, "setup_method", bool)()
+                    getattr(instance, name)(**arguments)
+            return
+        names = defaultTestLoader.getTestCaseNames(test)
         for method in names:
             number = self.checks.add(ast.Name(f"{test.__name__}.{method}", ast.Load()))
             try:
@@ -560,13 +572,17 @@ def _check_function(tree: ast.Module) -> bool:
 
 
 def _tests_to_call(tree: ast.Module) -> list[str]:
-    """Return the names of test functions and unittest classes, which a test runner would call."""
+    """Return the names of test functions and classes, which a test runner would call."""
     return [
         node.name
         for node in tree.body
         if (isinstance(node, ast.FunctionDef) and node.name.startswith("test"))
         or (
-            isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in node.bases)
+            isinstance(node, ast.ClassDef)
+            and (
+                any("TestCase" in ast.unparse(base) for base in node.bases)
+                or (node.name.startswith("Test") and not node.bases)
+            )
         )
     ]
 
