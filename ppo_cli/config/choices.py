@@ -7,11 +7,14 @@ plan shows.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.device_roles import Roles, read_placement
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
+from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.unset import Choice, Settings
 from ppo_cli.plugins import runs_elsewhere
@@ -19,6 +22,12 @@ from ppo_cli.plugins import runs_elsewhere
 # Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
 MIN_BFLOAT16_WIDTH: Final = 320
 DEFAULT_PRETRAIN_STEPS: Final = 50  # at most, if only a target is set
+VOTES_TEMPERATURE: Final = 0.7  # of a judge that is asked several times
+DEADLINE_CALLS: Final = 3.0  # timeouts of a verdict with its retries
+JUDGE_CONTEXT: Final = 8192  # tokens of a request to a judge's server with its answer
+# When the cheaper judge of a cascade is unsure: 1.4 levels on a scale of 1-10, its middle.
+UNSURE_SPREAD: Final = 0.15
+UNSURE_BAND: Final = "0.2-0.8"
 
 
 def choose_gpus(settings: Settings) -> Choice:
@@ -245,3 +254,124 @@ def choose_pretrain_steps(settings: Settings) -> Choice:
     if settings["critic.pretrain_until"] is None:
         return Choice(0, "no target is set")
     return Choice(DEFAULT_PRETRAIN_STEPS, "at most, until critic.pretrain_until is reached")
+
+
+def choose_temperature(settings: Settings) -> Choice:
+    """Choose a judge's temperature."""
+    kind, votes = settings["reward.api.type"], settings["reward.api.votes"]
+    temperature = usual_temperature(kind, votes)
+    if temperature is None:
+        return Choice(None, f"models of {kind} take none")
+    return Choice(temperature, "one vote" if votes == 1 else f"{votes} votes")
+
+
+def usual_temperature(kind: str, votes: int) -> float | None:
+    """Return a judge's temperature: votes must be able to differ; None: its models take none."""
+    if not JUDGES[kind].temperature:
+        return None
+    return 0.0 if votes == 1 else VOTES_TEMPERATURE
+
+
+def choose_deadline(settings: Settings) -> Choice:
+    """Choose the time of a verdict with its retries."""
+    return Choice(DEADLINE_CALLS * settings["reward.api.timeout"], "3 x reward.api.timeout")
+
+
+def choose_rubric_order(settings: Settings) -> Choice:
+    """Choose another order of the criteria for each judge of a panel."""
+    if settings["reward.api.panel.judges"]:
+        return Choice("shuffled", "several judges in a panel")
+    return Choice("fixed", "no panel")
+
+
+def choose_panel_least(settings: Settings) -> Choice:
+    """Choose more than half of a panel."""
+    if not (others := settings["reward.api.panel.judges"]):
+        return Choice(None, "no panel")
+    return Choice((1 + len(others)) // 2 + 1, f"more than half of {1 + len(others)} judges")
+
+
+def choose_cascade_spread(settings: Settings) -> Choice:
+    """Choose a spread if the cheaper judge shows one, and no band is set."""
+    if settings.is_set("reward.api.cascade.band"):
+        return Choice(None, "reward.api.cascade.band is set")
+    if why := _why_no_spread(settings):
+        return Choice(None, why)
+    return Choice(UNSURE_SPREAD, "the cheaper judge has several votes or probabilities")
+
+
+def choose_cascade_band(settings: Settings) -> Choice:
+    """Choose a band if the cheaper judge shows no spread, and none is set."""
+    if settings.is_set("reward.api.cascade.spread"):
+        return Choice(None, "reward.api.cascade.spread is set")
+    why = _why_no_spread(settings)
+    if not why:
+        return Choice(None, "the spread of the cheaper judge decides")
+    return Choice(UNSURE_BAND if settings["reward.api.cascade.model"] else None, why)
+
+
+def _why_no_spread(settings: Settings) -> str:
+    """Return why the verdicts of a cheaper judge show no spread; "" if they do."""
+    if not (name := settings["reward.api.cascade.model"]):
+        return "no cheaper judge"
+    cheap = settings.of_judge(name)
+    if cheap and (cheap["reward.api.mode"] == "decision" or cheap["reward.api.votes"] > 1):
+        return ""
+    return "the cheaper judge has neither votes nor probabilities"
+
+
+def choose_reward_device(settings: Settings) -> Choice:
+    """Choose a GPU for a reward model if there is one."""
+    if settings.machine.gpus:
+        return Choice("cuda", "a GPU is visible")
+    if settings["trainer.n_gpus_per_node"]:
+        return Choice("cuda", "the run uses GPUs")
+    return Choice("cpu", "no GPU is visible")
+
+
+def choose_reward_dtype(settings: Settings) -> Choice:
+    """Choose the precision of a reward model: bfloat16 on a GPU that has it."""
+    if settings["reward.model.device"] == "cpu":
+        return Choice("float32", "on the CPU")
+    if settings.machine.has_bfloat16(1):
+        return Choice("bfloat16", "on a GPU")
+    return Choice("float32", "the GPU has no bfloat16")
+
+
+def choose_mixture(settings: Settings) -> Choice:
+    """Choose a mixture if it has parts."""
+    parts = ("reward.parts", "reward.composite.weights", "reward.composite.parts")
+    if any(settings[key] for key in parts):
+        return Choice(True, "parts are set")
+    return Choice(False, "no parts are set")
+
+
+def choose_sandbox(settings: Settings) -> Choice:
+    """Leave the sandbox of code to the start, which tries them."""
+    return Choice(None, "the start tries bubblewrap, then sandlock")
+
+
+def choose_judge_context(settings: Settings) -> Choice:
+    """Choose the tokens that a judge's server accepts, by its model's config.json."""
+    if settings["reward.api.type"] != "local" or not (path := settings["reward.api.model"]):
+        return Choice(None, "the run starts no judge")
+    if not (config_json := read_config(path)):
+        return Choice(None, "the server reads its model's maximum")
+    limit = text_config(config_json).get("max_position_embeddings")
+    if isinstance(limit, int) and limit < JUDGE_CONTEXT:
+        return Choice(limit, "the maximum of its model")
+    return Choice(JUDGE_CONTEXT, "judges need no more, and more takes memory")
+
+
+def choose_threads(settings: Settings) -> Choice:
+    """Choose OMP_NUM_THREADS; without it processes count the cores when they start."""
+    if not _runs_alone(settings):
+        return Choice(None, "a worker takes one, or on GPUs its share of the cores of its node")
+    if settings.machine.threads is not None:
+        return Choice(settings.machine.threads, "OMP_NUM_THREADS")
+    return Choice(None, "one per core, which torch counts when it is loaded")
+
+
+def choose_python(settings: Settings) -> Choice:
+    """Choose the Python of environments: this one."""
+    return Choice(os.path.abspath(sys.executable), "it runs this program")

@@ -24,8 +24,9 @@ from ppo_cli.config.schema.keys import (
     Key,
     keys_of,
     nest_values,
-    set_nested,
+    table,
     validation_messages,
+    with_settings,
 )
 from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.config.schema.values import read_value
@@ -191,8 +192,9 @@ def read_settings(
         except ValueError as error:
             problems.append((name, str(error)))
     try:
-        # Then as a section: its validators and ranges.
-        kind.model_validate(nest_values(values))
+        # Then as a section: its validators and ranges. An unset value is decided by its rule.
+        unset = {name for name, v in values.items() if v is None and keys[name].rule is not None}
+        kind.model_validate(nest_values({k: v for k, v in values.items() if k not in unset}))
     except ValidationError as error:
         wrong = {
             name: message
@@ -207,10 +209,9 @@ def read_settings(
 def override_section(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -> S:
     """Return a section with these values replaced; settings in `fresh` return to their defaults."""
     # Reset what belongs to another provider or checkpoint, then put the new values in.
-    tree = {k: v for k, v in base.model_dump().items() if k not in fresh}
-    for name, value in values.items():
-        set_nested(tree, name, value)
-    return type(base).model_validate(tree)
+    fields = type(base).model_fields
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in fresh}
+    return with_settings(base, defaults | dict(values))
 
 
 def _flatten(
@@ -239,6 +240,9 @@ FLAG = "reward.parts"
 WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
 KINDS = ("judge", "model", "rule", "environment")
+# Group of a part -> the settings of the run that it inherits.
+SECTIONS = {"judge": "reward.api", "model": "reward.model"}
+_OF_PART = re.compile(rf"{re.escape(PARTS)}\.[^.]+\.({'|'.join(SECTIONS)})\.(.+)")
 # Setting of a part -> the kind of part that has it.
 SOURCE_KINDS = {
     "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
@@ -362,10 +366,8 @@ class _MixtureReader:
     def _read_part_settings(self, name: str, raw_settings: Any) -> None:
         """Read the settings of one part in composite.parts."""
         key = f"{PARTS}.{name}"
-        # `parts.judge: 0.5` is short for its weight.
-        if _parse_number(raw_settings) is not None:
-            raw_settings = {"weight": raw_settings}
-        if raw_settings is not None and not isinstance(raw_settings, Mapping):
+        raw_settings = expand_part(raw_settings)
+        if not isinstance(raw_settings, dict):
             self._report(
                 key, f"{key}: '{raw_settings}' is not a group of settings such as weight: 0.5."
             )
@@ -374,11 +376,6 @@ class _MixtureReader:
             return
         part = self._get_draft(name, key)
         allowed = set(MixPart.model_fields) - {"name"}
-        raw_settings = dict(raw_settings or {})
-        # `model: DIR` and `judge: NAME` are short for the main setting of each.
-        for word, leaf in (("model", "path"), ("judge", "model")):  # `model: DIR`, `judge: NAME`
-            if isinstance(raw_settings.get(word), str):
-                raw_settings[word] = {leaf: raw_settings[word]}
         values = self._read_section(MixPart, raw_settings, key, allowed)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         if weight is not None:
@@ -480,6 +477,23 @@ class _MixtureReader:
         )
 
 
+def expand_part(raw_settings: Any) -> Any:
+    """Return the settings of a part without abbreviations; what is not a group as it is.
+
+    `parts.judge: 0.5` is short for its weight, `model: DIR` and `judge: NAME` for the main setting
+    of each.
+    """
+    if _parse_number(raw_settings) is not None:
+        return {"weight": raw_settings}
+    if raw_settings is not None and not isinstance(raw_settings, Mapping):
+        return raw_settings
+    group = dict(raw_settings or {})
+    for word, leaf in (("model", "path"), ("judge", "model")):
+        if isinstance(group.get(word), str):
+            group[word] = {leaf: group[word]}
+    return group
+
+
 def _parse_number(raw: Any) -> float | None:
     """Return a finite number; None for anything else."""
     values, _ = read_settings(MixPart, {"weight": raw}, ("weight",))
@@ -554,12 +568,16 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
         fresh += OF_PROVIDER
     elif "model" in values:
         fresh += ("price_input", "price_output")
-    order = {"rubric_order": "shuffled"} if api.shuffles else {}
-    judge = override_section(api, order | values, fresh)
+    judge = override_section(api, values, fresh)
     if not (judge.model or "").strip():
         at = f"reward.api.judges.{name}"
         raise ConfigError(f"{at} has no model: set {at}.model.")
     return judge
+
+
+def further_judges(api: ApiReward) -> tuple[str, ...]:
+    """Return the names of the judges that a judge's reward asks besides it."""
+    return (*((api.cascade.model,) if api.cascade.model else ()), *api.panel.judges)
 
 
 def cheaper_judge(api: ApiReward) -> ApiReward | None:
@@ -640,6 +658,12 @@ class Source(Generic[S]):
         run = "reward.api" if isinstance(self.settings, ApiReward) else "reward.model"
         return tuple(dict.fromkeys(f"{at}.{leaf}" for at in (self.key, run) for leaf in leaves))
 
+    @property
+    def own_key(self) -> str:
+        """Where its own settings are: in its part, also where that sets none."""
+        group = "judge" if isinstance(self.settings, ApiReward) else "model"
+        return SECTIONS[group] if self.part is None else f"{PARTS}.{self.part}.{group}"
+
 
 Judge = Source[ApiReward]
 Scorer = Source[ModelReward]
@@ -667,6 +691,13 @@ def models_of(reward: Reward) -> tuple[Scorer, ...]:
         for p in read_mixture(reward).parts
         if p.kind == "model"
     )
+
+
+def find_declaration(name: str) -> Key | None:
+    """Return the declaration of a setting, also of the judge or reward model of a part."""
+    if match := _OF_PART.fullmatch(name):
+        name = f"{SECTIONS[match[1]]}.{match[2]}"
+    return table().get(name)
 
 
 def _settings_key(part: MixPart, part_settings: Mapping[str, Any], usual: str) -> str:

@@ -499,15 +499,15 @@ class Learner:
     def _load_reference(self) -> Policy | None:
         """Return the frozen reference policy; None if the run does not use one.
 
-        With LoRA and without `ref.path`, it is the actor with its adapter disabled.
+        With LoRA, and without another `ref.path`, it is the actor with its adapter disabled.
         """
         c = self._config
         if not c.uses_reference:
             return None
-        if c.model.lora_rank and c.ref.path is None:
+        if c.shares_reference:
             return reference_of(self.policy)
-        reference_path = model_folder(c.ref.path or c.model.path)
-        flag = "--ref_model" if c.ref.path else "--model"
+        reference_path = model_folder(c.ref.path)
+        flag = "--model" if c.ref.path == c.model.path else "--ref_model"
         reference = self._load_policy(
             reference_path, c.reference_sharding, trained=False, flag=flag
         )

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -102,7 +101,7 @@ def _build_spec(config: Environment) -> dict[str, Any]:
 
 def _find_python(config: Environment) -> str:
     # Not resolved: the link of a virtual environment leads out of it.
-    return os.path.abspath(os.path.expanduser(config.python or sys.executable))
+    return os.path.abspath(os.path.expanduser(config.python))
 
 
 def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:

@@ -36,6 +36,7 @@ class Machine:
     proven: frozenset[Feature] = frozenset()  # by the self-test on these GPUs
     packages: frozenset[str] = frozenset()  # those of PACKAGES that are installed
     cores: int = 1
+    threads: int | None = None  # OMP_NUM_THREADS
     host_bytes: int | None = None  # None: GPUs of another machine are assumed
     fast_bfloat16: bool = False  # the processor multiplies in bfloat16 faster than in float32
     matmul: Literal["blas", "onednn"] = "blas"  # the faster library for float32 on the processor
@@ -54,6 +55,7 @@ class Machine:
             proven=frozenset(record.proven if record else ()),
             packages=frozenset(name for name in PACKAGES if find_spec(name)),
             cores=count_cores(),
+            threads=_read_threads(environ),
             host_bytes=host_memory(),
             fast_bfloat16=has_fast_bfloat16(environ),
             matmul=matmul_library(environ),
@@ -73,3 +75,9 @@ class Machine:
     def gpu_fault(self, used: int) -> GpuFault | None:
         """Why torch cannot compute on the first `used` GPUs; None if it can, or there are none."""
         return find_gpu_fault(self.gpus[:used], self.inventory, self.torch)
+
+
+def _read_threads(environ: Mapping[str, str]) -> int | None:
+    """Return OMP_NUM_THREADS; None without one number, or where MKL has its own."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and "MKL_NUM_THREADS" not in environ else None

@@ -12,6 +12,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.secrets.redact import mask_secrets, redact
 
+HOLDS = "; holds: "  # in a comment, between an origin and what the run has decided
 YAML_HEADER = (
     "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
 )
@@ -32,10 +33,10 @@ def _yaml_lines(resolved: Resolved, settings: Config, why: Mapping[str, str]) ->
             if (name := ".".join(groups[: depth + 1])) not in opened:
                 opened.add(name)
                 yield f"{'  ' * depth}{group}:"
-        value = _as_yaml(mask_secrets(value_of(resolved.requested, key)))
+        value = as_yaml(mask_secrets(value_of(resolved.requested, key)))
         held = ""
         if key in why:
-            held = f"; holds: {_as_yaml(value_of(settings, key))} ({why[key]})"
+            held = f"{HOLDS}{as_yaml(value_of(settings, key))} ({why[key]})"
         yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin + held)}"
 
 
@@ -49,7 +50,7 @@ class _OnOneLine(yaml.SafeDumper):
 _OnOneLine.add_representer(str, _OnOneLine.represent_str)
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Return a value as YAML on one line."""
     # Flow style on one line: a comment with the origin follows it.
     text: str = yaml.dump(

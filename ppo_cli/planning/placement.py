@@ -141,9 +141,10 @@ def _choose_reward_devices(
 
 
 def hosts_reward(config: Config) -> bool:
-    """Return whether a reward model runs on this machine's devices: not served, not on `cpu`."""
+    """Return whether a reward model runs on this run's devices: not served, on a GPU if it has."""
+    gpus = config.trainer.n_gpus_per_node
     return any(
-        not is_url(str(model.settings.path)) and model.settings.device != "cpu"
+        not is_url(str(model.settings.path)) and not (gpus and model.settings.device == "cpu")
         for model in models_of(config.reward)
     )
 

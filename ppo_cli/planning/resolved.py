@@ -7,25 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.schema.keys import with_settings
-from ppo_cli.config.schema.run import Config
-from ppo_cli.config.settle import settle
-from ppo_cli.machine.machine import Machine
+from ppo_cli.config.settle import Settled, settle
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(Settled):
     """A checked configuration, where each value came from, and remarks to print.
 
-    `requested` has what was set; `config` what holds on `machine`, but for the settings that the
-    memory plan decides; `why` the reasons of decisions. `function` is the Python function that was
-    called with them, "" for a command line.
+    `config` is what holds on `machine`, but for the settings that the memory plan decides.
+    `function` is the Python function that was called with them, "" for a command line.
     """
 
-    requested: Config
-    config: Config
     origins: dict[str, str]
-    why: dict[str, str]
-    machine: Machine
     notes: tuple[str, ...] = ()
     foreign: bool = False
     function: str = ""

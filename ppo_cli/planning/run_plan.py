@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, other_judges
 from ppo_cli.config.models.known_models import choose_adapter
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, UserError, plural
@@ -55,10 +56,10 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     for judge in judges_of(reward):
         if judge.part is not None:
             judges_asked = [judge.settings, *other_judges(judge.settings)]
-            votes = sum(api.most_votes for api in judges_asked)
+            votes = sum(api.max_votes for api in judges_asked)
             count = calls[judge.part] = multiply(responses, votes)
             number = "unknown calls" if count is None else plural(count, "call")
-            fewer = " at most" if judge.settings.max_votes else ""
+            fewer = " at most" if judge.settings.asks_on else ""
             if judges_asked[1:]:
                 others = " and ".join(str(api.model) for api in judges_asked[1:])
                 fewer = f" at most, those of {others} included"
@@ -99,11 +100,16 @@ class RunPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        values = {
-            key: {"value": value, "origin": origin}
-            | ({"why": self.why[key]} if key in self.why else {})
-            for key, (value, origin) in self.values.items()
+        values: dict[str, dict[str, Any]] = {
+            key: {"value": value, "origin": origin} for key, (value, origin) in self.values.items()
         }
+        for key, fact in values.items():
+            if fact["value"] is None and table()[key].absent:
+                fact["means"] = table()[key].absent
+        # Decisions for parts of a mixture and further judges are below settings of free form.
+        for key, why in self.why.items():
+            decided = {"value": _to_plain(value_of(self.settings, key)), "origin": DEFAULT}
+            values[key] = values.get(key, decided) | {"why": why}
         return {
             "values": values,
             "arithmetic": self.arithmetic,
@@ -125,7 +131,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         findings = find_findings(resolved)
     if wrong := list_texts(findings, "refuse"):
         raise ConfigError(wrong)
-    fitted, machine = fit_memory(resolved.requested, resolved.machine), resolved.machine
+    fitted, machine = fit_memory(resolved), resolved.machine
     config = fitted.config
     sums = batch_arithmetic(config) | count_micro_batches(config)
     shortages = find_disk_shortage(config, sums["total_steps"])

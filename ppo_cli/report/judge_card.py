@@ -71,7 +71,7 @@ def _describe_judge(judge: Judge, reward: Reward, stage: str, history: Lines) ->
             share = spread**2 / judge.settings.votes / deviation**2
             text += f", {min(1.0, share):.0%} of the variance of the scores"
         yield "noise", text
-    if (votes := values(f"{stage}/votes")) and judge.settings.max_votes:
+    if (votes := values(f"{stage}/votes")) and judge.settings.asks_on:
         yield "votes", f"{fmean(votes):.2g} a response"
     if escalated := values(f"{stage}/escalated"):
         models = {"cheap": judge.settings.cascade.model, "strong": judge.settings.model}

@@ -406,7 +406,7 @@ def estimate_budget(
     """
     sums = batch_arithmetic(config, total_steps)
     # Calls per step and per validation, done so far and in total.
-    votes = max((judge.settings.most_votes for judge in judges_of(config.reward)), default=1)
+    votes = max((judge.settings.max_votes for judge in judges_of(config.reward)), default=1)
     a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)

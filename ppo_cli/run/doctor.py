@@ -325,8 +325,8 @@ def _check_memory(subject: Subject) -> Iterator[Finding]:
 
 def _check_run_memory(subject: Subject) -> Iterator[Finding]:
     """Count the memory of the run that the flags describe, as `ppo plan` does."""
-    requested, machine = subject.resolved.requested, subject.resolved.machine
-    part = memory_plan(requested, fit_memory(requested, machine), machine)
+    resolved, machine = subject.resolved, subject.resolved.machine
+    part = memory_plan(resolved.requested, fit_memory(resolved), machine)
     sources = [line for line in part.sentences if line.startswith("shape of ")]
     summary = "; ".join([part.sentences[0], *sources])
     if part.facts.get("fits") is False:

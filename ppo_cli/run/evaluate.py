@@ -43,7 +43,13 @@ from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.episodes import start_episodes
-from ppo_cli.run.identity import describe_changes, digest_rows, digest_value, setting_values
+from ppo_cli.run.identity import (
+    describe_changes,
+    digest_rows,
+    digest_value,
+    drop_undecided,
+    setting_values,
+)
 from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.run_folder.lines import append_line, plain, read_lines, replace_lines
 from ppo_cli.run_folder.sources import ModelSource
@@ -143,8 +149,6 @@ class SampledModel:
 
     @cached_property
     def _episodes(self) -> Episodes | None:
-        if not self.config.environment.is_set:
-            return None
         return start_episodes(self.config, self.tokenizer, None, self._open)
 
     @cached_property
@@ -408,6 +412,8 @@ def _claim_folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
         with folder.alone():
             # An existing eval must have the same settings.
             before = json.loads(noted.read_bytes()) if noted.exists() else settings
+            if before.get("reward.api.max_votes", 1) is None:  # of a version without these rules
+                before = drop_undecided(before, ())
             if other := describe_changes(before, settings):
                 raise ConfigError(
                     f"--out {place} holds an eval with another {other}. Name another "

@@ -282,7 +282,7 @@ def _describe_reward(run: Path, reward: Reward) -> list[str]:
         if api.rubric is not None:
             asked = f"rubric {_public_name(api.rubric)}"
         lines[-1] += f", {asked}, votes a response: {api.votes}"
-        lines[-1] += f" to {api.max_votes}" if api.max_votes else ""
+        lines[-1] += f" to {api.max_votes}" if api.asks_on else ""
         lines += [f"- Further judge: {other.model} ({other.type})" for other in other_judges(api)]
         lines += _list_criteria(api, request)
     for model in models_of(reward):

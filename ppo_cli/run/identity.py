@@ -18,20 +18,31 @@ from typing import Any
 import yaml
 
 from ppo_cli.config.layers import DEFAULT
-from ppo_cli.config.mixture import mixture_of
+from ppo_cli.config.mixture import (
+    OF_REWARD,
+    SECTIONS,
+    find_declaration,
+    further_judges,
+    judges_of,
+    mixture_of,
+    models_of,
+    other_judge,
+    read_judge,
+)
 from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
-from ppo_cli.errors import UserError
+from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.planning.findings.rules import find_findings
+from ppo_cli.planning.findings.unused import has_effect
 from ppo_cli.planning.run_plan import RunPlan, make_plan
 from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
-from ppo_cli.run_folder.folder import AS_BEGUN, PLAN_FILE, read_decisions, run_settings
+from ppo_cli.run_folder.folder import AS_BEGUN, read_decisions, run_settings
 from ppo_cli.run_folder.sources import has_model
 from ppo_cli.secrets.redact import mask_secrets
 
@@ -80,6 +91,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         or (config.environment.is_set and name.startswith("environment."))
     }
     values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward, free))
+    values = _without_rules(values) | _list_decisions(config.reward, free)
     named = [
         v
         for k, v in values.items()
@@ -118,7 +130,7 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
     before = {
         key: value
         for key, value in decided.items()
-        if key in plan.why and (key in KEPT or table()[key].identity in BINDING)
+        if key in plan.why and _binds(key)
         if value != value_of(plan.settings, key)
     }
     # What is refused here is left to this machine.
@@ -133,6 +145,8 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         kept = {key: value for key, value in kept.items() if key not in refused}
     notes = []
     for key, value in before.items():
+        if not has_effect(plan.settings, find_declaration(key)):
+            continue
         then, now = _format_value(value), _format_value(value_of(plan.settings, key))
         if key in kept:
             notes.append(
@@ -141,6 +155,12 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         else:
             notes.append(f"{key} was {then}, and is {now}: {plan.why[key]}.")
     return kept_plan, before.keys() - kept.keys(), notes
+
+
+def _binds(key: str) -> bool:
+    """Whether a decision for a setting belongs to its run."""
+    declaration = find_declaration(key)
+    return key in KEPT or (declaration is not None and declaration.identity in BINDING)
 
 
 def _read_defaults(run: Path) -> dict[str, Any]:
@@ -163,8 +183,7 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
     if identity.keys() - saved.keys():
         with suppress(UserError):
             saved = setting_values(run_settings(checkpoint.parents[1])) | saved
-    if not (checkpoint.parents[1] / PLAN_FILE).exists():
-        saved = {k: v for k, v in saved.items() if not _was_undecided(k, v)}
+    saved = drop_undecided(saved, read_decisions(checkpoint.parents[1]))
     if bound:
         binding = {key for key, setting in table().items() if setting.identity == "checkpoint"}
         identity = {key: value for key, value in identity.items() if key in binding}
@@ -210,9 +229,77 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(text for key in both for text in _describe_change(key, before[key], now[key]))
 
 
-def _was_undecided(key: str, before: Any) -> bool:
-    """Whether an older version saved that a setting was unset, which is decided now."""
-    return before in (None, "auto") and key in table() and table()[key].rule is not None
+def drop_undecided(saved: Mapping[str, Any], decided: Container[str]) -> dict[str, Any]:
+    """Return a saved identity without what an older version left unset, and which has a rule now.
+
+    `decided` are the settings that the run has decided; what it has saved for them counts.
+    """
+    declared = table()
+    rules = {key for key in saved if key in declared and declared[key].rule is not None}
+    undecided = {k for k in rules if k not in decided and saved[k] in (None, "auto")}
+    return _without_rules({key: value for key, value in saved.items() if key not in undecided})
+
+
+def _without_rules(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity whose parts and further judges have no settings with a rule.
+
+    What holds for those has separate keys: `_list_decisions`.
+    """
+    parts, judges = "reward.composite.parts", "reward.api.judges"
+    stripped = dict(values)
+    if judges in values:
+        stripped[judges] = _strip_judges(values[judges])
+    if parts in values:
+        stripped[parts] = {}
+        flagged = {text.split(":")[-2].strip() for text in values.get("reward.parts") or ()}
+        for name, part in values[parts].items():
+            groups = {kind: _strip(part[kind]) for kind in SECTIONS if kind in part}
+            groups.get("judge", {}).pop("judges", None)
+            part = {key: value for key, value in part.items() if key not in groups}
+            part |= {kind: group for kind, group in groups.items() if group}
+            # A flag that names the part has its kind and its weight.
+            if name not in flagged or part.keys() - {"kind", "weight"}:
+                stripped[parts][name] = part
+    return stripped
+
+
+def _strip(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a judge or a reward model without those that have a rule."""
+    declared = keys_of(ApiReward) | keys_of(ModelReward)
+    return {k: v for k, v in group.items() if k not in declared or not declared[k].rule}
+
+
+def _strip_judges(judges: Mapping[str, Any]) -> dict[str, Any]:
+    """Return further judges by name without settings that have a rule, nor those of their name."""
+    stripped = {}
+    for name in judges:
+        try:
+            settings = _strip(read_judge(judges, name))
+        except ConfigError:  # refused where judges are checked, unless nothing asks it
+            settings = judges[name]
+        if settings != read_judge({}, name):
+            stripped[name] = settings
+    return stripped
+
+
+def _list_decisions(reward: Reward, free: Container[str]) -> dict[str, Any]:
+    """Return what holds for each judge and reward model of settings with a rule, by key.
+
+    Of further judges it has all settings, however they are named.
+    """
+    rules: dict[str, ApiReward | ModelReward] = {m.own_key: m.settings for m in models_of(reward)}
+    further: dict[str, ApiReward] = {}
+    for judge in judges_of(reward):
+        rules[judge.own_key] = judge.settings
+        for name in further_judges(judge.settings):
+            further[f"{judge.own_key}.judges.{name}"] = other_judge(judge.settings, name)
+    return {
+        f"{at}.{leaf}": mask_secrets(value_of(section, leaf))
+        for at, section in (rules | further).items()
+        for leaf, key in keys_of(type(section)).items()
+        if key.identity not in free
+        and (key.rule is not None or (at in further and leaf.partition(".")[0] not in OF_REWARD))
+    }
 
 
 def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:

@@ -213,8 +213,7 @@ def models_by_flag(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the models of a run with their flags, each once: unset ones are the policy's."""
     models = {config.ref.path: "--ref_model", config.critic.model.path: "--critic_model"}
     for path, flag in (models | {config.model.path: "--model"}).items():
-        if path is not None:
-            yield flag, path
+        yield flag, path
 
 
 def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:

@@ -103,7 +103,7 @@ def run_settings(run: Path) -> Config:
 
 def read_decisions(run: Path) -> dict[str, Any]:
     """Return what the plan of a run has decided or kept, and nobody has set; empty without one."""
-    from ppo_cli.config.schema.keys import table
+    from ppo_cli.config.mixture import find_declaration
 
     try:
         values = json.loads((run / PLAN_FILE).read_bytes())["values"]
@@ -114,7 +114,7 @@ def read_decisions(run: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {key: value for key, value in held.items() if key in table()}
+    return {key: value for key, value in held.items() if find_declaration(key)}
 
 
 class RunFolder:

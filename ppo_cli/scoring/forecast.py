@@ -192,9 +192,7 @@ class Forecast:
         if api.monitor.model is not None:
             monitor, share = monitor_settings(api), api.monitor.share
             scored = 1.0 if api.cascade.model is None else api.cascade.share
-            read = usage.times(
-                share / scored / expected_votes(api), share / scored / api.most_votes
-            )
+            read = usage.times(share / scored / expected_votes(api), share / scored / api.max_votes)
             line = _usage_line(read, find_price(monitor))
             lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
@@ -210,7 +208,7 @@ class Forecast:
                 f"{self.repeated:,} of the verdicts are repeated ones, which show the judge's "
                 "noise (--rm_noise_responses 0: none)"
             )
-        if api.max_votes is not None:
+        if api.asks_on:
             lines.append(
                 f"votes: up to {api.max_votes} a response are counted as calls and in the high "
                 f"figures, {expected_votes(api):.2f} in the low ones, as repeated verdicts differ "
@@ -290,7 +288,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     sums, listed = batch_arithmetic(config), api.compare == "list"
     # A cascade's judge is asked about a share of the responses.
     share = 1.0 if api.cascade.model is None else api.cascade.share
-    expected, most_votes = share * expected_votes(api), share * api.most_votes
+    expected, most_votes = share * expected_votes(api), share * api.max_votes
     # Responses per request (alone, in a list), and requests per response.
     alone, of_list, requests = 1, 1, 1.0
     if api.mode == "compare":
@@ -347,7 +345,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
 
 def expected_votes(api: ApiReward) -> float:
     """Return the expected votes on a response: one more each time that a further one differs."""
-    further = range(1, api.most_votes - api.votes + 1)
+    further = range(1, api.max_votes - api.votes + 1)
     return api.votes + sum(DIFFERING**number for number in further)
 
 
@@ -430,9 +428,9 @@ def _response_tokens(config: Config) -> tuple[int, int]:
     The limit of an episode counts its tools' results as well; a judge of its last turn reads the
     tokens of that turn.
     """
-    longest, limit = config.data.max_response_length, config.environment.max_turn_tokens
-    if config.environment.is_set and config.reward.api.scope == "turn" and limit is not None:
-        longest = min(longest, limit)
+    longest = config.data.max_response_length
+    if config.environment.is_set and config.reward.api.scope == "turn":
+        longest = min(longest, config.environment.max_turn_tokens)
     return max(1, longest // 2), longest
 
 

@@ -55,12 +55,10 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
 
 def read_labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
     """Return the labelled responses that judges score again during a run, by file."""
-    files = {judge.settings.monitor.labels for judge in judges_of(settings)} - {None}
-    if not files:
-        return {}
     from ppo_cli.scoring.rows import read_held_out
 
-    return {str(file): read_held_out(str(file)) for file in files}
+    files = {judge.settings.monitor.labels for judge in judges_of(settings)}
+    return {file: read_held_out(file) for file in files if file is not None}
 
 
 def row_checks(
@@ -232,7 +230,7 @@ def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
 def verdicts_per_response(settings: RewardSettings) -> int:
     """The most verdicts that one response takes: each vote of each judge, and each other part."""
     # Each part that is not a judge counts as one verdict.
-    votes = sum(api.most_votes for judge in judges_of(settings) for api in _asked_judges(judge))
+    votes = sum(api.max_votes for judge in judges_of(settings) for api in _asked_judges(judge))
     others = sum(part.kind != "judge" for part in mixture_of(settings))
     return max(1, votes + others)
 

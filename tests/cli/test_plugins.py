@@ -14,13 +14,13 @@ import pytest
 
 from ppo_cli import plan, train
 from ppo_cli.cli.app import main
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.keys import describe_range, table
 from ppo_cli.environments.pool import check_environment
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.plugins import read_metadata
 from ppo_cli.rewards.rules import get_rule
 from ppo_cli.run.identity import describe_changes, setting_values
+from tests.settings import complete_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
         rm_price_output=4,
     )  # fmt: skip
     assert forecast.values["reward.api.type"][0] == "acme"
-    assert check_environment(Environment(path="acme_echo")) == ()
+    assert check_environment(complete_environment(path="acme_echo")) == ()
 
 
 def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
@@ -102,7 +102,7 @@ def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
     with pytest.raises(RewardError, match="Did you mean 'acme_short'"):
         get_rule("acme_shrt")
     with pytest.raises(ConfigError, match="Did you mean 'acme_echo'"):
-        check_environment(Environment(path="acme_ecko"))
+        check_environment(complete_environment(path="acme_ecko"))
     assert "acme_reinforce" in describe_range(table()["actor.policy_loss.loss_mode"])
 
 

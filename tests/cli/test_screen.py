@@ -124,13 +124,14 @@ def test_on_a_terminal_bars_lines_and_a_frame() -> None:
 VIEW = """
 import sys
 from ppo_cli.cli.screen import make_screen
+from ppo_cli.config.settle import settle
 from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
 screen = make_screen()
 api = {"enable": True, "type": "openai", "model": "m", "budget_usd": 1.0, "budget_tokens": 90000}
 config = Config.model_validate({"reward": {"api": api}})
-config = fit_memory(config, Machine()).config
+config = fit_memory(settle(config, Machine())).config
 metrics = {"kl_divergence": 0.01, "entropy": 0.5, "response_length_mean": 3.5, "value_loss": 0.1,
            "clip_fraction": 0.0, "explained_variance": 0.5, "grad_norm": 1.0,
            "response_length/clip_ratio": 0.25, "time/step_s": 10.0, "time/left_s": 65.0,
@@ -393,13 +394,14 @@ def test_step_line() -> None:
 
 PRETRAINING = """
 from ppo_cli.cli.screen import make_screen
+from ppo_cli.config.settle import settle
 from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
 import sys
 screen = make_screen()
 config = Config.model_validate({"critic": {"pretrain_steps": 12, "pretrain_until": 0.5}})
-config = fit_memory(config, Machine()).config
+config = fit_memory(settle(config, Machine())).config
 lines = [{"time/step_s": 7.0, "explained_variance": 0.1 * i, "reward_mean": 0.4, "value_loss": 0.1}
          for i in range(6)]
 screen.begin(config.reward, 40, [])

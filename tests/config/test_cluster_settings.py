@@ -67,7 +67,7 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
     requested, machine = Config.model_validate(nest_values(overrides)), with_gpus(gpus)
     settled = settle(requested, machine)
     config = settled.config
-    resolved = Resolved(requested, config, {}, settled.why, machine)
+    resolved = Resolved(requested, config, settled.why, machine, {})
     clashes = [clash.text for clash in check_devices(Scene(resolved, {}))]
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:

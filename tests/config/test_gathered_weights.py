@@ -99,7 +99,7 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so() -> None:
 
     def lines(config: Config, proven: tuple[Feature, ...] = ()) -> list[str]:
         machine = with_gpus(8, 80 * GB, proven=proven)
-        sentences = memory_plan(config, fit_memory(config, machine), machine).sentences
+        sentences = memory_plan(config, fit_memory(settle(config, machine)), machine).sentences
         return [line for line in sentences if "weights are gathered" in line]
 
     model = {"path": "embedded"}

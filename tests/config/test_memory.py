@@ -391,7 +391,7 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
         (odd, True, "gradient checkpointing: on (the memory of a step is unknown here)"),
         ("nobody/has-this-model", True, "unknown (no config.json"),
     ):
-        fitted = fit_memory(config(model={"path": path}), CPU)
+        fitted = fit_memory(settle(config(model={"path": path}), CPU))
         assert fitted.config.model.enable_gradient_checkpointing is recomputed, path
         sentences = memory_plan(config(model={"path": path}), fitted, CPU).sentences
         assert fragment in " ".join(sentences)
@@ -401,7 +401,7 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
 def test_what_was_set_stays(setting: bool, tmp_path: Path) -> None:
     for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
         settings = config(model={"path": path, "enable_gradient_checkpointing": setting})
-        fitted = fit_memory(settings, CPU)
+        fitted = fit_memory(settle(settings, CPU))
         assert fitted.config.model.enable_gradient_checkpointing is setting
         sentences = memory_plan(settings, fitted, CPU).sentences
         assert f"gradient checkpointing: {'on' if setting else 'off'}, as set" in sentences
@@ -430,7 +430,7 @@ def test_ranks_keep_whole_weights_where_memory_is_ample(
         trainer=trainer,
         actor={"fsdp_config": {} if setting is None else {"reshard_after_forward": setting}},
     )
-    fitted = fit_memory(settings, CPU)
+    fitted = fit_memory(settle(settings, CPU))
     for part, expected in ((fitted.config.actor, actor), (fitted.config.critic, critic)):
         assert part.fsdp_config.reshard_after_forward is expected
     sentences = (*fitted.lines, *memory_plan(settings, fitted, CPU).sentences)

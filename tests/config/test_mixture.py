@@ -91,7 +91,7 @@ def test_weights_and_settings_of_a_part_are_merged() -> None:
         name="correct", kind="rule", weight=0.6, scaling="none", rule="gsm8k"
     )
     assert (mixture_parts["format"].weight, mixture_parts["format"].clip) == (0.3, 2.0)
-    assert mixture_parts["kind"].judge == {"votes": 3}
+    assert mixture_parts["kind"].judge["votes"] == 3
     assert mixture_parts["kind"].kind == "judge"
 
 

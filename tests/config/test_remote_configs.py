@@ -47,7 +47,7 @@ def test_table_has_each_name_once_and_those_of_the_presets() -> None:
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_of_hub_models_show_their_memory_without_network(preset: str) -> None:
     resolved = resolve(flags={}, preset=preset, config_files=(), overrides=(), environ={})
-    fitted = fit_memory(resolved.requested, resolved.machine)
+    fitted = fit_memory(resolved)
     config = fitted.config
     hub = [path for path in counted_models(config) if path not in MODELS and "models/" not in path]
     part = memory_plan(resolved.requested, fitted, resolved.machine)

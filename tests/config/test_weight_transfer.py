@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ppo_cli.config.settle import settle as apply_rules
 from ppo_cli.machine.device_record import FEATURES, Feature
 from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.planning.placement import plan_devices
@@ -81,7 +82,7 @@ def test_auto_takes_what_the_self_test_has_proven(
 ) -> None:  # fmt: skip
     machine = with_gpus(4, proven=("packed_attention", *features))
     resolved = settle(VLLM, FOUR, *overrides.split(), machine=machine)
-    rollout = fit_memory(resolved.requested, machine).config.rollout
+    rollout = fit_memory(apply_rules(resolved.requested, machine)).config.rollout
     assert (rollout.weight_transfer, rollout.sleep) == (way, sleep)
     lines = [line for line in device_notes(resolved, {}) if "self-test" in line]
     assert len(lines) == bool(slow)

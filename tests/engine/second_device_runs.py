@@ -23,7 +23,6 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, build_sampler
 from ppo_cli.engine.device import Compute
@@ -35,6 +34,7 @@ from ppo_cli.rewards.models.local import ModelScorer, Sample
 from tests.engine.packed_steps import merge_settings, scored
 from tests.engine.second_device import OUTSIDE, Watch, crossings, install
 from tests.rewards.models import twins
+from tests.settings import complete_reward_model
 
 Numbers = dict[str, list[float]]
 Watching = Callable[[], AbstractContextManager[Any]]
@@ -161,7 +161,7 @@ def score(path: Path, watch: Watching) -> Numbers:
         Sample(("row", i), (question,), "Yes: nothing but 1 and 17 divides it. "[: 5 * i])
         for i in range(1, 7)
     ]
-    settings = ModelReward(path=str(path), self_test="off", offload=True, dtype="float32")
+    settings = complete_reward_model(path=str(path), self_test="off", offload=True, dtype="float32")
     scorer = ModelScorer(settings)
     scorer.load([])
     results: Numbers = {}
@@ -275,7 +275,7 @@ def main(folder: Path) -> dict[str, Any]:
     Compute.choose = classmethod(  # type: ignore[method-assign,assignment]
         lambda cls, dtype: cls(present["device"], dtype_of(dtype).dtype)
     )
-    reward_loading.choose_device = lambda name: present["device"]
+    reward_loading.open_device = lambda name: present["device"]
     both = ((CPU, nullcontext), (second, Watch))
 
     def compare(name: str, run: Callable[[Path, Watching], Numbers]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.pool import EnvironmentPool
+from tests.settings import complete_environment
 
 ROW = {
     "prompt": "Guess.", "messages": [{"role": "user", "content": "Guess."}],
@@ -67,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
     pools = []
 
     def start_pool(**settings: Any) -> EnvironmentPool:
-        config = Environment(**{"num_workers": 1, "timeout": 20.0, **settings})
+        config = complete_environment(**{"num_workers": 1, "timeout": 20.0, **settings})
         pools.append(EnvironmentPool(config, tmp_path / "logs"))
         pools[-1].start()
         return pools[-1]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.pool import check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW, find_python
 from tests.environments.test_pool import Start, say
+from tests.settings import complete_environment
 from tests.waiting import free_port, wait_until
 
 RUN = "import uvicorn; from server.app import app; uvicorn.run(app, port={}, log_level='error')"
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     with subprocess.Popen([python, "-c", RUN.format(port)], cwd=folder) as process:
         try:
-            config = Environment(path=f"openenv:http://127.0.0.1:{port}")
+            config = complete_environment(path=f"openenv:http://127.0.0.1:{port}")
 
             def is_ready() -> bool:
                 assert process.poll() is None
@@ -65,11 +65,11 @@ def test_an_episode_with_a_real_environment(start: Start, server: str) -> None:
 
 def test_mistakes_are_refused(server: str) -> None:
     with pytest.raises(UserError, match=r"The action has: .*message"):
-        check_environment(Environment(path=f"openenv:{server}", kwargs={"field": "text"}))
+        check_environment(complete_environment(path=f"openenv:{server}", kwargs={"field": "text"}))
     with pytest.raises(UserError, match=r"environment.kwargs.fild; it has: field"):
-        check_environment(Environment(path=f"openenv:{server}", kwargs={"fild": "text"}))
+        check_environment(complete_environment(path=f"openenv:{server}", kwargs={"fild": "text"}))
 
 
 def test_a_server_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="/schema does not answer: URLError"):
-        check_environment(Environment(path=f"openenv:127.0.0.1:{free_port()}"))
+        check_environment(complete_environment(path=f"openenv:127.0.0.1:{free_port()}"))

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.processes.child import MAX_LOG_BYTES
 from ppo_cli.processes.reaper import descendants
 from tests.environments.conftest import GAME, ROW
+from tests.settings import complete_environment
 from tests.waiting import wait_until
 
 Start = Callable[..., EnvironmentPool]
@@ -127,7 +127,7 @@ def test_an_environment_of_gymnasium_is_refused_with_a_class_that_plays_it(
     file = tmp_path / "counter.py"
     file.write_text(COUNTER)
     with pytest.raises(UserError) as error:
-        check_environment(Environment(path=f"{file}:Counter"))
+        check_environment(complete_environment(path=f"{file}:Counter"))
     head, *code = str(error.value).splitlines()
     assert "is an environment of Gymnasium. Name a class" in head
     pool = start(path=f"{file}:Passed")
@@ -299,7 +299,8 @@ import json, os, sys, time
 from pathlib import Path
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.pool import EnvironmentPool
-pool = EnvironmentPool(Environment(path=sys.argv[1], num_workers=2), Path(sys.argv[2]))
+settings = Environment(path=sys.argv[1], python=sys.executable, max_turn_tokens=9, num_workers=2)
+pool = EnvironmentPool(settings, Path(sys.argv[2]))
 pool.start()
 row = json.loads(sys.argv[3])
 for name in "abcd":
@@ -357,11 +358,11 @@ def test_a_mistake_is_refused_at_the_start(tmp_path: Path, source: str) -> None:
     file = tmp_path / "game.py"
     file.write_text(source)
     with pytest.raises(UserError, match=MISTAKES[source]):
-        check_environment(Environment(path=f"{file}:Game"))
+        check_environment(complete_environment(path=f"{file}:Game"))
 
 
 def test_missing_files_are_refused_together(tmp_path: Path, game: Path) -> None:
-    config = Environment(
+    config = complete_environment(
         path=f"{tmp_path}/gme.py:Game", tools=f"{tmp_path}/tools.py", python="/nowhere/python"
     )
     with pytest.raises(ConfigError) as error:
@@ -369,7 +370,7 @@ def test_missing_files_are_refused_together(tmp_path: Path, game: Path) -> None:
     assert len(error.value.problems) == 3
     assert "Did you mean 'game.py'?" in str(error.value)
     with pytest.raises(ConfigError, match="with the name of the class"):
-        check_environment(Environment(path=str(game)))
+        check_environment(complete_environment(path=str(game)))
 
 
 def test_a_slow_import_is_no_mistake(
@@ -377,7 +378,7 @@ def test_a_slow_import_is_no_mistake(
 ) -> None:
     game.write_text("import time; time.sleep(2)\n" + game.read_text())
     monkeypatch.setattr("ppo_cli.environments.pool.CHECK_TIMEOUT_S", 0.2)
-    check_environment(Environment(path=f"{game}:Game"))
+    check_environment(complete_environment(path=f"{game}:Game"))
     pool = start(path=f"{game}:Game", timeout=1.9)
     open_episodes(pool, "a")
 

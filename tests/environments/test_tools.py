@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW
 from tests.environments.test_pool import Start, open_episodes
+from tests.settings import complete_environment
 
 TOOLS = '''
 import asyncio, enum, os, time
@@ -267,7 +267,7 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
         "def third(when: complex) -> str:\n    'Do.'\n"
     )
     with pytest.raises(UserError) as error:
-        check_environment(Environment(tools=str(path)))
+        check_environment(complete_environment(tools=str(path)))
     lines = str(error.value).splitlines()
     assert lines == [
         "--tools tools.py: first (line 1) has no docstring; write what it does, which the policy "
@@ -283,7 +283,7 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
         "Union of these.",
     ]
     with pytest.raises(UserError, match=r"has no 'thrd'\. Did you mean 'third'"):
-        check_environment(Environment(tools=f"{path}:thrd"))
+        check_environment(complete_environment(tools=f"{path}:thrd"))
 
 
 SERVER = """
@@ -354,11 +354,11 @@ def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("mcp.server")
     (tmp_path / "server.py").write_text("import sys; sys.exit('no key')")
     with pytest.raises(UserError, match=r"Connection closed\. Name the .*\nIt printed: no k"):
-        check_environment(Environment(mcp=(f"{sys.executable} {tmp_path}/server.py",)))
+        check_environment(complete_environment(mcp=(f"{sys.executable} {tmp_path}/server.py",)))
     with pytest.raises(UserError, match="--mcp 'no-such-program x' does not start: FileNotFound"):
-        check_environment(Environment(mcp=("no-such-program x",)))
+        check_environment(complete_environment(mcp=("no-such-program x",)))
     with pytest.raises(UserError, match=r"'http://127\.0\.0\.1:1/mcp' does not answer: Con"):
-        check_environment(Environment(mcp=("http://127.0.0.1:1/mcp",)))
+        check_environment(complete_environment(mcp=("http://127.0.0.1:1/mcp",)))
 
 
 def test_tools_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text("def add(a: int): 'Add.'\n\ndef end(): 'End.'\n")
     command = f"{sys.executable} {tmp_path}/server.py"
     with pytest.raises(UserError) as error:
-        check_environment(Environment(tools=f"{tmp_path}/sums.py", mcp=(command,)))
+        check_environment(complete_environment(tools=f"{tmp_path}/sums.py", mcp=(command,)))
     assert str(error.value).splitlines() == [
         f"Two tools have the name {name!r}, of --tools sums.py and of --mcp {command!r}: choose "
         "functions with --tools FILE.py:NAME,NAME, or leave one of the two out."
@@ -380,7 +380,7 @@ def test_a_python_without_the_package_is_refused(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     python = bare / "bin" / "python"
     with pytest.raises(UserError, match=f"Install it with: {python} -m pip install 'mcp>=2,<3'"):
-        check_environment(Environment(mcp=("server",), python=str(python)))
+        check_environment(complete_environment(mcp=("server",), python=str(python)))
 
 
 def test_rows_without_messages_still_open(start: Start, file: Path) -> None:

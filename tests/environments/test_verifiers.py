@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments import pool as pool_module
 from ppo_cli.environments.base import EnvironmentFailure
 from ppo_cli.environments.pool import check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW, find_python
 from tests.environments.test_pool import Start, say
+from tests.settings import complete_environment
 
 # A taskset with two rewards, a tool server, and a user who asks once more.
 NUMBERS = '''
@@ -104,7 +104,7 @@ def test_a_taskset_is_played(start: Start, python: str, tmp_path: Path) -> None:
 def test_mistakes_are_told(start: Start, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "CHECK_TIMEOUT_S", 60.0)  # the package loads slowly
     with pytest.raises(UserError, match="verifiers:no_such_task does not load: ModuleNotFound"):
-        check_environment(Environment(path="verifiers:no_such_task", python=python))
+        check_environment(complete_environment(path="verifiers:no_such_task", python=python))
     pool = start(path="verifiers:numbers_task", python=python)
     with pytest.raises(EnvironmentFailure, match=r"the row has no extra_info\.task"):
         pool.reset("a", ROW).result(60)
@@ -112,4 +112,4 @@ def test_mistakes_are_told(start: Start, python: str, monkeypatch: pytest.Monkey
 
 def test_a_python_without_verifiers_is_refused() -> None:
     with pytest.raises(UserError, match=r"lacks the package verifiers\. Run scripts/setup"):
-        check_environment(Environment(path="verifiers:numbers_task"))
+        check_environment(complete_environment(path="verifiers:numbers_task"))

@@ -56,7 +56,7 @@ def compute_on(monkeypatch: pytest.MonkeyPatch) -> OnDevice:
             return cls(device, getattr(torch, dtype or default))
 
         monkeypatch.setattr(Compute, "choose", classmethod(choose_compute))
-        monkeypatch.setattr(heads, "choose_device", lambda name: device)
+        monkeypatch.setattr(heads, "open_device", lambda name: device)
 
     return choose
 

@@ -11,6 +11,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from tests.judge_server.server import JudgeServer
+from tests.settings import complete_judge
 
 T = TypeVar("T")
 Ask = Callable[..., Reply | JudgeError]
@@ -50,7 +51,7 @@ def judge_api(
     kind: str, model: str = "m", base_url: str | None = None, **changes: Any
 ) -> ApiReward:
     """Settings of a judge at one provider."""
-    return ApiReward.model_validate({"type": kind, "model": model, "base_url": base_url} | changes)
+    return complete_judge(**({"type": kind, "model": model, "base_url": base_url} | changes))
 
 
 def on_a_loop(provider: SdkProvider, work: Callable[[SdkProvider], Awaitable[T]]) -> T:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Question, Scale
 from ppo_cli.rewards.judge.client import JudgeClient
@@ -14,6 +13,7 @@ from ppo_cli.rewards.judge.costs import Ledger
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server.server import JudgeServer
+from tests.settings import complete_judge
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def run(
     **limits: Any,
 ) -> T:
     """Run `work` with a client of the given limits on a new event loop."""
-    api = ApiReward(type="openai", model="m", base_url=server.url("openai"))
+    api = complete_judge(type="openai", model="m", base_url=server.url("openai"))
     provider = build_provider(api, environ={"OPENAI_API_KEY": "for-the-loopback"})
     client = JudgeClient(provider, limits=Limits(**limits), ledger=ledger or free(), cache=cache)
 

@@ -75,12 +75,13 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
         "import sys; from pathlib import Path\n"
+        "from ppo_cli.config.settle import settle\n"
         "from ppo_cli.planning.memory.plan import fit_memory\n"
         "from ppo_cli.config.schema.run import Config\n"
         "from ppo_cli.machine.machine import Machine\n"
         "from ppo_cli.report.tracker import Screen, Tracker\n"
         f"t = Tracker(Path({str(tmp_path)!r}), Screen(), ['tensorboard'], total_steps=1, "
-        "config=fit_memory(Config(), Machine()).config)\nt.step(1, {'x': 1.0}); t.close()\n"
+        "config=fit_memory(settle(Config(), Machine())).config)\nt.step(1, {'x': 1.0}); t.close()\n"
         "assert not {'torch', 'tensorflow', 'wandb'} & set(sys.modules)"
     )
     done = subprocess.run(

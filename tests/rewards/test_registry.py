@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import Composite, ModelReward
+from ppo_cli.config.schema.reward import Composite
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.rewards.base import Factory, Host, Reward
@@ -16,6 +16,7 @@ from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.models.local import LocalModelReward, ModelScorer
 from ppo_cli.rewards.registry import build_reward
 from tests.rewards.scoring import make_rollout
+from tests.settings import complete_reward_model
 
 Build = Callable[..., Reward]
 
@@ -31,8 +32,8 @@ def test_unknown_sources_stop_rules_but_not_one_rule_for_all(build: Build) -> No
 
 
 def test_a_model_is_on_this_machine_or_behind_an_address(build: Build) -> None:
-    local = build(model=ModelReward(path="some/model"))
-    served = build(model=ModelReward(path="http://localhost:1/classify"))
+    local = build(model=complete_reward_model(path="some/model"))
+    served = build(model=complete_reward_model(path="http://localhost:1/classify"))
     assert [type(r).__name__ for r in (local, served)] == ["LocalModelReward", "ServedModelReward"]
 
 
@@ -78,10 +79,10 @@ def test_models_are_hosted_where_they_are_told_to() -> None:
 
     mixture = RewardSettings(
         parts=("rule:0.5", "model:0.25", "model:safe:0.25"),
-        model=ModelReward(path="some/model"),
+        model=complete_reward_model(path="some/model"),
         composite=Composite(parts={"safe": {"kind": "model", "model": {"path": "some/other"}}}),
     )
-    alone = RewardSettings(model=ModelReward(path="a/third"))
+    alone = RewardSettings(model=complete_reward_model(path="a/third"))
     for settings in (mixture, alone):
         reward = build_reward(settings, sources={"openai/gsm8k"}, host=host)
         try:

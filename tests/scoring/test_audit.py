@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Rollout, Score
@@ -25,15 +24,16 @@ from tests.rewards.models.twins import skywork_qwen3_twin
 from tests.scoring.audits import Checks, by_name, failed, run_audit
 from tests.scoring.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.scoring.scripted import Remarks, Scripted, write_rows
+from tests.settings import complete_judge, complete_reward_model
 
 Scores = Callable[[Rollout], float]
 PRESETS = ("math", "code", "dialogue", "safety")
 GSM8K = RewardSettings(rule="gsm8k")
-MATH = RewardSettings(api=ApiReward(enable=True, model="m", prompt_preset="math"))
+MATH = RewardSettings(api=complete_judge(enable=True, model="m", prompt_preset="math"))
 
 
 def checks_of(judge: Judge, *, rows: int = 6, **api: Any) -> Checks:
-    settings = RewardSettings(api=ApiReward(enable=True, model="m", **api))
+    settings = RewardSettings(api=complete_judge(enable=True, model="m", **api))
     return by_name(run_audit(settings, Asked(settings.api, judge), rows=rows))
 
 
@@ -182,7 +182,7 @@ def test_rows_of_the_user(tmp_path: Path) -> None:
 
 
 def test_which_rows_are_taken() -> None:
-    judge = RewardSettings(api=ApiReward(enable=True, prompt_preset="safety"))
+    judge = RewardSettings(api=complete_judge(enable=True, prompt_preset="safety"))
     assert attacks.load_items(judge, file=None, preset=None, max_rows=2)[1].place == "safety 2"
     assert attacks.load_items(judge, file=None, preset="code", max_rows=1)[0].place == "code 1"
     assert first_item().place == "math 1"
@@ -235,7 +235,7 @@ def test_a_few_good_answers_may_lose() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
     folder = skywork_qwen3_twin(tmp_path_factory.mktemp("model") / "rm")
-    return RewardSettings(model=ModelReward(path=str(folder)))
+    return RewardSettings(model=complete_reward_model(path=str(folder)))
 
 
 def worth(rollout: Rollout) -> float:

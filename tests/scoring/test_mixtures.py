@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ppo_cli.config.mixture import judges_of, mixture_of
-from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
+from ppo_cli.config.schema.reward import Composite
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.scoring.score import MONITORS_OFF
 from ppo_cli.scoring.sources import describe_reward, override_all, random_sources, single_judge
@@ -17,6 +17,7 @@ from tests.reward_server import RewardServer
 from tests.rewards.models.twins import skywork_qwen3_twin
 from tests.scoring.commands import Bench, read
 from tests.scoring.judges import honest
+from tests.settings import complete_judge, complete_reward_model
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -65,7 +66,7 @@ def test_a_served_reward_model(bench: Bench) -> None:
         facts = bench.reward("score", sums(bench), *flags).summary["parts"]["model"]
         assert (facts["scored"], facts["share"]) == (8, pytest.approx(2 / 3))
         assert facts["mean"] > 5.0
-        config = RewardSettings(model=ModelReward(path=url))
+        config = RewardSettings(model=complete_reward_model(path=url))
         assert describe_reward(config).endswith("/classify, read as vllm")
     assert len({row["parts"]["model"]["raw"] for row in bench.scored()}) == 8
 
@@ -149,7 +150,7 @@ def test_audit_with_an_honest_judge(judge: list[str], bench: Bench, gate: tuple[
 
 
 JUDGES = RewardSettings(
-    api=ApiReward(model="m", canary_every=9),
+    api=complete_judge(model="m", canary_every=9),
     parts=("judge:0.5", "judge:style:0.2", "rule:0.3"),
     composite=Composite(parts={
         "style": {"clip": 2.0, "judge": {"model": "other", "canary_every": 3,
@@ -170,7 +171,7 @@ def test_every_judge_is_quiet() -> None:
         part if part.name != "style" else part.model_copy(update={"judge": {"model": "other"}})
         for part in mixture_of(JUDGES)
     )
-    single = RewardSettings(api=ApiReward(enable=True, gate=True))
+    single = RewardSettings(api=complete_judge(enable=True, gate=True))
     assert override_all(single, "judge", {"gate": False}).api.gate is False
 
 

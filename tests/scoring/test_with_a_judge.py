@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted
 from ppo_cli.scoring.repeats import remaining_budget
 from tests.scoring.commands import KEY, Bench
 from tests.scoring.judges import honest
+from tests.settings import complete_judge
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def flags(bench: Bench) -> list[str]:
 
 
 def test_repeats_have_what_is_left_of_each_budget() -> None:
-    judge = ApiReward(enable=True, budget_usd=2.0, budget_tokens=100)
+    judge = complete_judge(enable=True, budget_usd=2.0, budget_tokens=100)
     spent = {"cost_usd": 0.5, "tokens_in": 30.0, "tokens_out": 20.0}
     before = {f"judge_strict/{name}": value for name, value in spent.items()}
     rest = remaining_budget(judge, "strict", before)

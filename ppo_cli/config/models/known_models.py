@@ -37,6 +37,7 @@ class JudgeApi:
     decides: str | None = None
     default: str | None = None
     keyless: bool = False
+    temperature: bool = True
     listed: str | None = None
     platform: str | None = None
     needs: Mapping[str, str] = field(default_factory=dict)

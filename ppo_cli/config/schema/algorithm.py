@@ -65,6 +65,7 @@ def setting(
     default: Any,
     help_text: str,
     *,
+    absent: str | None = None,
     flag: str | None = None,
     env: str | None = None,
     usual: tuple[float, float] | None = None,
@@ -78,7 +79,8 @@ def setting(
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
-    A rule as `default` says how an unset value is found; its words are part of the help.
+    A rule as `default` says how an unset value is found; its words are part of the help, as those
+    of `absent` are, which say what no value means: null is a value, and nothing decides it.
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     A value outside the `usual` range gets a remark. `identity` defaults to that of the section. A
     list of `files` keeps the commas in names of files that exist. A `consent` is never taken from a
@@ -90,10 +92,13 @@ def setting(
     rule = default if isinstance(default, Rule) else None
     if rule is not None:
         default, help_text = None, f"{help_text} Unset: {rule.words}."
+    if absent is not None:
+        help_text = f"{help_text} {'Unset' if default is None else 'null'}: {absent}."
     # Facts for other modules, stored with the field; unset ones are left out.
     facts = {
-        "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files or None,
-        "consent": consent or None, "unused": unused, "common": common or None, "advice": advice,
+        "absent": absent, "flag": flag, "env": env, "usual": usual, "identity": identity,
+        "files": files or None, "consent": consent or None, "unused": unused,
+        "common": common or None, "advice": advice,
     }  # fmt: skip
     extra: Any = {name: fact for name, fact in facts.items() if fact is not None}
     field: Any = Field(default, description=help_text, json_schema_extra=extra or None, **limits)
@@ -248,8 +253,9 @@ class Trained(Section):
     )
     # Size of a micro-batch: sequences, or a token budget.
     ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences per micro-batch. Unset: the token budget decides.", ge=1, identity="start"
-    )
+        None, "Sequences per micro-batch.", absent="the token budget decides", ge=1,
+        identity="start",
+    )  # fmt: skip
     ppo_max_token_len_per_gpu: int = setting(
         Fitted(TOKEN_BUDGET_RULE), "Token budget of a micro-batch, prompts and responses.", ge=16,
         identity="start",
@@ -258,8 +264,8 @@ class Trained(Section):
     shuffle: bool = setting(True, "Shuffle the rows before each pass over the batch.")
     grad_clip: float = setting(1.0, "Maximum gradient norm; 0 turns clipping off.", ge=0.0)
     clip_grad_value: float | None = setting(
-        None, "Maximum size of each gradient element. Unset: no limit.", gt=0.0
-    )
+        None, "Maximum size of each gradient element.", absent="no limit", gt=0.0,
+    )  # fmt: skip
     loss_agg_mode: AggregationMode = setting(
         "token-mean", "How the losses of tokens are averaged into one number."
     )
@@ -346,9 +352,8 @@ class Actor(Trained):
         advice="Raise it to 0.28 if the entropy falls early, so that rare tokens can grow.",
     )  # fmt: skip
     clip_ratio_c: float | None = setting(
-        3.0,
-        "Dual-clip bound of the ratio for negative advantages, or maximum ratio of dppo_tv and "
-        "dppo_kl; null turns it off.", gt=1.0, unused="no_dual_clip",
+        3.0, "Dual-clip bound of the ratio for negative advantages, or maximum ratio of dppo_tv "
+        "and dppo_kl.", absent="off", gt=1.0, unused="no_dual_clip",
     )  # fmt: skip
     policy_loss: PolicyLoss = section(PolicyLoss)
     # SAPO's gate (arXiv 2511.20347) is narrower for a larger number.
@@ -389,7 +394,7 @@ class Actor(Trained):
     )
     target_kl: float | None = setting(
         None, "Stop the passes of a step when the KL to the old policy exceeds 1.5 times this.",
-        gt=0.0,
+        absent="all passes", gt=0.0,
     )  # fmt: skip
 
     # Losses that clip weights, means or divergences have no such order. A dual clip bounds negative
@@ -462,8 +467,9 @@ class CriticModel(Section):
         identity="checkpoint", unused="no_critic_lora",
     )  # fmt: skip
     quantization: Literal["nf4"] | None = setting(
-        None, "Store the critic's linear layers under its adapter in 4 bits.", identity="checkpoint"
-    )
+        None, "Store the critic's linear layers under its adapter in 4 bits.",
+        absent="not in 4 bits", identity="checkpoint",
+    )  # fmt: skip
 
 
 class Critic(Trained):
@@ -501,7 +507,7 @@ class Critic(Trained):
     )  # fmt: skip
     pretrain_until: float | None = setting(
         None, "Explained variance of fresh responses at which pretraining ends before "
-        "pretrain_steps.", flag="--critic_pretrain_until", gt=0.0, lt=1.0,
+        "pretrain_steps.", absent="no target", flag="--critic_pretrain_until", gt=0.0, lt=1.0,
         advice="0.5, if the task can be explained that well; pretrain_steps is the limit.",
     )  # fmt: skip
 
@@ -509,9 +515,8 @@ class Critic(Trained):
 class Ref(Section):
     """The frozen reference policy."""
 
-    path: LocalPath = setting(
-        None,
-        "Reference model, or the teacher of a distillation. Unset: the actor's initial weights.",
+    path: Annotated[str, checked(refuse_address)] = setting(
+        Follows("model.path"), "Reference model, or the teacher of a distillation.",
         flag="--ref_model", unused="no_reference",
     )  # fmt: skip
     log_prob_max_token_len_per_gpu: int = setting(
@@ -573,8 +578,8 @@ class RolloutCorrection(Section):
         2.0, "Upper bound of the importance weights.", gt=0.0, unused="no_importance_weights"
     )
     rollout_is_threshold_lower: float | None = setting(
-        None, "Lower threshold: weights outside of both thresholds become 0 (IcePop).", gt=0.0,
-        unused="no_importance_weights",
+        None, "Lower threshold: weights outside of both thresholds become 0 (IcePop).",
+        absent="none", gt=0.0, unused="no_importance_weights",
     )  # fmt: skip
     rollout_is_batch_normalize: bool = setting(
         False, "Scale the importance weights to mean 1.", unused="no_importance_weights"
@@ -583,11 +588,11 @@ class RolloutCorrection(Section):
     rollout_rs: str | None = setting(
         None, "Statistics by which tokens or sequences are removed from the loss, separated by "
         "commas: token_k1, token_k2, token_k3, seq_sum_ or seq_mean_ (k1 to k3), seq_max_ (k2, "
-        "k3).",
+        "k3).", absent="nothing is removed",
     )  # fmt: skip
     rollout_rs_threshold: str | None = setting(
-        None, "Maximum of each rollout_rs statistic, separated by commas, or one for all. For k1 a "
-        "ratio, or two: 0.5_2.0.",
+        None, "Maximum of each rollout_rs statistic, separated by commas, or one for all. For k1 "
+        "a ratio, or two: 0.5_2.0.", absent="none",
     )  # fmt: skip
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
@@ -649,9 +654,8 @@ class FilterGroups(Section):
         flag="--filter_groups",
     )  # fmt: skip
     metric: str | None = setting(
-        None,
-        "Value that must differ within a prompt: score (unset), seq_reward (with penalties), or "
-        "a part of the reward, such as acc.", unused="no_filter_groups",
+        None, "Value that must differ within a prompt: the score, seq_reward (with penalties), "
+        "or a part of the reward, such as acc.", absent="the score", unused="no_filter_groups",
     )  # fmt: skip
     max_num_gen_batches: int = setting(
         0, "Maximum batches sampled per step; 0: one pass over the prompts.", ge=0,
@@ -682,8 +686,8 @@ class Algorithm(Section):
         "the critic); lower it to 0.9 if advantages are noisy.",
     )  # fmt: skip
     lam_alpha: float | None = setting(
-        None, "Lambda of the advantages by response length, 1 - 1 / (lam_alpha length), instead of "
-        "lam.", flag="--lam_alpha", usual=(0.01, 1.0), gt=0.0, unused="no_critic",
+        None, "Lambda of the advantages by response length, 1 - 1 / (lam_alpha length), instead "
+        "of lam.", absent="lam", flag="--lam_alpha", usual=(0.01, 1.0), gt=0.0, unused="no_critic",
     )  # fmt: skip
     subtract_group_mean: bool = setting(
         False, "Subtract the mean reward of a prompt's responses from each.", unused="no_critic"

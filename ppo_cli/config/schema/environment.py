@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from ppo_cli.config.schema.algorithm import Conflict, LocalPath, Section, setting
+from ppo_cli.addresses import refuse_address
+from ppo_cli.config.choices import choose_python
+from ppo_cli.config.schema.algorithm import Conflict, LocalPath, Section, checked, setting
+from ppo_cli.config.schema.unset import Chosen, Follows
 
 
 class Environment(Section):
@@ -13,12 +16,12 @@ class Environment(Section):
     # Where the turns come from: one of these three.
     path: LocalPath = setting(
         None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME or openenv:URL.",
-        flag="--environment",
-        env="PPO_ENVIRONMENT", unused="", common=True,
+        absent="no environment", flag="--environment", env="PPO_ENVIRONMENT", unused="",
+        common=True,
     )  # fmt: skip
     tools: LocalPath = setting(
         None, "Python functions that the model may call. FILE.py or FILE.py:NAME,NAME.",
-        flag="--tools", env="PPO_TOOLS", unused="", common=True,
+        absent="no Python tools", flag="--tools", env="PPO_TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
         (), "Tools of MCP servers: each a command, which speaks MCP over stdin and stdout, or an "
@@ -31,9 +34,9 @@ class Environment(Section):
         "rewards are of one game; or each response (sample) has its own.",
     )  # fmt: skip
     # Its processes.
-    python: LocalPath = setting(
-        None, "Python that runs the environment. Unset: the one that runs this program.",
-        identity="start",
+    python: Annotated[str, checked(refuse_address)] = setting(
+        Chosen(choose_python, "the one that runs this program"),
+        "Python that runs the environment.", identity="start",
     )  # fmt: skip
     num_workers: int = setting(4, "Environment processes.", ge=1, identity="start")
     timeout: float = setting(
@@ -46,8 +49,9 @@ class Environment(Section):
     )  # fmt: skip
     # Limits of an episode; its tokens are limited by data.max_response_length.
     max_turns: int = setting(8, "Maximum turns of the policy.", flag="--max_turns", ge=1)
-    max_turn_tokens: int | None = setting(
-        None, "Maximum tokens of one turn. Unset: those that the episode has left.",
+    max_turn_tokens: int = setting(
+        Follows("data.max_response_length"),
+        "Maximum tokens of one turn; no turn has more than the episode has left.",
         flag="--max_turn_tokens", ge=1,
     )  # fmt: skip
     # How turns become training samples.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -23,6 +23,8 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.schema.unset import Rule
 from ppo_cli.errors import did_you_mean
 from ppo_cli.plugins import Names
+
+S = TypeVar("S", bound=Section)
 
 # Words of verl that are read and then refused with what to use instead; never suggested.
 NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})
@@ -51,6 +53,7 @@ class Key:
     consent: bool = False
     common: bool = False
     advice: str = ""
+    absent: str = ""  # what no value means, if it may have none
     names: Names | None = None  # of a setting whose names packages may add to
     rule: Rule | None = None  # how an unset value is found
     unused: tuple[str, ...] = ()  # conditions under which it has no effect, its own first
@@ -147,25 +150,39 @@ def suggest_key(name: str) -> str:
     return did_you_mean(name, [k for k in settings if k.rpartition(".")[2] in leaves])
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(section: Section, key: str) -> Any:
     """Return the value of a setting by its dotted name."""
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
+    node: Any = section
+    while key:
+        name, key = _split_first(node, key)
+        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
     return node
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration with new values at these keys; the values must be valid."""
+def _split_first(node: Any, key: str) -> tuple[str, str]:
+    """Return the first name of a dotted key and the rest; a name in free-form values has dots."""
+    if isinstance(node, Mapping):
+        for name in sorted(node, key=len, reverse=True):
+            if f"{key}.".startswith(f"{name}."):
+                return name, key[len(name) + 1 :]
+    name, _, rest = key.partition(".")
+    return name, rest
+
+
+def with_settings(section: S, settings: Mapping[str, Any]) -> S:
+    """Return a section, or all settings, with new values at these keys; they must be valid."""
     for key, value in settings.items():
-        config = _replace_setting(config, key.split("."), value)
-    return config
+        section = _replace_setting(section, key, value)
+    return section
 
 
-def _replace_setting(section: Any, names: list[str], value: Any) -> Any:
-    name, *below = names
-    inner = _replace_setting(getattr(section, name), below, value) if below else value
-    return section.model_copy(update={name: inner})
+def _replace_setting(node: Any, key: str, value: Any) -> Any:
+    """Return a section, or free-form values, with another value below it."""
+    name, rest = _split_first(node, key)
+    if isinstance(node, Mapping):
+        return {**node, name: _replace_setting(node.get(name, {}), rest, value) if rest else value}
+    inner = _replace_setting(getattr(node, name), rest, value) if rest else value
+    return node.model_copy(update={name: inner})
 
 
 def set_nested(tree: dict[str, Any], name: str, value: Any) -> str:

@@ -8,6 +8,20 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema
 
+from ppo_cli.config.choices import (
+    JUDGE_CONTEXT,
+    choose_cascade_band,
+    choose_cascade_spread,
+    choose_deadline,
+    choose_judge_context,
+    choose_mixture,
+    choose_panel_least,
+    choose_reward_device,
+    choose_reward_dtype,
+    choose_rubric_order,
+    choose_sandbox,
+    choose_temperature,
+)
 from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
 from ppo_cli.config.schema.algorithm import (
     Conflict,
@@ -18,6 +32,7 @@ from ppo_cli.config.schema.algorithm import (
     section,
     setting,
 )
+from ppo_cli.config.schema.unset import Chosen, Follows
 from ppo_cli.errors import did_you_mean
 from ppo_cli.plugins import Names
 from ppo_cli.secrets.redact import redact, redact_url
@@ -177,28 +192,32 @@ class Monitor(Section):
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type", unused="no_monitor"
     )
     model: Annotated[str | None, checked(_check_not_blank)] = setting(
-        None,
-        "Second judge that only monitors. Unset: a cheap model of another provider whose key is "
-        "set, if there is no budget. none: no second judge.", flag="--rm_monitor_model",
+        None, "Second judge that only monitors. none: no second judge.",
+        absent="a cheap model of another provider whose key is set, if there is no budget",
+        flag="--rm_monitor_model",
     )  # fmt: skip
     required: bool = setting(
         True, "Stop at the start if the second judge cannot be used. Unset: only if it was named.",
         unused="no_monitor",
     )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint of the monitoring judge.", flag="--rm_monitor_base_url", unused="no_monitor"
-    )
+        None, "Endpoint of the monitoring judge.",
+        absent="the provider's own, or the judge's if that has the same provider",
+        flag="--rm_monitor_base_url", unused="no_monitor",
+    )  # fmt: skip
     key_env: Variable = setting(
-        None, "Environment variable with the key of the monitoring judge.", unused="no_monitor"
-    )
+        None, "Environment variable with the key of the monitoring judge.",
+        absent="the provider's usual one, or the judge's if that has the same provider",
+        unused="no_monitor",
+    )  # fmt: skip
     # What the second judge reads, and what the judge itself reads again.
     share: float = setting(
         0.1, "Share of the responses that the second judge scores too.", flag="--rm_monitor_share",
         gt=0.0, le=1.0, unused="no_monitor",
     )  # fmt: skip
     labels: LocalPath = setting(
-        None, "File of labelled responses (columns prompt, response, label) that the judge scores "
-        "again from time to time; up to 32 rows.", flag="--rm_monitor_labels",
+        None, "File of labelled responses (columns prompt, response, label) that the judge "
+        "scores again from time to time; up to 32 rows.", absent="none", flag="--rm_monitor_labels",
     )  # fmt: skip
     labels_every: int = setting(
         50, "Steps between two scorings of the labelled responses; the first is at the start.",
@@ -218,8 +237,8 @@ class LocalJudge(Section):
         0.85, "Share of GPU memory for the judge's server.", gt=0.0, lt=1.0, identity="start"
     )
     max_model_len: int | None = setting(
-        None, "Maximum tokens of a request with its answer. Unset: 8192, or the model's maximum.",
-        ge=64,
+        Chosen(choose_judge_context, f"{JUDGE_CONTEXT}, or the model's maximum"),
+        "Maximum tokens of a request with its answer.", ge=64,
     )  # fmt: skip
     start_timeout: float = setting(
         900.0, "Maximum seconds for the server to start.", gt=0.0, identity="start"
@@ -236,17 +255,19 @@ class Cascade(Section):
     model: Annotated[str | None, checked(_check_not_blank)] = setting(
         None, "Cheaper judge, asked first: MODEL, TYPE/MODEL or a name in reward.api.judges. The "
         "judge of --rm_model is asked where this one is unsure; CHEAPER,JUDGE names both.",
-        flag="--rm_cascade",
+        absent="no cheaper judge", flag="--rm_cascade",
     )  # fmt: skip
     # When it is unsure: one of two.
     spread: float | None = setting(
-        None, "Spread of its votes or probabilities from which it is unsure, on scores from 0 to "
-        "1. Unset: 0.15, if it has several votes or probabilities.", flag="--rm_cascade_spread",
+        Chosen(choose_cascade_spread, "0.15, if it has several votes or probabilities"),
+        "Spread of its votes or probabilities from which it is unsure, on scores from 0 to 1.",
+        flag="--rm_cascade_spread",
         ge=0.0, le=0.5, unused="no_cascade",
     )  # fmt: skip
     band: Annotated[str | None, checked(parse_band)] = setting(
-        None, "Scores from 0 to 1 at which it is unsure, LOW-HIGH. Unset: 0.2-0.8, if it has "
-        "neither votes nor probabilities.", flag="--rm_cascade_band", unused="no_cascade",
+        Chosen(choose_cascade_band, "0.2-0.8, if it has neither votes nor probabilities"),
+        "Scores from 0 to 1 at which it is unsure, LOW-HIGH.", flag="--rm_cascade_band",
+        unused="no_cascade",
     )  # fmt: skip
     share: float = setting(
         0.3, "Share of the responses that the judge is expected to decide, for forecasts; "
@@ -275,7 +296,8 @@ class Panel(Section):
         "name in reward.api.judges.", flag="--rm_panel",
     )  # fmt: skip
     least: int | None = setting(
-        None, "Judges of a panel that must give a verdict on a response. Unset: more than half.",
+        Chosen(choose_panel_least, "more than half"),
+        "Judges of a panel that must give a verdict on a response.",
         flag="--rm_panel_least", ge=1, unused="no_panel",
     )  # fmt: skip
 
@@ -296,15 +318,16 @@ class ApiReward(Section):
     )
     model: LocalPath = setting(
         None, "Model of the judge, such as qwen-plus. For local: a folder or hub name.",
-        flag="--rm_model", env="PPO_RM_MODEL", common=True,
+        absent="the provider's default, if it has one", flag="--rm_model", env="PPO_RM_MODEL",
+        common=True,
     )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint, if not the provider's own.", flag="--rm_base_url", env="PPO_RM_BASE_URL",
-        identity="eval",
+        None, "Endpoint, if not the provider's own.", absent="the provider's own",
+        flag="--rm_base_url", env="PPO_RM_BASE_URL", identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
         None, "Environment variable with the key, if not the provider's usual one.",
-        flag="--rm_key_env", identity="start",
+        absent="the provider's usual one", flag="--rm_key_env", identity="start",
     )  # fmt: skip
     # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
@@ -313,38 +336,39 @@ class ApiReward(Section):
         common=True,
     )  # fmt: skip
     prompt_file: LocalPath = setting(
-        None, "Your judge prompt: a YAML file like those in reward_prompts/.",
+        None, "Your judge prompt: a YAML file like those in reward_prompts/.", absent="the preset",
         flag="--rm_prompt_file",
     )  # fmt: skip
     system_prompt: str | None = setting(
-        None, "System prompt of the judge, instead of the preset's.", flag="--rm_system_prompt"
-    )
+        None, "System prompt of the judge, instead of the preset's.", absent="the prompt's",
+        flag="--rm_system_prompt",
+    )  # fmt: skip
     scoring_prompt: str | None = setting(
-        None, "Scoring prompt, instead of the preset's, with {prompt}, {response}, {ground_truth}, "
-        "{extra_info.*}.", flag="--rm_scoring_prompt",
+        None, "Scoring prompt, instead of the preset's, with {prompt}, {response}, "
+        "{ground_truth}, {extra_info.*}.", absent="the prompt's", flag="--rm_scoring_prompt",
     )  # fmt: skip
     rubric: LocalPath = setting(
-        None,
-        "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each row.",
-        flag="--rm_rubric",
+        None, "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each "
+        "row.", absent="no criteria", flag="--rm_rubric",
     )  # fmt: skip
     rubric_calls: Literal["one", "each"] = setting(
         "one",
         "Judge all criteria in one call, or each in a separate call: more expensive, and harder "
         "to fool.", flag="--rm_rubric_calls", unused="no_rubric",
     )  # fmt: skip
-    rubric_order: Literal["fixed", "shuffled"] | None = setting(
-        None, "Order of the criteria in a request: that of the rubric, or another one for each "
-        "row, vote and judge. Unset: shuffled in a panel, else fixed.", flag="--rm_rubric_order",
+    rubric_order: Literal["fixed", "shuffled"] = setting(
+        Chosen(choose_rubric_order, "shuffled in a panel, else fixed"),
+        "Order of the criteria in a request: that of the rubric, or another one for each row, vote "
+        "and judge.", flag="--rm_rubric_order",
         unused="no_rubric",
     )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
-        None, "Lowest and highest score, LOW-HIGH. Unset: the prompt's, else 1-10.",
+        None, "Lowest and highest score, LOW-HIGH.", absent="the prompt's, else 1-10",
         flag="--rm_scale", unused="fixed_scale",
     )  # fmt: skip
     output: Literal["json", "text"] | None = setting(
-        None, "Format of the answer: a JSON object, or a last line with the score. Unset: that of "
-        "the prompt file, else json.", flag="--rm_output", unused="fixed_output",
+        None, "Format of the answer: a JSON object, or a last line with the score.",
+        absent="that of the prompt file, else json", flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
     # How it answers.
     mode: Literal["text", "decision", "compare"] = setting(
@@ -358,8 +382,8 @@ class ApiReward(Section):
         "extra_info.NAME.", flag="--rm_compare", unused="no_comparison",
     )  # fmt: skip
     compare_calls: int | None = setting(
-        None, "Maximum calls to compare the responses to one prompt in pairs. Unset: each pair in "
-        "both orders.", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
+        None, "Maximum calls to compare the responses to one prompt in pairs.",
+        absent="each pair in both orders", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
     )  # fmt: skip
     # What the judge sees of a response.
     scope: Literal["episode", "turn"] = setting(
@@ -379,7 +403,8 @@ class ApiReward(Section):
     )
     # Sampling of the verdict.
     temperature: float | None = setting(
-        None, "Sampling temperature of the judge. Unset: 0, or 0.7 with several votes.",
+        Chosen(choose_temperature, "0, or 0.7 with several votes; none for Claude"),
+        "Sampling temperature of the judge.",
         flag="--rm_temperature", ge=0.0, le=2.0, unused="decision_endpoint",
     )  # fmt: skip
     max_tokens: int = setting(
@@ -391,31 +416,32 @@ class ApiReward(Section):
         advice="Raise it to 3 if `ppo reward calibrate` shows that repeated verdicts differ; "
         "the cost rises with it.",
     )  # fmt: skip
-    max_votes: int | None = setting(
-        None, "Further verdicts, one at a time, while no score has more than half of them, up to "
-        "this number in all. Unset: votes.", flag="--rm_max_votes", ge=3, le=64,
+    max_votes: int = setting(
+        Follows("reward.api.votes"),
+        "Further verdicts, one at a time, while no score has more than half of them, up to this "
+        "number in all.", flag="--rm_max_votes", ge=1, le=64,
     )  # fmt: skip
     # Time and rate of calls.
     timeout: float = setting(
         60.0, "Maximum seconds of one call.", flag="--rm_timeout", gt=0.0, identity="start"
     )
-    deadline: float | None = setting(
-        None, "Maximum seconds of one verdict, retries included. Unset: 3 x timeout.",
+    deadline: float = setting(
+        Chosen(choose_deadline, "3 x timeout"), "Maximum seconds of one verdict, retries included.",
         flag="--rm_deadline", gt=0.0, identity="start",
     )  # fmt: skip
     concurrency: int = setting(
         32, "Maximum calls at once.", flag="--rm_concurrency", ge=1, identity="start"
     )
     max_rpm: int | None = setting(
-        None, "Maximum requests per minute, for the whole job.", flag="--rm_max_rpm", ge=1,
-        identity="start",
+        None, "Maximum requests per minute, for the whole job.", absent="no limit",
+        flag="--rm_max_rpm", ge=1, identity="start",
     )  # fmt: skip
     max_tpm: int | None = setting(
-        None, "Maximum tokens per minute, for the whole job.", flag="--rm_max_tpm", ge=1,
-        identity="start",
+        None, "Maximum tokens per minute, for the whole job.", absent="no limit",
+        flag="--rm_max_tpm", ge=1, identity="start",
     )  # fmt: skip
     hedge_after: float | None = setting(
-        None, "Seconds after which a slow call is sent a second time. Unset: never.",
+        None, "Seconds after which a slow call is sent a second time.", absent="never",
         flag="--rm_hedge_after", gt=0.0, identity="start", unused="hedge_after_timeout",
     )  # fmt: skip
     # Failures and outages.
@@ -431,28 +457,29 @@ class ApiReward(Section):
         identity="start",
     )  # fmt: skip
     cache: LocalPath = setting(
-        None, "File of cached verdicts, or `off`. Unset: one file for all runs of this user.",
+        None, "File of cached verdicts, or `off`.", absent="one file for all runs of this user",
         flag="--rm_cache", env="PPO_RM_CACHE", identity="start",
     )  # fmt: skip
     # Spending.
     budget_usd: float | None = setting(
-        None, "Maximum cost, in US dollars.", flag="--rm_budget_usd", gt=0.0, identity="start",
-        common=True,
+        None, "Maximum cost, in US dollars.", absent="no limit", flag="--rm_budget_usd", gt=0.0,
+        identity="start", common=True,
     )  # fmt: skip
     budget_tokens: int | None = setting(
-        None, "Maximum tokens of the judge.", flag="--rm_budget_tokens", ge=1, identity="start"
-    )
+        None, "Maximum tokens of the judge.", absent="no limit", flag="--rm_budget_tokens", ge=1,
+        identity="start",
+    )  # fmt: skip
     prices: LocalPath = setting(
-        None, "YAML file with your prices.", flag="--rm_prices", env="PPO_RM_PRICES",
-        identity="start", unused="own_prices",
+        None, "YAML file with your prices.", absent="the bundled prices", flag="--rm_prices",
+        env="PPO_RM_PRICES", identity="start", unused="own_prices",
     )  # fmt: skip
     price_input: float | None = setting(
-        None, "US dollars per million input tokens.", flag="--rm_price_input", ge=0.0,
-        identity="start",
+        None, "US dollars per million input tokens.", absent="as listed", flag="--rm_price_input",
+        ge=0.0, identity="start",
     )  # fmt: skip
     price_output: float | None = setting(
-        None, "US dollars per million output tokens.", flag="--rm_price_output", ge=0.0,
-        identity="start",
+        None, "US dollars per million output tokens.", absent="as listed", flag="--rm_price_output",
+        ge=0.0, identity="start",
     )  # fmt: skip
     # Monitoring.
     canary_every: int = setting(
@@ -468,7 +495,7 @@ class ApiReward(Section):
     )  # fmt: skip
     batch_wait: float | None = setting(
         None, "Seconds to wait for batch jobs instead of calls; --batch of ppo reward sets it.",
-        gt=0.0, identity="start",
+        absent="calls", gt=0.0, identity="start",
     )  # fmt: skip
     # Further judges, and what they are for.
     judges: dict[str, Any] = setting(
@@ -506,7 +533,8 @@ class ApiReward(Section):
         Conflict(
             "max_votes votes mode",
             lambda s: (
-                s.max_votes is not None and (s.mode == "compare" or not 2 <= s.votes < s.max_votes)
+                s.max_votes not in (None, s.votes)
+                and (s.mode == "compare" or not 2 <= s.votes < s.max_votes)
             ),
             lambda s, at: (
                 f"--rm_max_votes {s.max_votes} asks on while the verdicts on a response differ: it "
@@ -571,20 +599,14 @@ class ApiReward(Section):
         return self.mode == "decision" or self.votes > 1
 
     @property
+    def asks_on(self) -> bool:
+        """Whether a response gets further verdicts while the first ones differ."""
+        return self.max_votes > self.votes
+
+    @property
     def repeats(self) -> bool:
         """Whether further verdicts are needed to see its noise: votes on a response show it."""
         return self.votes == 1 or self.mode == "compare" or bool(self.panel.judges)
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether criteria are asked in another order for each row, vote and judge."""
-        order = self.rubric_order or ("shuffled" if self.panel.judges else "fixed")
-        return order == "shuffled"
-
-    @property
-    def most_votes(self) -> int:
-        """The most verdicts that a response may get."""
-        return self.max_votes or self.votes
 
     @property
     def within_group(self) -> bool:
@@ -602,27 +624,28 @@ class ModelReward(Section):
 
     # Which model, and how it is read.
     path: str | None = setting(
-        None, "Reward model: folder, hub name or URL.", flag="--reward_model",
-        env="REWARD_MODEL_PATH", unused="every_model_its_own", common=True,
+        None, "Reward model: folder, hub name or URL.", absent="no reward model",
+        flag="--reward_model", env="REWARD_MODEL_PATH", unused="every_model_its_own", common=True,
     )  # fmt: skip
     adapter: Adapter | None = setting(
-        None, "Kind of the reward model. Unset: detected from its config and tensor names.",
+        None, "Kind of the reward model.", absent="detected from its config and tensor names",
         flag="--reward_model_adapter",
     )  # fmt: skip
     revision: str | None = setting(
-        None, "Commit, tag or branch of a hub model.", unused="model_is_served"
-    )
-    tokenizer: LocalPath = setting(
-        None, "Tokenizer, if it is not in the model's folder; for served models, that of the "
-        "template.",
-    )  # fmt: skip
-    # Where it computes, and how much at once.
-    dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "Precision of the body; the head is float32. Unset: bfloat16 on a GPU, else float32.",
+        None, "Commit, tag or branch of a hub model.", absent="the main branch",
         unused="model_is_served",
     )  # fmt: skip
-    device: Annotated[str | None, checked(_check_device_name)] = setting(
-        None, "Device: cpu, cuda or cuda:1. Unset: a GPU if there is one.",
+    tokenizer: LocalPath = setting(
+        None, "Tokenizer, if it is not in the model's folder; for served models, that of the "
+        "template.", absent="the model's",
+    )  # fmt: skip
+    # Where it computes, and how much at once.
+    dtype: Literal["float32", "bfloat16"] = setting(
+        Chosen(choose_reward_dtype, "bfloat16 on a GPU, else float32"),
+        "Precision of the body; the head is float32.", unused="model_is_served",
+    )  # fmt: skip
+    device: Annotated[str, checked(_check_device_name)] = setting(
+        Chosen(choose_reward_device, "a GPU if there is one"), "Device: cpu, cuda or cuda:1.",
         flag="--reward_model_device", identity="start", unused="model_is_served",
     )  # fmt: skip
     offload: bool = setting(
@@ -630,7 +653,7 @@ class ModelReward(Section):
         identity="start", unused="model_is_served",
     )  # fmt: skip
     max_length: int | None = setting(
-        None, "Maximum tokens of prompt and response. Unset: the model's maximum.",
+        None, "Maximum tokens of prompt and response.", absent="the model's maximum",
         flag="--reward_model_max_length", ge=8,
     )  # fmt: skip
     batch_tokens: int = setting(
@@ -645,8 +668,9 @@ class ModelReward(Section):
         "all", "Show the whole conversation, or only the last question and its response."
     )
     template: Annotated[str | None, checked(_check_template)] = setting(
-        None, "Text with {prompt} and {response}, instead of the chat template."
-    )
+        None, "Text with {prompt} and {response}, instead of the chat template.",
+        absent="the chat template",
+    )  # fmt: skip
     outputs: tuple[float, ...] = setting((), "Weights of the outputs of a head that has several.")
     self_test: Literal["strict", "warn", "off"] = setting(
         "strict", "Check before the run that good answers score above bad ones; warn: only warn.",
@@ -654,11 +678,11 @@ class ModelReward(Section):
     )  # fmt: skip
     # A served model: key, name and requests.
     key_env: Variable = setting(
-        None, "Environment variable with the key of a served model.", identity="start",
-        unused="model_is_local",
+        None, "Environment variable with the key of a served model.", absent="no key",
+        identity="start", unused="model_is_local",
     )  # fmt: skip
     model_name: str | None = setting(
-        None, "Name of the model at its server. Unset: the name that the server gives.",
+        None, "Name of the model at its server.", absent="the name that the server gives",
         unused="model_is_local",
     )  # fmt: skip
     timeout: float = setting(
@@ -687,8 +711,8 @@ class Code(Section):
         "all", "Score 1 if all tests pass, or the share of tests that pass.", flag="--code_score"
     )
     sandbox: Literal["bwrap", "sandlock"] | None = setting(
-        None, "Sandbox. Unset: bubblewrap if it works, else sandlock.", flag="--code_sandbox",
-        identity="start",
+        Chosen(choose_sandbox, "bubblewrap if it works, else sandlock"), "Sandbox.",
+        flag="--code_sandbox", identity="start",
     )  # fmt: skip
     allow_unsandboxed: bool = setting(
         False, "Run code without a sandbox, with limits only: not safe.",
@@ -712,7 +736,7 @@ class Code(Section):
 class Composite(Section):
     """A mixture: each part scaled, weighed and summed (see MixPart in config/mixture.py)."""
 
-    enable: bool | None = setting(None, "Mix several rewards. Unset: if parts are given.")
+    enable: bool = setting(Chosen(choose_mixture, "if parts are set"), "Mix several rewards.")
     weights: dict[str, Any] = setting(
         {}, "Weight by name of part: judge, model, rule, environment.", unused="mixture_off"
     )
@@ -726,7 +750,7 @@ class Shaping(Section):
 
     # Penalties by length, by a cut response and by repetition.
     overlong_buffer: int | None = setting(
-        None, "Tokens before max_response_length in which a penalty grows (DAPO). Unset: off.",
+        None, "Tokens before max_response_length in which a penalty grows (DAPO).", absent="off",
         flag="--overlong_buffer", ge=1,
     )  # fmt: skip
     overlong_penalty: float = setting(
@@ -734,23 +758,23 @@ class Shaping(Section):
         ge=0.0, unused="no_overlong_buffer",
     )  # fmt: skip
     missing_eos_penalty: float | None = setting(
-        None, "Penalty of a response that was cut off. Unset: off.", flag="--missing_eos_penalty",
+        None, "Penalty of a response that was cut off.", absent="off", flag="--missing_eos_penalty",
         ge=0.0,
     )  # fmt: skip
     repetition_penalty: float | None = setting(
-        None, "Penalty at full repetition, in proportion to the share of repeated n-grams. Unset: "
-        "off.", flag="--repetition_penalty", ge=0.0,
+        None, "Penalty at full repetition, in proportion to the share of repeated n-grams.",
+        absent="off", flag="--repetition_penalty", ge=0.0,
     )  # fmt: skip
     repetition_ngram: int = setting(
         4, "Tokens per n-gram of the repetition penalty.", ge=1, unused="no_repetition_penalty"
     )
     thought_budget: int | None = setting(
-        None, "Tokens of a thought above which a penalty grows, full at twice as many. Unset: off.",
-        flag="--thought_budget", ge=1,
+        None, "Tokens of a thought above which a penalty grows, full at twice as many.",
+        absent="off", flag="--thought_budget", ge=1,
     )  # fmt: skip
     answer_budget: int | None = setting(
-        None, "Tokens of an answer above which a penalty grows, full at twice as many. Unset: off.",
-        flag="--answer_budget", ge=1,
+        None, "Tokens of an answer above which a penalty grows, full at twice as many.",
+        absent="off", flag="--answer_budget", ge=1,
     )  # fmt: skip
     budget_penalty: float = setting(
         1.0, "Penalty at twice the budget of a thought or an answer.", flag="--budget_penalty",
@@ -758,7 +782,7 @@ class Shaping(Section):
     )  # fmt: skip
     # Clipping and normalisation, after the penalties.
     reward_clip: float | None = setting(
-        None, "Limit rewards to the range from minus this to plus this. Unset: off.",
+        None, "Limit rewards to the range from minus this to plus this.", absent="off",
         flag="--reward_clip", gt=0.0,
     )  # fmt: skip
     normalize: Literal["off", "batch", "running"] = setting(
@@ -772,15 +796,17 @@ class Reward(Section):
 
     # Rules and functions, and the processes that run them.
     function: LocalPath = setting(
-        None, "Python file with compute_score, FILE[:NAME].", flag="--reward_function",
-        env="PPO_REWARD_FUNCTION", unused="every_rule_its_own", common=True,
+        None, "Python file with compute_score, FILE[:NAME].", absent="no function",
+        flag="--reward_function", env="PPO_REWARD_FUNCTION", unused="every_rule_its_own",
+        common=True,
     )  # fmt: skip
     function_kwargs: dict[str, Any] = setting(
         {}, "Keyword arguments of the reward function.", unused="no_rule"
     )
     rule: str | None = setting(
-        None, "Built-in rule for every row. data_source is ignored.", flag="--rule",
-        unused="every_rule_its_own", common=True,
+        None, "Built-in rule for every row. data_source is ignored.",
+        absent="by the data_source of each row", flag="--rule", unused="every_rule_its_own",
+        common=True,
     )  # fmt: skip
     timeout: float = setting(
         10.0, "Maximum seconds of a rule or function for one row.", gt=0.0, identity="start",
@@ -795,8 +821,8 @@ class Reward(Section):
         flag="--reward", unused="mixture_off",
     )  # fmt: skip
     config_file: LocalPath = setting(
-        None, "YAML file with the settings of a judge or another reward.", flag="--reward_config",
-        identity="start",
+        None, "YAML file with the settings of a judge or another reward.", absent="no file",
+        flag="--reward_config", identity="start",
     )  # fmt: skip
     # Sections of each kind of source.
     api: ApiReward = section(ApiReward, unused="no_judge")

@@ -20,6 +20,7 @@ from ppo_cli.config.choices import (
     choose_samplers,
     choose_shared_prompts,
     choose_spread,
+    choose_threads,
     choose_transfer,
     choose_workers,
 )
@@ -102,7 +103,7 @@ class Model(Section):
     )  # fmt: skip
     quantization: Literal["nf4"] | None = setting(
         None, "Store the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
-        flag="--quantization", identity="checkpoint",
+        absent="not in 4 bits", flag="--quantization", identity="checkpoint",
     )  # fmt: skip
     lora_merge: bool = setting(
         False, "Send merged weights to the sampler instead of the adapter.", identity="start",
@@ -179,8 +180,9 @@ class Data(Section):
         True, "Shuffle the prompts in each epoch, by the seed.", identity="checkpoint"
     )
     system_prompt: str | None = setting(
-        None, "System message for prompts without one.", flag="--system_prompt"
-    )
+        None, "System message for prompts without one.", absent="none is added",
+        flag="--system_prompt",
+    )  # fmt: skip
     # How a row becomes a prompt.
     prompt_key: str = setting("prompt", "Column that holds the prompt.")
     reward_fn_key: str = setting("data_source", "Column that selects the rule.")
@@ -257,9 +259,8 @@ class Rollout(Section):
         "keeps the text.",
     )  # fmt: skip
     partial_tokens: int | None = setting(
-        None,
-        "Maximum tokens of a response sampled ahead between two updates; longer ones continue "
-        "with newer weights. Unset: updates wait until all responses are complete.",
+        None, "Maximum tokens of a response sampled ahead between two updates; longer ones "
+        "continue with newer weights.", absent="updates wait until all responses are complete",
         flag="--partial_tokens", ge=1,
     )  # fmt: skip
     tensor_model_parallel_size: int = setting(
@@ -329,8 +330,8 @@ class Trainer(Section):
         common=True,
     )  # fmt: skip
     total_training_steps: int | None = setting(
-        None, "Stop after this number of steps.", flag="--max_steps", env="PPO_MAX_STEPS", ge=1,
-        common=True,
+        None, "Stop after this number of steps.", absent="all epochs", flag="--max_steps",
+        env="PPO_MAX_STEPS", ge=1, common=True,
     )  # fmt: skip
     critic_warmup: int = setting(
         0, "First steps that train only the critic.", ge=0, identity="run",
@@ -342,9 +343,9 @@ class Trainer(Section):
         env="PPO_OUTPUT_DIR", min_length=1, common=True,
     )  # fmt: skip
     store: Annotated[str | None, checked(check_store)] = setting(
-        None,
-        "Address that keeps a copy of the run folder. --output_dir s3://bucket/run sets it.",
-    )
+        None, "Address that keeps a copy of the run folder. --output_dir s3://bucket/run sets it.",
+        absent="no copy",
+    )  # fmt: skip
     resume_mode: Annotated[str, checked(refuse_address)] = setting(
         "auto", "auto, never, or a checkpoint folder.", flag="--resume", common=True
     )
@@ -363,11 +364,12 @@ class Trainer(Section):
     )  # fmt: skip
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
-        3, "Newest checkpoints to keep, in addition to the best; null keeps all.", ge=1
-    )
+        3, "Newest checkpoints to keep, in addition to the best.", absent="all", ge=1,
+    )  # fmt: skip
     patience: int | None = setting(
-        None, "Stop after this number of validations without a new best.", flag="--patience", ge=1
-    )
+        None, "Stop after this number of validations without a new best.", absent="never",
+        flag="--patience", ge=1,
+    )  # fmt: skip
     stop_on_hacking: bool = setting(
         False, "Stop, and save, when the model begins to exploit its reward.",
         flag="--stop_on_hacking",
@@ -397,11 +399,13 @@ class Trainer(Section):
     )  # fmt: skip
     nnodes: int = setting(1, "Number of nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
     node_rank: int | None = setting(
-        None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0, unused="one_node"
-    )
+        None, "Rank of this node.", absent="by the launcher", flag="--node_rank", env="NODE_RANK",
+        ge=0, unused="one_node",
+    )  # fmt: skip
     master_addr: str | None = setting(
-        None, "Address of node 0.", flag="--master_addr", env="MASTER_ADDR", unused="one_node"
-    )
+        None, "Address of node 0.", absent="this node", flag="--master_addr", env="MASTER_ADDR",
+        unused="one_node",
+    )  # fmt: skip
     master_port: int = setting(
         6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535,
         unused="one_node",
@@ -418,16 +422,19 @@ class Trainer(Section):
     )
     placement: str | None = setting(
         None, "Devices of each role, such as train:0-5,rollout:6,reward:5,judge:7.",
-        flag="--placement",
+        absent="by the numbers of GPUs and workers", flag="--placement",
     )  # fmt: skip
     profile_steps: Annotated[tuple[str, ...], checked(_check_steps)] = setting(
         (), "Steps to profile, such as 3, 2,5 or 2-4; traces and tables are in profile/.",
         flag="--profile",
     )  # fmt: skip
     threads: int | None = setting(
-        None,
-        "CPU threads per process. Unset: OMP_NUM_THREADS, else one per core; a Ray worker uses "
-        "one, or on GPUs its share of the node's cores. Maximum: 4 per core.", ge=1,
+        Chosen(
+            choose_threads,
+            "OMP_NUM_THREADS, else one per core; a Ray worker uses one, or on GPUs its share of "
+            "the node's cores",
+        ),
+        "CPU threads per process. Maximum: 4 per core.", ge=1,
     )  # fmt: skip
     async_steps: int = setting(
         0, "Steps by which sampling may run ahead of training.", flag="--async_steps", ge=0, le=16,
@@ -562,6 +569,11 @@ class Config(Section):
         return self.actor.fsdp_config.model_copy(update=offload)
 
     @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the actor with its adapter disabled."""
+        return self.model.lora_rank > 0 and self.ref.path == self.model.path
+
+    @property
     def loads_reference_once(self) -> bool:
         """Whether a reference in host memory stays on the device for all of a step."""
         return self.ref.param_offload and not self.actor.fsdp_config.param_offload
@@ -619,7 +631,8 @@ class Config(Section):
             lambda c: (
                 c.algorithm.score_coef == 0
                 and (
-                    c.ref.path is None or not (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss)
+                    c.ref.path in (None, c.model.path)
+                    or not (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss)
                 )
             ),
             lambda c, at: (

@@ -33,6 +33,10 @@ class Settings(Protocol):
         """Whether it has a value without its rule."""
         ...
 
+    def of_judge(self, name: str) -> Settings | None:
+        """Return them with a further judge as the run's judge; None if that one is wrong."""
+        ...
+
 
 @dataclass(frozen=True)
 class Follows:

@@ -96,7 +96,7 @@ class ServedModel:
                 "to train all weights."
             )
         of_client = resolved.amend({"model.lora_rank": rank, "trainer.seed": seed})
-        self.config = fit_memory(of_client.requested, resolved.machine).config
+        self.config = fit_memory(of_client).config
         self.rank, self._tokenizer = rank, tokenizer
         self._compute = Compute.choose(self.config.model.dtype)
         self._learner = Learner(self.config, tokenizer, total_steps=1)

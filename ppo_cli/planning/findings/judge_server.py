@@ -14,7 +14,6 @@ from pathlib import Path
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
-from ppo_cli.config.models.weight_files import read_json, text_config
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
@@ -30,9 +29,6 @@ from ppo_cli.planning.placement import (
     judge_devices,
     local_judge,
 )
-
-# Tokens of a request and its answer: judges need no more, and more would take memory.
-MAX_REQUEST_TOKENS = 8192
 
 
 def vllm_python(environ: Mapping[str, str]) -> str | None:
@@ -61,16 +57,6 @@ def judge_fault(machine: Machine, environ: Mapping[str, str]) -> GpuFault | None
         f"The judge's server has a GPU here, but {build}, the one of {python}",
         f"run `{unset}{VLLM_SETUP}`",
     )
-
-
-def longest_request(model: str) -> int | None:
-    """Return the tokens that a server of this model accepts; None for a hub model."""
-    folder = Path(model_folder(model)).expanduser()
-    if not (folder / "config.json").is_file():
-        return None
-    config = read_json(folder / "config.json")
-    limit = text_config(config).get("max_position_embeddings")
-    return min(MAX_REQUEST_TOKENS, limit) if isinstance(limit, int) else MAX_REQUEST_TOKENS
 
 
 def check_judge_server(config: Config) -> Iterator[Finding]:

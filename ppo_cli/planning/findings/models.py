@@ -83,7 +83,7 @@ def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
     yield "model.path", config.model.path
     if config.uses_critic:
         yield "critic.model.path", config.critic.model.path
-    if config.uses_reference and config.ref.path:
+    if config.uses_reference:
         yield "ref.path", config.ref.path
 
 
@@ -197,7 +197,9 @@ def check_reward_models(scene: Scene) -> Iterator[Finding]:
         if model.settings.path is not None:
             yield from _check_path(model)
             yield from _check_protocol(model)
-            yield from _check_device(model, scene.machine)
+    # What nobody has set is on a GPU if the run uses some, wherever they are.
+    for model in models_of(scene.requested.reward):
+        yield from _check_device(model, scene.machine)
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:

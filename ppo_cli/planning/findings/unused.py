@@ -12,7 +12,7 @@ from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.finding import Finding, Kind
-from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.keys import Key, table, value_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.resolved import Resolved
@@ -375,6 +375,12 @@ def find_unused(resolved: Resolved) -> Iterator[Finding]:
             groups.setdefault((origin, UNUSED[condition].text, kind), []).append(name)
     for (origin, text, kind), keys in groups.items():
         yield Finding(tuple(keys), f"{origin}: {', '.join(keys)} has no effect: {text}.", kind)
+
+
+def has_effect(config: Config, declaration: Key | None) -> bool:
+    """Return whether a setting has an effect: none of its conditions applies."""
+    conditions = declaration.unused if declaration else ()
+    return not any(UNUSED[name].applies(config) for name in conditions)
 
 
 def describe_unused(key: str) -> Iterator[str]:

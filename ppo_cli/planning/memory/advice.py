@@ -71,7 +71,7 @@ def _suggest_training_less(config: Config) -> Iterator[str]:
 
 def _has_separate_reference(config: Config) -> bool:
     """Whether the reference is a separate model that stays on the device."""
-    shared = config.model.lora_rank > 0 and config.ref.path is None
+    shared = config.shares_reference
     return config.uses_reference and not shared and not config.ref.param_offload
 
 

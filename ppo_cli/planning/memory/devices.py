@@ -158,15 +158,12 @@ def _count_sampler(
     return ModelBytes(share, resident, 0, cast + cache + max(logits, states))
 
 
-def _count_rewards(
-    config: Config, shapes: Iterable[Shape], gpu: bool, usual_half: bool
-) -> ModelBytes:
+def _count_rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> ModelBytes:
     """Count all reward models that the run hosts, each with its batch."""
     weights = states = rest = 0
     local = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
     for settings, shape in zip(local, shapes, strict=False):
-        half = settings.dtype == "bfloat16" or (settings.dtype is None and gpu and usual_half)
-        width = 2 if half else FLOAT
+        width = 2 if settings.dtype == "bfloat16" else FLOAT
         model_bytes = width * shape.parameters(head=False)
         weights += model_bytes
         rest += 0 if settings.offload and gpu else model_bytes
@@ -207,14 +204,14 @@ class _RoleNeeds:
             models["critic"] = ModelOnRank(
                 config, device, shapes.critic, config.critic, mini, spread
             )
-        if config.uses_reference and not (config.model.lora_rank and config.ref.path is None):
+        if config.uses_reference and not config.shares_reference:
             spread = config.reference_sharding
             models["reference"] = ModelOnRank(config, device, shapes.reference, None, 0, spread)
         return cls(
             device,
             {name: model.count() for name, model in models.items()},
             _count_sampler(config, shapes.actor, device, device_memory(config, machine)),
-            _count_rewards(config, shapes.rewards, gpu, machine.has_bfloat16(1)),
+            _count_rewards(config, shapes.rewards, gpu),
         )
 
     def phases(self, config: Config) -> dict[str, int]:
@@ -372,7 +369,7 @@ def count_host(config: Config, shapes: ModelShapes, machine: Machine) -> DeviceN
 def model_paths(config: Config) -> dict[str, str]:
     """Return the folders or hub names of actor, critic and reference, used or not, by role."""
     paths = {"actor": config.model.path, "critic": config.critic.model.path}
-    return paths | {"reference": config.ref.path or config.model.path}
+    return paths | {"reference": config.ref.path}
 
 
 def counted_models(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config, Sleep
 from ppo_cli.config.schema.unset import Fitted as FittedRule
-from ppo_cli.config.settle import settle
+from ppo_cli.config.settle import Settled, settle
 from ppo_cli.errors import ppo
 from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.devices import (
@@ -290,9 +290,9 @@ def cpu_plan(requested: Config, config: Config, *, jemalloc: bool) -> list[str]:
     return lines
 
 
-def fit_memory(requested: Config, machine: Machine) -> Fitted:
-    """Decide all settings, also those that trade memory for speed: nothing unset is left."""
-    settled = settle(requested, machine)
+def fit_memory(settled: Settled) -> Fitted:
+    """Decide the settings that trade memory for speed as well: nothing unset is left."""
+    requested, machine = settled.requested, settled.machine
     layout = _choose_layout(settled.config, machine)
     if devices := placement_of(settled.config).judge:
         layout["reward.api.local.devices"] = (devices, "those of judge in --placement")

@@ -15,6 +15,7 @@ from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import UserError, plural
+from ppo_cli.planning.config_file import HOLDS, as_yaml
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
@@ -38,6 +39,7 @@ from ppo_cli.run_folder.folder import (
     WRITTEN_BY,
     is_active,
     paid_calls,
+    read_decisions,
     read_fork,
     run_settings,
     run_state,
@@ -345,11 +347,12 @@ def read_run_config(folder: Path) -> tuple[Config | None, str]:
 
 
 def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
-    """Return (key, value that held, origin) of each setting in config.yaml, and what wrote it."""
+    """Return (key, value that held, origin) of each setting of a run, and what wrote them."""
     file = folder / "config.yaml"
     if not file.exists():
         return [], ""
     settings, groups, written_by = [], list[tuple[int, str]](), ""
+    decided = read_decisions(folder)
     # The origins are comments, which YAML parsers drop, so lines are parsed here.
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         if line.startswith(WRITTEN_BY):
@@ -358,10 +361,9 @@ def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
             indent, key, value, origin = len(match[1]), match[2], match[3], match[4]
             groups = [(depth, name) for depth, name in groups if depth < indent] + [(indent, key)]
             if value is not None:
-                # An unset value has what the run decided in its comment: "; holds: 42 (why)".
-                origin, _, held = origin.partition("; holds: ")
-                value = held.partition(" (")[0] or value
-                settings.append((".".join(name for _, name in groups), value, origin))
+                name = ".".join(name for _, name in groups)
+                value = as_yaml(decided[name]) if name in decided else value
+                settings.append((name, value, origin.partition(HOLDS)[0]))
     return settings, written_by
 
 

@@ -135,7 +135,7 @@ class JudgeAsker:
         votes, seen = self._api.votes, self._visible(rollout)
         questions = [
             (None if vote else first) or self.question(rollout.prompt, seen, vote)
-            for vote in range(self._api.most_votes)
+            for vote in range(self._api.max_votes)
         ]
         answers: list[Verdict | BaseException] = []
         while len(answers) < len(questions) and (not answers or needs_vote(answers)):
@@ -226,6 +226,10 @@ class JudgeAsker:
         """Build the request for one response."""
         material = build_material(prompt, response)
         rubric = rubric or self._read_rubric(material)
-        if rubric is not None and self._api.shuffles and self._api.rubric_calls == "one":
+        if (
+            rubric is not None
+            and self._api.rubric_order == "shuffled"
+            and self._api.rubric_calls == "one"
+        ):
             rubric = rubric.shuffle(f"{prompt.uid}/{vote}/{self._api.type}/{self._api.model}")
         return self.template.question(material, self._api, vote=vote, rubric=rubric)

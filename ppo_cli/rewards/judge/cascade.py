@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.mixture import cheaper_judge
-from ppo_cli.config.schema.reward import ApiReward, parse_band
+from ppo_cli.config.schema.reward import ApiReward, Cascade, parse_band
 from ppo_cli.records import Score
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import Counters, judge_label
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
-# Without a setting: a spread of 1.4 levels on a scale of 1-10, and the middle of the scale.
-USUAL_SPREAD, USUAL_BAND = 0.15, (0.2, 0.8)
 _ROUNDING = 1e-9
 
 
@@ -30,15 +28,14 @@ class Doubt:
     """When a judge is unsure: from this spread of its verdict on, or at scores in this band."""
 
     spread: float | None = None
-    band: tuple[float, float] = USUAL_BAND
+    band: tuple[float, float] = (0.0, 1.0)
 
     @classmethod
-    def of(cls, api: ApiReward, cheap: ApiReward) -> Doubt:
-        """Read when the cheaper judge is unsure; unset, it depends on what it gives."""
-        if api.cascade.band is not None:
-            return cls(band=parse_band(api.cascade.band))
-        usual = USUAL_SPREAD if cheap.has_spread else None
-        return cls(usual if api.cascade.spread is None else api.cascade.spread)
+    def of(cls, cascade: Cascade) -> Doubt:
+        """Read when the cheaper judge is unsure."""
+        if cascade.band is not None:
+            return cls(band=parse_band(cascade.band))
+        return cls(cascade.spread)
 
     def applies(self, score: float | None, spread: float | None) -> bool:
         """Return whether a judge is unsure: also without a score, or without a known spread."""
@@ -58,7 +55,7 @@ class CascadeReward(JudgeReward):
         super().__init__(api, name=name, environ=environ)
         cheap = cheaper_judge(api)
         assert cheap is not None, "a cascade has a cheaper judge"
-        self._doubt = Doubt.of(api, cheap)
+        self._doubt = Doubt.of(api.cascade)
         self._labels = {False: judge_label(cheap), True: judge_label(api)}
         self._begin_counts()
         self._cheap = self._add_judge(cheap, environ)

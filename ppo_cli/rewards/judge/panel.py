@@ -34,7 +34,8 @@ class PanelReward(JudgeReward):
         self, api: ApiReward, *, name: str = "judge", environ: Mapping[str, str] = os.environ
     ) -> None:
         super().__init__(api, name=name, environ=environ)
-        self._least = api.panel.least or (1 + len(api.panel.judges)) // 2 + 1
+        assert api.panel.least is not None, "a panel has more than one judge"
+        self._least = api.panel.least
         self._spreads: list[float] = []
         self._failures: Counter[str] = Counter()
         self._panel = {"judge": JudgeAsker(api, self.connection, self._loop)}

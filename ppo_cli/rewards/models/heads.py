@@ -29,7 +29,6 @@ from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, fi
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
-from ppo_cli.machine.gpus import AMPERE
 from ppo_cli.machine.machine import Machine
 from ppo_cli.rewards.judge.rubric import Rubric, read_rubric
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
@@ -464,10 +463,8 @@ def hard_limit(config: Any, tokenizer: Any) -> int:
 def load_reward_model(settings: ModelReward) -> LoadedModel:
     """Load body, head and tokenizer of `settings.path` onto its device."""
     # Device and precision, then adapter, config and tokenizer, then the weights.
-    device = choose_device(settings.device)
-    half = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
-    usual = "bfloat16" if half else "float32"
-    dtype: torch.dtype = getattr(torch, settings.dtype or usual)
+    device = open_device(settings.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
     path = str(settings.path)
     folder = Path(path).expanduser()
     if not folder.is_dir():  # a model of the hub, which is downloaded
@@ -511,14 +508,11 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     )
 
 
-def choose_device(name: str | None) -> torch.device:
-    """Return the device called `name`; without a name the GPU, or the CPU if there is none.
-
-    Raises MissingPart when torch cannot use that GPU.
-    """
-    if name is None and (fault := Machine.here().gpu_fault(1)):
+def open_device(name: str) -> torch.device:
+    """Return the device called `name`; MissingPart if torch cannot use that GPU."""
+    if name != "cpu" and (fault := Machine.here().gpu_fault(1)):
         raise MissingPart(str(fault))
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(name)
 
 
 def _load_config(folder: Path, base: str | None, choice: AdapterChoice) -> Any:

@@ -55,7 +55,7 @@ class Limits:
         """Read the limits from a judge's settings."""
         return cls(
             concurrency=api.concurrency, max_rpm=api.max_rpm, max_tpm=api.max_tpm,
-            timeout=api.timeout, deadline=api.deadline or 3.0 * api.timeout,
+            timeout=api.timeout, deadline=api.deadline,
             hedge_after=api.hedge_after, outage_wait=api.outage_wait,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema.run import Config
-from ppo_cli.machine.machine import Machine
+from ppo_cli.config.settle import settle
 from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 
@@ -42,7 +42,7 @@ def make_config(device: str, **parts: dict[str, Any]) -> Config:
         "trainer": {"engine": "local", "worker_timeout": 120, "node_timeout": 120},
     }  # fmt: skip
     merged = {key: base.get(key, {}) | parts.get(key, {}) for key in {**base, **parts}}
-    return fit_memory(Config.model_validate(merged), Machine.here()).config
+    return fit_memory(settle(Config.model_validate(merged))).config
 
 
 def make_batch(vocabulary: int, rows: Rows = PROMPTS) -> Batch:

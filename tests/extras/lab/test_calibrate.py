@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.extras.lab.calibrate import STEADY, calibrate, forecast_calls, per_thousand
@@ -22,12 +21,13 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.rows import read_labels, read_responses
 from ppo_cli.scoring.score import Scoring
 from tests.scoring.scripted import Scripted, write_rows
+from tests.settings import complete_judge, complete_reward_model
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 Row = dict[str, Any]
 Calibrate = Callable[..., dict[str, Any]]
-JUDGE = RewardSettings(api=ApiReward(enable=True, model="m"))
-THREE_VOTES = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
+JUDGE = RewardSettings(api=complete_judge(enable=True, model="m"))
+THREE_VOTES = RewardSettings(api=complete_judge(enable=True, model="m", votes=3))
 
 
 def first_word(rollout: Rollout) -> Score:
@@ -178,7 +178,8 @@ def test_functions_are_asked_again(calibrated: Calibrate) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [RewardSettings(rule="gsm8k"), RewardSettings(model=ModelReward(path="some/model"))]
+    "settings",
+    [RewardSettings(rule="gsm8k"), RewardSettings(model=complete_reward_model(path="some/model"))],
 )
 def test_what_is_not_random_is_asked_once(calibrated: Calibrate, settings: RewardSettings) -> None:
     rows, reward = right_or_wrong(12), Scripted(first_word)
@@ -264,7 +265,7 @@ def test_how_much_will_be_asked_is_told() -> None:
 
 
 def test_the_seconds_of_repeats_count_and_many_run_at_once(calibrated: Calibrate) -> None:
-    wide = RewardSettings(api=ApiReward(enable=True, model="m", concurrency=400))
+    wide = RewardSettings(api=complete_judge(enable=True, model="m", concurrency=400))
     began = time.monotonic()
     result = calibrated(right_or_wrong(20), Paid(), repeat=2, settings=wide)
     elapsed = time.monotonic() - began

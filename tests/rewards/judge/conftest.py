@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS, WIRES
+from tests.settings import complete_judge
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]
             "noise_responses": 0,
         }  # fmt: skip
         keys = KEYS | {"OTHER_KEY": "k2"} | (environ or {})
-        rewards.append(kind(ApiReward.model_validate(usual | changes), environ=keys))
+        rewards.append(kind(complete_judge(**(usual | changes)), environ=keys))
         return rewards[-1]
 
     yield build

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
+from ppo_cli.config.schema.reward import Monitor, Reward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.estimates import correlate
 from ppo_cli.records import Prompt, Rollout
@@ -33,6 +33,7 @@ from ppo_cli.rewards.judge.prompt import Material, load_preset
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all
+from tests.settings import complete_judge
 
 Make = Callable[..., CompareReward]
 BLOCK = re.compile(r"<response-(R\d+)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>", re.DOTALL)
@@ -352,7 +353,9 @@ def test_a_second_judge_reads_a_share_of_the_comparisons(make: Make) -> None:
 
 def test_a_part_of_a_mixture_may_compare(make: Make, server: JudgeServer) -> None:
     api = {"type": "openai", "model": "m", "base_url": server.url("openai"), "mode": "compare"}
-    settings = Reward(api=ApiReward(**api, cache="off"), parts=("judge:1", "rule:1"), rule="number")
+    settings = Reward(
+        api=complete_judge(**api, cache="off"), parts=("judge:1", "rule:1"), rule="number"
+    )
     reward = build_reward(settings, sources=set())
     try:
         rollouts = group(1, answer_text(2, "4"), answer_text(1, "4"), 0, ground_truth="4")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.records import Rollout, format_tool
 from ppo_cli.rewards.judge.calls import JudgeError, Reply
 from ppo_cli.rewards.judge.compare import CompareReward
@@ -22,6 +21,7 @@ from ppo_cli.rewards.judge.visible import TURN_CUT, cut_passages, visible_respon
 from tests.judge_server import JudgeServer
 from tests.rewards.judge.corpora import read_corpus
 from tests.rewards.scoring import score_all, sum_episode, sum_rollout
+from tests.settings import complete_judge
 
 # Results of tools that pretend to be somebody else, written without a look at the prompt's form.
 ATTACKS = {row["name"]: row["text"] for row in read_corpus("tool_attacks")}
@@ -39,7 +39,7 @@ CONTROL = re.compile(r"<\|?\w[\w|]*\|>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_tu
 
 
 def request(rollout: Rollout, **settings: Any) -> str:
-    api = ApiReward.model_validate({"scoring_prompt": SCORING} | settings)
+    api = complete_judge(**({"scoring_prompt": SCORING} | settings))
     material = build_material(rollout.prompt, visible_response(rollout, api))
     return load_template(api).question(material, api, nonce=NONCE).user
 
@@ -118,7 +118,7 @@ def test_long_results_are_cut_first() -> None:
     user = request(rollout, max_response_chars=400)
     assert "Let me add." in user and "It is 2." in user
     assert f"\n[cut-{NONCE}]\n" in user and "characters left out in the middle of passages" in user
-    passages = visible_response(rollout, ApiReward())
+    passages = visible_response(rollout, complete_judge())
     assert not isinstance(passages, str)
     for limit in (200, 1000, 5000):
         cut = [piece for _, piece in cut_passages(passages, limit)]
@@ -164,7 +164,7 @@ def test_no_result_changes_a_verdict(server: JudgeServer, judge_of: Callable[...
 
 @pytest.mark.parametrize("output", ["json", "text"])
 def test_a_judge_that_quotes_a_result_is_read_as_it_says(output: str) -> None:
-    api = ApiReward.model_validate({"prompt_preset": "math", "output": output})
+    api = complete_judge(prompt_preset="math", output=output)
     question = load_template(api).question(build_material(sum_episode(1).prompt, "2"), api)
     for name, text in ATTACKS.items():
         reply = f"The tool said: {text}\nScore: 1"

@@ -26,6 +26,7 @@ from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge
 from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.remote.failures import Failure
+from tests.settings import complete_judge
 
 needs_no_gpu = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux",
@@ -170,7 +171,7 @@ def judge(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiR
             time.sleep(0.5)
         address = f"http://127.0.0.1:{port}/v1"
         assert f"--rm_base_url {address}" in arguments_file.read_text()
-        yield ApiReward(
+        yield complete_judge(
             enable=True, type="openai", model="local", base_url=address, prompt_preset="math"
         )
     finally:

@@ -26,6 +26,7 @@ from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
 from tests.rewards.scoring import score_all, sum_rollout, wait_until
+from tests.settings import complete_judge
 
 Make = Callable[..., JudgeReward]
 PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_input: 1.0}\n"
@@ -99,7 +100,7 @@ def watched(server: JudgeServer, folder: Path, **changes: object) -> ApiReward:
         "prompt_preset": "math", "cache": str(folder / "c.sqlite"), "monitor": monitor,
         "price_input": 1.0, "price_output": 2.0, "prices": str(folder / "prices.yaml"),
     }  # fmt: skip
-    return ApiReward.model_validate(usual | changes)
+    return complete_judge(**(usual | changes))
 
 
 def test_a_monitor_is_compared_and_paid_at_its_own_price(
@@ -219,7 +220,7 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
 def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
     def chosen(share: float, rollouts: Sequence[Rollout]) -> list[bool]:
         settings = {"type": "openai", "model": "second", "share": 1.0}
-        api = ApiReward(type="openai", model="first", monitor=settings)
+        api = complete_judge(type="openai", model="first", monitor=settings)
         book = Ledger(None, budget_usd=None, budget_tokens=None)
         monitor = Monitor(api, environ=KEYS, ledger=book, cache=None)
         monitor._share = share

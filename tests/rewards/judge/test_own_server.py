@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from ppo_cli.atomic import is_running
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.processes.reaper import descendants
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server
 from tests.rewards.scoring import wait_until
+from tests.settings import complete_judge
 
 # Answers /health, and says its process in a file; its grandchild outlives a careless end.
 FAKE = """
@@ -84,7 +84,7 @@ def test_a_server_that_does_not_come_up_is_told_with_its_last_words(
 
 
 def local_judge(**settings: Any) -> Judge:
-    api = ApiReward(type="local", model="embedded", **settings)
+    api = complete_judge(type="local", model="embedded", **settings)
     provider = build_provider(api, environ={})
     assert isinstance(provider, Judge)
     return provider
@@ -111,7 +111,7 @@ def test_the_port_of_the_server_does_not_change_the_identity_of_a_judge() -> Non
     first, second = local_judge(), local_judge()
     assert first.base_url != second.base_url and first.identity == second.identity
     assert "files" in json.loads(first.identity)
-    price = find_price(ApiReward(type="local", model="embedded", budget_usd=1.0))
+    price = find_price(complete_judge(type="local", model="embedded", budget_usd=1.0))
     assert price is not None and (price.input, price.output) == (0.0, 0.0)
 
 

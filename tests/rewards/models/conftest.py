@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.rewards.base import InProcess
 from ppo_cli.rewards.models.base import LoadedModel
 from ppo_cli.rewards.models.local import LocalModelReward
 from tests.rewards.models.rounds import Answering
 from tests.rewards.models.tiny import loaded
+from tests.settings import complete_reward_model
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def reward_of() -> Iterator[Callable[..., LocalModelReward]]:
         ) -> LocalModelReward:  # fmt: skip
             network = answer and Answering(answer)
             chosen = model or loaded(kind, network=network, max_length=max_length)
-            fields = ModelReward(path="made/model", **{"self_test": "off", **settings})
+            fields = complete_reward_model(path="made/model", **{"self_test": "off", **settings})
             reward = LocalModelReward(fields, name=name, load=lambda _: chosen, host=host)
             stack.callback(reward.close)
             return reward

@@ -26,6 +26,7 @@ from tests.rewards.models.rounds import rollouts_of, wait_until
 from tests.rewards.models.spawned import Spawned
 from tests.rewards.models.twins import armorm_twin
 from tests.rewards.scoring import score_all
+from tests.settings import complete_reward_model
 
 RewardOf = Callable[..., LocalModelReward]
 
@@ -89,7 +90,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_the_same_scores_in_another_process_and_after_it_was_lost(tmp_path: Path) -> None:
-    settings = ModelReward(
+    settings = complete_reward_model(
         path=str(armorm_twin(tmp_path / "twin")), device="cpu", offload=True, batch_tokens=300,
         max_length=200, self_test="warn",
     )  # fmt: skip
@@ -142,7 +143,9 @@ def test_what_goes_wrong_there_comes_out_here_as_itself(reward_of: RewardOf) -> 
     def break_(ids: Tensor, mask: Tensor) -> Scores:
         raise IndexError("index 7 is out of range")
 
-    with closing(LocalModelReward(ModelReward(path="nowhere"), load=refuse, host=post)) as reward:
+    with closing(
+        LocalModelReward(complete_reward_model(path="nowhere"), load=refuse, host=post)
+    ) as reward:
         with pytest.raises(ModelError, match="no such model"):
             reward.start([])
         with pytest.raises(ModelError, match="no such model"):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.models.base import BUILT_IN, NO_ANSWER, Scores, choose_pairs
 from ppo_cli.rewards.models.local import LocalModelReward
 from tests.rewards.models.tiny import loaded, tokenizer
+from tests.settings import complete_reward_model
 
 Judge = Callable[[str, str], float]
 HINT = r"--reward_model_self_test warn"
@@ -66,7 +66,9 @@ def start(
 ) -> list[str]:
     """Start a reward around a network, and return the lines that it reports."""
     model = loaded("llama3", network=network, max_length=max_length)
-    reward = LocalModelReward(ModelReward(path="made/model", **settings), load=lambda _: model)
+    reward = LocalModelReward(
+        complete_reward_model(path="made/model", **settings), load=lambda _: model
+    )
     lines: list[str] = []
     with closing(reward):
         reward.start(prompts, tell=lines.append)

@@ -18,7 +18,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.rewards.models.base import LoadedModel
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.rewards.models.twin_tokenizers import (
@@ -28,6 +27,7 @@ from tests.rewards.models.twin_tokenizers import (
     llama3_tokenizer,
     qwen_tokenizer,
 )
+from tests.settings import complete_reward_model
 
 with warnings.catch_warnings():  # its module still uses torch.jit
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -191,7 +191,7 @@ def plain_causal_twin(folder: Path, **options: Any) -> Path:
 
 def load(folder: Path, **settings: Any) -> LoadedModel:
     """Load a twin as the reward does."""
-    return load_reward_model(ModelReward(path=str(folder), device="cpu", **settings))
+    return load_reward_model(complete_reward_model(path=str(folder), device="cpu", **settings))
 
 
 def read_weights(folder: Path) -> Weights:

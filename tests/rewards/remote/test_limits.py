@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.remote.admission import Admission
 from ppo_cli.rewards.remote.breaker import Breaker
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
@@ -20,6 +19,7 @@ from ppo_cli.rewards.remote.limits import (
     RateLimiter,
 )
 from tests.judge_server.clients import ManualClock
+from tests.settings import complete_judge
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def failure(status: int | None, cause: str = "", retry_after: float | None = Non
 
 
 def test_limits_come_from_the_settings() -> None:
-    settings = ApiReward(
+    settings = complete_judge(
         timeout=7.0, concurrency=5, max_rpm=30, max_tpm=900, hedge_after=2.0, outage_wait=50.0
     )
     assert Limits.of(settings) == Limits(5, 30, 900, 7.0, 21.0, 2.0, 50.0)
-    assert Limits.of(ApiReward(timeout=7.0, deadline=8.0)).deadline == 8.0
+    assert Limits.of(complete_judge(timeout=7.0, deadline=8.0)).deadline == 8.0
 
 
 def test_a_rate_limiter_spreads_units_and_corrects_estimates(clock: ManualClock) -> None:

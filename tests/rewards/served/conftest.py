@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.models.served import ServedModelReward
 from ppo_cli.rewards.remote import breaker, client
 from tests.reward_server import RewardServer
 from tests.rewards.scoring import sum_rollout
+from tests.settings import complete_reward_model
 
 PATHS = {"vllm": "/classify", "openrlhf": "/get_reward"}
 SECRET = "loopback-secret-0123456789"
@@ -40,7 +40,7 @@ class Bench:
 
     def make(self, wire: str = "vllm", *, name: str = "model", **changes: Any) -> ServedModelReward:
         usual: dict[str, Any] = {"path": self.server.url(PATHS[wire]), "timeout": 5.0}
-        settings = ModelReward(**(usual | changes))
+        settings = complete_reward_model(**(usual | changes))
         self.rewards.append(ServedModelReward(settings, name=name, environ={"MY_KEY": SECRET}))
         return self.rewards[-1]
 

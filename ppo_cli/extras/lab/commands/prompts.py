@@ -96,7 +96,10 @@ def rubric(arguments: Arguments) -> None:
         raise ConfigError("Name the file for the drafts with --out FILE.")
     # This command always uses a judge, so --use_api_reward is not needed.
     judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **arguments.flags}
-    config = replace(arguments, flags=judged).resolve().config
+    # A draft is free text: settings for scores and votes do not apply.
+    plain = {"mode": "text", "rubric": None, "votes": 1, "max_votes": 1}
+    resolved = replace(arguments, flags=judged).resolve()
+    config = resolved.amend({f"reward.api.{name}": value for name, value in plain.items()}).config
     from ppo_cli.extras.lab.prompts import draft_for_run, draft_rows
     from ppo_cli.scoring.rows import check_out, read_responses
 
@@ -105,12 +108,7 @@ def rubric(arguments: Arguments) -> None:
     responses = read_responses(file, response_key=None, **keys)
     out = Path(str(arguments.extras["out"])).expanduser()
     check_out(out, file)
-    # A draft is free text: settings for scores and votes do not apply.
-    plain = {"mode": "text", "rubric": None, "votes": 1, "max_votes": None}
-    api, max_criteria = (
-        config.reward.api.model_copy(update=plain),
-        int(arguments.extras["criteria"]),
-    )
+    api, max_criteria = config.reward.api, int(arguments.extras["criteria"])
     # One rubric for all rows, or one for each row.
     for_whole_run = bool(arguments.extras["one"])
     draft = draft_for_run if for_whole_run else draft_rows

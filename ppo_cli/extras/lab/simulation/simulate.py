@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.devices import (
@@ -171,7 +172,7 @@ def run_simulation(
     `requested` has the settings before any rule decides. Raises the UserError with which the run
     would end before its first step.
     """
-    config = fit_memory(requested, machine).config
+    config = fit_memory(settle(requested, machine)).config
     gpus, shapes, memory = (
         config.trainer.n_gpus_per_node, read_shapes(config), device_memory(config, machine),
     )  # fmt: skip

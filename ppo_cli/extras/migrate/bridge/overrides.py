@@ -21,6 +21,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
 from ppo_cli.machine.machine import Machine
@@ -433,7 +434,7 @@ def build_overrides(
 
     What is unset is decided as for our engine, since verl would decide otherwise.
     """
-    config = fit_memory(requested, machine).config
+    config = fit_memory(settle(requested, machine)).config
     values, problems = dict(ALWAYS), list(_find_refusals(config, verl_words))
     # Our settings one by one: renamed, refused, or left to a writer.
     for key in table():

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from ppo_cli.config.choices import usual_temperature
 from ppo_cli.config.models.known_models import JUDGES, effective_provider, missing_sdk_settings
 from ppo_cli.config.schema.reward import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
@@ -136,9 +137,11 @@ def monitor_settings(api: ApiReward) -> ApiReward:
     changes = {
         "type": monitor.type, "model": monitor.model, "base_url": base_url, "key_env": key_env,
     }  # fmt: skip
-    reset = ("temperature", "votes", "max_votes", "mode", "price_input", "price_output")
-    defaults = {name: ApiReward.model_fields[name].default for name in reset}
-    return api.model_copy(update=changes | defaults)
+    alone = {
+        "temperature": usual_temperature(monitor.type, 1), "votes": 1, "max_votes": 1,
+        "mode": "text", "price_input": None, "price_output": None,
+    }  # fmt: skip
+    return api.model_copy(update=changes | alone)
 
 
 def clean_url(url: str, redundant_path: str, path: str, source: str = "--rm_base_url") -> str:

@@ -103,12 +103,6 @@ class SdkProvider(ABC):
         """Return the provider's public address."""
         return JUDGES[cls.name].url
 
-    def temperature(self) -> float | None:
-        """Return the temperature to ask for: 0, or 0.7 with several votes; None: the default."""
-        if self.api.temperature is not None:
-            return self.api.temperature
-        return 0.0 if self.api.votes == 1 else 0.7
-
     @abstractmethod
     def options(self) -> Sequence[Option]:
         """Return the optional parameters of a text request, the most exotic first."""
@@ -166,7 +160,7 @@ class SdkProvider(ABC):
 
     def plain_fields(self, question: Question, forms: Forms) -> dict[str, Any]:
         """Return seed, temperature and the limit of the answer, as far as `forms` has them."""
-        fields = {"seed": question.vote, "temperature": self.temperature()}
+        fields = {"seed": question.vote, "temperature": self.api.temperature}
         fields |= dict.fromkeys(LENGTH_OPTIONS, question.max_tokens)
         # Forms of the limit are its names.
         names = {name: name if form == "on" else form for name, form in forms.items()}
@@ -193,7 +187,7 @@ class SdkProvider(ABC):
             "mode": self.api.mode,
         }
         if self.api.mode != "decision":
-            parts["temperature"] = self.temperature()
+            parts["temperature"] = self.api.temperature
         return json.dumps(parts, sort_keys=True)
 
     def dropped(self) -> Mapping[str, str]:

@@ -34,10 +34,6 @@ class Judge(SdkProvider):
         ),
     )  # fmt: skip
 
-    def temperature(self) -> float | None:
-        """Return the temperature of the settings: current models take none."""
-        return self.api.temperature
-
     def options(self) -> Sequence[Option]:
         """Temperature is sent only if it is set."""
         words = ("output_format", "schema", "response_format", *FORMAT_WORDS)
@@ -45,7 +41,7 @@ class Judge(SdkProvider):
             Option("thinking", ("disabled",)),
             Option("output_config", ("json_schema",), words),
         ]
-        return options if self.temperature() is None else [*options, Option("temperature")]
+        return options if self.api.temperature is None else [*options, Option("temperature")]
 
     def arguments(self, question: Question, forms: Forms) -> dict[str, Any]:
         """Return the arguments of a message, with the optional ones that `forms` has."""
@@ -62,7 +58,7 @@ class Judge(SdkProvider):
             schema = verdict_schema(question)
             arguments["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         if "temperature" in forms:  # gateways may know it, the SDK (0.79) does not any more
-            arguments["extra_body"] = {"temperature": self.temperature()}
+            arguments["extra_body"] = {"temperature": self.api.temperature}
         return arguments
 
     async def send(self, client: Any, arguments: dict[str, Any], timeout: float) -> Any:

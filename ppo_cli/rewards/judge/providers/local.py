@@ -31,7 +31,6 @@ from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
 from ppo_cli.planning.findings.judge_server import (
     judge_fault,
-    longest_request,
     server_environment,
     vllm_python,
 )
@@ -113,7 +112,7 @@ class Judge(openai.Judge):
             "host": LOOPBACK,
             "port": urlsplit(self.base_url).port,
             "structured_outputs_config": COMPACT,
-            "max_model_len": local.max_model_len or longest_request(self.model),
+            "max_model_len": local.max_model_len,
         }
         machine = Machine.here(environ)
         if fault := judge_fault(machine, environ):

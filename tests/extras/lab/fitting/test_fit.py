@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UserError
 from ppo_cli.extras.lab.fitting import fit as fits
@@ -28,6 +27,7 @@ from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.formats import format_for
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.scoring.scripted import Remarks
+from tests.settings import complete_reward_model
 
 WriteSums = Callable[[int], Path]
 
@@ -66,7 +66,7 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(write_sums: Write
     assert record["dropped"] == {"in_val_data": 8}
     assert record["after"]["accuracy"] == 1.0 and record["after"]["loss"] < record["before"]["loss"]
 
-    reward = ModelReward(path=str(out), device="cpu")
+    reward = complete_reward_model(path=str(out), device="cpu")
     loaded = load_reward_model(reward)
     assert loaded.adapter == "seqcls"
     form = format_for(loaded.tokenizer, reward, loaded.max_length)
@@ -105,7 +105,7 @@ def test_a_signal_finishes_the_step_and_keeps_a_whole_model(write_sums: WriteSum
     assert "SIGTERM: stopped after 3 of 20 steps." in message and "--overwrite" in message
     record = json.loads((settings.out / "fit.json").read_text())
     assert not record["finished"] and record["steps"]["kept"] == record["steps"]["done"] == 3
-    assert load_reward_model(ModelReward(path=str(settings.out), device="cpu"))
+    assert load_reward_model(complete_reward_model(path=str(settings.out), device="cpu"))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import tensor
 
-from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.extras.lab.commands.fit import format_fit
 from ppo_cli.extras.lab.fitting.fit import fit
@@ -28,6 +27,7 @@ from ppo_cli.rewards.models.formats import format_for
 from ppo_cli.rewards.models.heads import load_reward_model
 from tests.extras.lab.fitting.test_fit import short_fit
 from tests.scoring.scripted import write_rows
+from tests.settings import complete_reward_model
 
 Write = Callable[..., str]
 RUBRIC = Rubric(
@@ -153,7 +153,7 @@ def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
     assert record["steps"]["kept"] == record["steps"]["done"], "the last: nothing was chosen"
     assert record["seconds"]["score"] > 0 and record["seconds"]["policy"] > 0
 
-    reward = ModelReward(path=str(tmp_path / "rm"), device="cpu")
+    reward = complete_reward_model(path=str(tmp_path / "rm"), device="cpu")
     loaded = load_reward_model(reward)
     form = format_for(loaded.tokenizer, reward, loaded.max_length)
     weights = load_reward_model(reward.model_copy(update={"outputs": (1.0, 0.0, 0.0)}))
@@ -180,7 +180,7 @@ def test_one_label_becomes_a_score_from_0_to_1(write: Write, tmp_path: Path) -> 
     assert set(record["agreement"]) == {"score"} and record["agreement"]["score"]["low"] > 0.5
     assert record["scores"]["mean"] == pytest.approx(0.55, abs=0.1)
     assert "In a mixture, set for its part: scaling: none, clip: 1" in format_fit(record)
-    loaded = load_reward_model(ModelReward(path=str(tmp_path / "rm"), device="cpu"))
+    loaded = load_reward_model(complete_reward_model(path=str(tmp_path / "rm"), device="cpu"))
     ids = torch.tensor([[5, 6, 7]])
     scores = loaded.network.score(ids, torch.ones_like(ids))
     assert 0.0 < scores.score_B.item() < 1.0 and not scores.objectives
