@@ -145,7 +145,7 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         kept = {key: value for key, value in kept.items() if key not in refused}
     notes = []
     for key, value in before.items():
-        if not has_effect(plan.settings, find_declaration(key)):
+        if not has_effect(kept_plan.settings, find_declaration(key)):
             continue
         then, now = _format_value(value), _format_value(value_of(plan.settings, key))
         if key in kept:
