@@ -103,14 +103,14 @@ class Settling:
 def settle(config: Config, machine: Machine | None = None) -> Settled:
     """Return the configuration with all rules applied on a machine: this one, if none is given."""
     settling = Settling(config, machine or Machine.here())
-    held, why = settling.decide(), settling.why
+    decided, why = settling.decide(), settling.why
     # First the judge of a part, from which its further judges inherit.
     for judge in judges_of(config.reward):
-        held = _settle_part(settling, judge, held, why)
-        held = _settle_further_judges(settling, judge, held, why)
+        decided = _settle_part(settling, judge, decided, why)
+        decided = _settle_further_judges(settling, judge, decided, why)
     for model in models_of(config.reward):
-        held = _settle_part(settling, model, held, why)
-    return Settled(config, held, why, settling.machine)
+        decided = _settle_part(settling, model, decided, why)
+    return Settled(config, decided, why, settling.machine)
 
 
 def settle_defaults() -> Config:
@@ -119,34 +119,34 @@ def settle_defaults() -> Config:
 
 
 def _settle_part(
-    run: Settling, source: Judge | Scorer, held: Config, why: dict[str, str]
+    run: Settling, source: Judge | Scorer, decided: Config, why: dict[str, str]
 ) -> Config:
     """Write into a part of a mixture what is decided for it and not what it would inherit.
 
     `source` has the settings of the part before any rule decides.
     """
     if source.part is None:
-        return held
-    sources: Collection[Judge | Scorer] = judges_of(held.reward)
+        return decided
+    sources: Collection[Judge | Scorer] = judges_of(decided.reward)
     kind = "judge" if isinstance(source.settings, ApiReward) else "model"
     if kind == "model":
-        sources = models_of(held.reward)
+        sources = models_of(decided.reward)
     key = SECTIONS[kind]
     settling = run.of_section(key, source.settings)
     (inherited,) = (other.settings for other in sources if other.part == source.part)
     values = settling.list_differences(key, inherited)
     why |= {f"{source.own_key}.{leaf}": settling.why[f"{key}.{leaf}"] for leaf in values}
-    return _set_in_part(held, source.part, kind, values)
+    return _set_in_part(decided, source.part, kind, values)
 
 
 def _settle_further_judges(
-    run: Settling, judge: Judge, held: Config, why: dict[str, str]
+    run: Settling, judge: Judge, decided: Config, why: dict[str, str]
 ) -> Config:
     """Write into the further judges of a cascade or panel what they would not inherit."""
     settling, at = run, judge.own_key
     if judge.part is not None:
         settling = run.of_section("reward.api", judge.settings)
-    (api,) = (other.settings for other in judges_of(held.reward) if other.part == judge.part)
+    (api,) = (other.settings for other in judges_of(decided.reward) if other.part == judge.part)
     judges = dict(api.judges)
     for name in further_judges(api):
         if (other := settling.of_judge(name)) is None:  # refused where judges are checked
@@ -158,8 +158,8 @@ def _settle_further_judges(
         why |= {f"{at}.judges.{name}.{leaf}": other.why[f"reward.api.{leaf}"] for leaf in values}
     changes = {"judges": judges} if judges != api.judges else {}
     if judge.part is None:
-        return with_settings(held, {f"{at}.{leaf}": value for leaf, value in changes.items()})
-    return _set_in_part(held, judge.part, "judge", changes)
+        return with_settings(decided, {f"{at}.{leaf}": value for leaf, value in changes.items()})
+    return _set_in_part(decided, judge.part, "judge", changes)
 
 
 def _set_in_part(config: Config, part: str, kind: str, values: Mapping[str, Any]) -> Config:

@@ -34,10 +34,10 @@ def _yaml_lines(resolved: Resolved, settings: Config, why: Mapping[str, str]) ->
                 opened.add(name)
                 yield f"{'  ' * depth}{group}:"
         value = as_yaml(mask_secrets(value_of(resolved.requested, key)))
-        held = ""
+        decision = ""
         if key in why:
-            held = f"{HOLDS}{as_yaml(value_of(settings, key))} ({why[key]})"
-        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin + held)}"
+            decision = f"{HOLDS}{as_yaml(value_of(settings, key))} ({why[key]})"
+        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin + decision)}"
 
 
 class _OnOneLine(yaml.SafeDumper):

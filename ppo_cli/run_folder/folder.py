@@ -107,14 +107,14 @@ def read_decisions(run: Path) -> dict[str, Any]:
 
     try:
         values = json.loads((run / PLAN_FILE).read_bytes())["values"]
-        held = {
+        decisions = {
             key: fact["value"]
             for key, fact in values.items()
             if "why" in fact or fact["origin"] == AS_BEGUN
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {key: value for key, value in held.items() if find_declaration(key)}
+    return {key: value for key, value in decisions.items() if find_declaration(key)}
 
 
 class RunFolder:
