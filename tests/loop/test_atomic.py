@@ -58,9 +58,10 @@ def test_two_processes_may_write_the_same_file(tmp_path: Path) -> None:
 
 def test_two_threads_of_a_process_may_write_the_same_file(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    with atomic_replace(file) as first, atomic_replace(file) as second:
+    with atomic_replace(file) as first:
         first.write_text("of the first")
-        second.write_text("of the second")
+        with atomic_replace(file) as second:
+            second.write_text("of the second")
     assert file.read_text() == "of the first"
     assert names(tmp_path) == ["a.json"]
 

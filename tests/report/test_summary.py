@@ -366,8 +366,8 @@ PRETRAINED = [{"step": 1, "explained_variance": None}, {"step": 2, "explained_va
             "critic pretrained in 2 steps: explained variance unknown -> 0.56",
         ),
         (
-            {"pretrain_until": 0.5},
-            "critic pretrained in 2 steps: explained variance unknown -> 0.56 (target 0.5)",
+            {"pretrain_until": 0.56},
+            "critic pretrained in 2 steps: explained variance unknown -> 0.56 (target 0.56)",
         ),
         (
             {"pretrain_steps": 2, "pretrain_until": 0.6},
