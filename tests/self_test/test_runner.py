@@ -240,11 +240,10 @@ def test_the_configured_model_gives_the_sizes_of_layers(tmp_path: Path) -> None:
              "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936}  # fmt: skip
     config = {"model_type": "qwen2", "hidden_act": "silu"} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = doctor._read_layer_shape(complete({"model": {"path": str(tmp_path)}}))
+    shape = doctor._read_layer_shape(str(tmp_path))
     assert (shape.heads, shape.kv_heads, shape.head_size, shape.vocabulary) == (14, 2, 64, 151_936)
-    assert doctor._read_layer_shape(complete({})).model == "Qwen/Qwen2.5-0.5B"
-    unknown = complete({"model": {"path": "nobody/knows"}})
-    assert doctor._read_layer_shape(unknown).model == "Qwen2.5-7B"
+    assert doctor._read_layer_shape(complete({}).model.path).model == "Qwen/Qwen2.5-0.5B"
+    assert doctor._read_layer_shape("nobody/knows").model == "Qwen2.5-7B"
 
 
 def test_what_a_failure_prevents_is_told_as_skipped() -> None:
