@@ -10,6 +10,7 @@ from pathlib import Path
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, first_line, is_address
+from ppo_cli.paths import user_path
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
 # Where a user name is part of the address, and says nothing of a password.
@@ -85,7 +86,7 @@ def download(url: str) -> Path:
     try:
         system, path = url_to_fs(url)
         state = digest_text(system.ukey(path), 16)  # by its tag, or by size and time
-        file = Path(cache_folder("files", url)).expanduser() / state / Path(path).name
+        file = user_path(cache_folder("files", url)) / state / Path(path).name
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_replace(file) as fresh:

@@ -19,6 +19,7 @@ from ppo_cli.callables import name_of, write_function, write_rows
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, collect_problems
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.rules import find_findings, list_texts
 from ppo_cli.planning.findings.run import refused_in_session
 from ppo_cli.planning.resolve import resolve
@@ -162,7 +163,7 @@ def _resolve_run(function: str, *arguments: Any) -> Resolved:
     """Resolve the arguments of `train` or `session`; functions and rows are in the run folder."""
     with TemporaryDirectory() as scratch:
         resolved = _resolve(Path(scratch), function, *arguments)
-        folder = Path(resolved.config.trainer.output_dir).expanduser().absolute()
+        folder = user_path(resolved.config.trainer.output_dir).absolute()
         for path in [*Path(scratch).rglob("*.py"), *Path(scratch).rglob("*.jsonl")]:
             RunFolder(folder).prepare()
             place = folder / INPUTS / path.relative_to(scratch)

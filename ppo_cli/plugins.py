@@ -23,6 +23,7 @@ from traceback import extract_tb
 from typing import Any, TypeVar
 
 from ppo_cli.errors import ConfigError, did_you_mean, first_line, is_out_of_memory
+from ppo_cli.paths import user_path
 
 T = TypeVar("T")
 _times: dict[Path, int] = {}  # when files were changed, as they were read last
@@ -326,7 +327,7 @@ class Names:
         """Return a name, FILE with its absolute path; ValueError says what is wrong with it."""
         file, _, name = text.rpartition(":")
         if self.files and file.endswith(".py"):
-            path = Path(file).expanduser().absolute()
+            path = user_path(file).absolute()
             text = f"{path}:{name}"
             # A file that has changed since it was imported is imported again.
             changed = path.stat().st_mtime_ns if path.is_file() else 0

@@ -42,6 +42,7 @@ from ppo_cli.errors import (
     ppo,
     replace_path,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder.sources import ModelSource
@@ -114,7 +115,7 @@ def evaluate(arguments: Arguments) -> None:
     screen = make_screen(sys.stderr)  # stdout is for the result
     with closing(screen):
         screen.note_all(note for note in resolved.notes if note not in TRAINING_NOTES)
-        out = Path(extras["out"]).expanduser() if extras["out"] else None
+        out = user_path(extras["out"]) if extras["out"] else None
         report = evaluate(
             config, resolved.machine, sources, sampling, screen, out=out,
             threshold=extras["right"],
@@ -168,7 +169,7 @@ def _find_intact_model(word: str) -> ModelSource:
     def retry(model: Path) -> str:
         return replace_path(word, str(model if source.run is None else model.parent))
 
-    require_intact_model(Path(source.path).expanduser(), retry)
+    require_intact_model(user_path(source.path), retry)
     return source
 
 
@@ -177,7 +178,7 @@ def describe_repeated_models(sources: Sequence[ModelSource]) -> list[str]:
     name_of_path: dict[str, str] = {}
     problems = []
     for source in sources:
-        folder = Path(source.path).expanduser()
+        folder = user_path(source.path)
         path = str(folder.resolve()) if folder.is_dir() else source.path
         if path in name_of_path:
             problems.append(

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from ppo_cli.cli.flags import (
@@ -45,6 +44,7 @@ from ppo_cli.errors import (
     plural,
     ppo,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.report.tracker import Screen
 
 # Prices are US dollars per million tokens; "reads" is the context length.
@@ -79,7 +79,7 @@ def score(arguments: Arguments) -> None:
 
     # Read the responses: from a run folder, or from any file with a column of responses.
     file, steps = str(arguments.extras["file"]), arguments.extras["step"] or ()
-    run = Path(file).expanduser()
+    run = user_path(file)
     if steps and not run.is_dir():
         raise ConfigError(f"--step needs the folder of a run, and {file} is not one.")
     if run.is_dir() and find_saved(file) is None:
@@ -92,7 +92,7 @@ def score(arguments: Arguments) -> None:
             response_key=arguments.extras["response_key"],
         )
     # Check that the result can be written before paying for verdicts.
-    out = Path(arguments.extras["out"] or default_out(file)).expanduser()
+    out = user_path(arguments.extras["out"] or default_out(file))
     check_out(out, file)
     with closing(screen):
         screen.note_all(responses.notes)

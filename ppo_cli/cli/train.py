@@ -38,6 +38,7 @@ from ppo_cli.errors import (
     is_address,
     ppo,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import count_steps, split_files
 from ppo_cli.planning.findings.rules import find_findings, list_texts
 from ppo_cli.planning.memory.devices import read_memory_size
@@ -150,7 +151,7 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
         **arguments.flags,
     }
     resolved = replace(arguments, flags=flags, run=source.run).resolve_node()
-    if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
+    if user_path(resolved.config.trainer.output_dir).resolve() == source.run:
         raise ConfigError(f"--fork {word} needs another folder: set another --output_dir.")
     # Checkpoint folders are called step_NNNNNN.
     total, done = count_steps(resolved.config), int(checkpoint.name[5:])
@@ -190,8 +191,10 @@ def describe_unread_rows(config: Config) -> list[str]:
 
 def _add_forecasts(plan_of_run: RunPlan, read: PromptReader) -> tuple[RunPlan, PlanPart]:
     """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
+    from ppo_cli.run.refusals import describe_rows
+
     config = plan_of_run.settings
-    notes = (*plan_of_run.notes, *describe_unread_rows(config))
+    notes = (*plan_of_run.notes, *describe_unread_rows(config), *describe_rows(config))
     time = _forecast_step_time(config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,
@@ -204,7 +207,7 @@ def _add_forecasts(plan_of_run: RunPlan, read: PromptReader) -> tuple[RunPlan, P
 
 def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     """Forecast the seconds of a step from an earlier run of the same model in the output folder."""
-    run = Path(config.trainer.output_dir).expanduser()
+    run = user_path(config.trainer.output_dir)
     # Without such a run the time is unknown.
     unknown = PlanPart(
         (f"time: unknown, {config.trainer.output_dir} has no earlier run of this model",),
@@ -240,7 +243,7 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
     judges = judges_of(config.reward)
     if not judges:
         return PlanPart((), {})
-    from ppo_cli.scoring.forecast import forecast
+    from ppo_cli.scoring.forecast import first_request, forecast
 
     forecasts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
@@ -253,6 +256,9 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
         try:
             estimate = forecast(alone, read)
             sentences, facts = estimate.lines(), estimate.as_dict()
+            request = first_request(judge.settings, read("train"))
+            sentences += ["the request about the first row:", *(f"  {s}" for s in request)]
+            facts["request"] = "\n".join(request)
         except UserError as error:
             facts = {"problem": redact(str(error))}
             sentences = [f"{NO_FORECAST}{facts['problem']}"]

@@ -34,6 +34,7 @@ from ppo_cli.config.schema.values import (
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 
 DEFAULT = "default"
 
@@ -225,7 +226,7 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
     the section names of SECTIONS.
     """
     entries, problems = [], []
-    file_entries = read_yaml(path.expanduser(), label, example="api_reward:")
+    file_entries = read_yaml(user_path(path), label, example="api_reward:")
     if not file_entries:
         problems.append(
             f"{label}: the file holds no setting. Write settings such as 'api_reward:'."
@@ -486,7 +487,7 @@ def _expand_data_path(low: list[list[Entry]], high: list[list[Entry]]) -> None:
 def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
     """Return the files of the first of these splits in a folder: test.parquet, test-00000-of-…"""
     # A saved data set has its splits inside; any other folder has files named after them.
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     saved = saved_splits(path)
     if split := next((split for split in splits if split in saved), None):
         return [f"{folder}:{split}"]

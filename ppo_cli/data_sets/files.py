@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
+from ppo_cli.paths import user_path
 
 SHOWN = 5  # causes in a message, and row numbers of each
 
@@ -130,7 +131,7 @@ def file_suffix(path: Path) -> str:
 
 def read_file(source: str, at_most: int | None = None) -> Records:
     """Read one local file or saved set, or its first rows; the suffix chooses the reader."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     check_readable(source)
     # A saved set has Arrow files; any other source is one file.
     if (saved := find_saved(source)) is not None:
@@ -152,7 +153,7 @@ def check_readable(source: str) -> None:
     """Raise a DataError for a missing file, a folder of files or a suffix without a reader."""
     if find_saved(source) is not None:
         return
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         # A folder is a mistake: suggest the files in it.
         inside = sorted(p.name for p in path.iterdir() if file_suffix(p) in SUFFIXES)
@@ -203,7 +204,7 @@ def saved_folder(source: str) -> tuple[Path, str] | None:
     # Folder names may contain colons: the whole name is tried first.
     folder, _, split = source.rpartition(":")
     for path, name in ((Path(source), ""), (Path(folder), split)):
-        path = path.expanduser()
+        path = user_path(path)
         if any((path / file).is_file() for file in (DATASET_DICT, STATE)) and source != f":{split}":
             return path, name
     return None
@@ -591,7 +592,7 @@ SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
 
 def count_rows(path: str) -> int | None:
     """Return the number of rows in a local file or saved set; None when it cannot be counted."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     format_ = BY_SUFFIX.get(file_suffix(file))
     try:
         if (saved := find_saved(path)) is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,8 +145,29 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
+# More levels of lists and objects are a mistake, and too many for what writes them later.
+MAX_NESTING = 64
+
+
+def is_nested_deep(value: Any) -> bool:
+    """Whether a value has lists or objects in more than MAX_NESTING levels."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, Mapping | list | tuple)
+            for inner in (item.values() if isinstance(item, Mapping) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def read_plain(value: Any, column: str) -> Any:
-    """Return the plain value of a column; RowError for text that is not UTF-8."""
+    """Return the plain value of a column; RowError for text that is not UTF-8, or deep nesting."""
+    if is_nested_deep(value):
+        raise RowError(column, f"has lists or objects in more than {MAX_NESTING} levels")
     try:
         return as_plain(value, strict=True)
     except NotUtf8Error as error:
@@ -166,23 +186,25 @@ def read_prompt(value: Any, column: str) -> str | tuple[Message, ...]:
     raise RowError(column, f"is {name_type(plain)}, not text or a list of messages")
 
 
+MESSAGE_LIST = re.compile(
+    r"\s*(?:array\()?\[\s*\{\s*(?=['\"](?:role|content)['\"]\s*:)(?=.*['\"]role['\"]\s*:).*\}\s*\]"
+    r"(?:\s*,\s*dtype=object)?\)?\s*",
+    re.DOTALL,
+)
+
+
 def read_text_prompt(text: str, column: str) -> str:
     """Return a text prompt; RowError if it is blank or a message list in the form of text."""
     if not text.strip():
         raise RowError(column, "is empty")
     refuse_placeholder(text, column)
-    # A CSV export turns message lists into text.
-    if text.lstrip().startswith("[{"):
-        try:
-            inner = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        if all(isinstance(item, dict) and "role" in item for item in inner):
-            raise RowError(
-                column,
-                "is a message list written as text; store it as a list (text that must stay "
-                "text goes into the content of one user message)",
-            )
+    # A CSV export turns message lists into text: JSON, or what Python and numpy print.
+    if MESSAGE_LIST.fullmatch(text):
+        raise RowError(
+            column,
+            "is a message list written as text; store it as a list (text that must stay "
+            "text goes into the content of one user message)",
+        )
     return text
 
 
@@ -357,7 +379,7 @@ def load_rows(
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key)
     rows, problems = read_records(raw, partial(read_row, columns=columns))
-    notes = (*raw.notes, *alias_notes(raw.source, columns, prompt_key))
+    notes = (*raw.notes, *column_notes(raw, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
 
 
@@ -446,6 +468,50 @@ def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
     return notes
 
 
+# Columns of other data sets whose text belongs to the question that the model is asked.
+QUESTION_COLUMNS = re.compile(
+    r"tools?|functions|system(?:_prompt|_message)?|choices|options|contexts?|passages?|documents?"
+    r"|input|history|instructions?|chat_history|messages|background|article|table|hint",
+    re.IGNORECASE,
+)
+
+
+def column_notes(raw: Records, columns: Columns, prompt_key: str) -> list[str]:
+    """Return `alias_notes`, and what else a person may expect to count and does not."""
+    notes = alias_notes(raw.source, columns, prompt_key)
+    file = Path(raw.source).name
+    unread = [
+        name
+        for name in filter(QUESTION_COLUMNS.fullmatch, columns.unused)
+        if any(holds_content(record.get(name)) for _, record in raw.records)
+    ]
+    if unread:
+        notes.append(
+            f"{file}: {list_names(unread)} may belong to the question, but the model only sees "
+            f"'{columns.prompt}': add their text to the prompt, or leave the columns out."
+        )
+    truths = [(r.get(columns.ground_truth), _nested_truth(r)) for _, r in raw.records]
+    nans = sum(
+        any(map(is_nan, pair)) and all(truth is None or is_nan(truth) for truth in pair)
+        for pair in truths
+    )
+    if nans:
+        notes.append(
+            f"{file}: NaN is no ground truth: {nans:,} of {len(raw.records):,} rows have none."
+        )
+    return notes
+
+
+def is_nan(value: Any) -> bool:
+    """Whether a value is the number NaN, which JSON files and data frames have for nothing."""
+    return isinstance(value, float) and value != value
+
+
+def _nested_truth(record: Record) -> Any:
+    model = record.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else None
+
+
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
     """Turn one record into a row; RowError if anything is wrong with it."""
     refuse_media(record)
@@ -470,6 +536,7 @@ def read_ground_truth(record: Record, column: str) -> Any:
     RowError if both are present and differ, or if `reward_model` is not an object.
     """
     flat = read_plain(record.get(column), column)
+    flat = None if is_nan(flat) else flat
     model = read_plain(record.get("reward_model"), "reward_model")
     if model is None:
         return flat
@@ -478,7 +545,7 @@ def read_ground_truth(record: Record, column: str) -> Any:
             "reward_model", f'is {name_type(model)}, not an object such as {{"ground_truth": …}}'
         )
     # Both may be present if they agree.
-    nested = model.get("ground_truth")
+    nested = None if is_nan(model.get("ground_truth")) else model.get("ground_truth")
     if flat is not None and nested is not None and flat != nested:
         raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")
     return nested if flat is None else flat

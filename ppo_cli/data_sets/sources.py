@@ -24,6 +24,7 @@ from ppo_cli.data_sets.files import (
     saved_splits,
 )
 from ppo_cli.errors import DataError, first_line, is_address
+from ppo_cli.paths import user_path
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
@@ -52,7 +53,7 @@ def is_hub_name(source: str) -> bool:
     """
     if is_address(source):
         return True
-    if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
+    if source.startswith((".", "/", "~")) or user_path(source).exists():
         return False
     if saved_folder(source) is not None:
         return False
@@ -118,7 +119,7 @@ def split_sources(source: str) -> dict[str, list[str]]:
     The last split name in a file's path decides (`train-00000.parquet`, `test/algebra/1.json`);
     without one, a single file is `train`.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         return {_split_of(path.name) or SPLITS[0]: [str(path)]}
     if not path.is_dir():

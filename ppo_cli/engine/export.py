@@ -38,6 +38,7 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.pretrained import DAMAGED, load_config, load_part
 from ppo_cli.errors import ModelError, first_line
+from ppo_cli.paths import user_path
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
 BASE_FLAG = "--base"
@@ -116,7 +117,7 @@ def base_name(source: Path) -> str:
 def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
     """Load the base model in float32, as in training, and merge the adapter into it."""
     # A path that does not exist must not be looked up on the hub.
-    local = Path(base).expanduser()
+    local = user_path(base)
     if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."

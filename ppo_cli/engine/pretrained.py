@@ -10,7 +10,6 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -26,6 +25,7 @@ from ppo_cli.config.models.known_models import announce_download, describe_missi
 from ppo_cli.config.models.limits import describe_eager_only
 from ppo_cli.config.models.weight_files import list_tensors
 from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+from ppo_cli.paths import user_path
 
 # Their progress bars and advice would interrupt our own output; problems are raised as errors.
 transformers_logging.disable_progress_bar()
@@ -72,7 +72,7 @@ def pad_token_id(tokenizer: Any, vocabulary_size: int | None = None) -> int:
 def load_part(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
     """Call `from_pretrained`; raises ModelError in one sentence for known failures."""
     check_folder(path, flag)
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.is_dir():
         weights = what not in ("tokenizer", "config")
         if problem := folder_problem(local, flag, tokenizer=what == "tokenizer", weights=weights):
@@ -102,7 +102,7 @@ def _describe_load_error(path: str, what: str, flag: str, error: Exception) -> s
     # Specific causes first, then what is wrong with the files.
     if text := foreign_code(path, error) or _known_limit(path, what, flag, error):
         return text
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.is_dir():
         unmade = list_tensors("its files do not hold all parts of", _unconverted(error))
         reason = unmade or _reason(error)

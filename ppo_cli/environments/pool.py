@@ -23,6 +23,7 @@ from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
 from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_ANSWER_BYTES, PLUGIN
 from ppo_cli.errors import ConfigError, UserError, did_you_mean, shorten
+from ppo_cli.paths import user_path
 from ppo_cli.plugins import entry_points, find_plugin
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
@@ -109,7 +110,7 @@ def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:
     file, colon, names = spec.rpartition(":")
     if not file or os.sep in names or names.endswith(".py"):
         file, colon, names = spec, "", ""
-    path = Path(file).expanduser()
+    path = user_path(file)
     if flag == "--environment" and not names.isidentifier():
         hint = did_you_mean(spec, entry_points("environments"))
         return spec, [f"{flag} {spec}: write {form}, with the name of the class.{hint}"]

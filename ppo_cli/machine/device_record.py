@@ -23,6 +23,7 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
 from ppo_cli.machine.gpus import driver_version, list_gpus
+from ppo_cli.paths import user_path
 
 # Parts of the program that are slower or refused on a GPU until a self-test has proven them.
 Feature = Literal[
@@ -161,7 +162,7 @@ def record_folder() -> Path | None:
 def cache_folder() -> Path | None:
     """Return the folder for files that can be computed again; None without a home folder."""
     try:
-        return Path(cache_root()).expanduser()
+        return user_path(cache_root())
     except RuntimeError:
         return None
 

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from ppo_cli.errors import ConfigError, RewardError, did_you_mean
+from ppo_cli.paths import user_path
 from ppo_cli.processes.user_code import describe_error, error_line, import_file
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
@@ -129,7 +130,7 @@ def find_file(spec: str) -> tuple[Path, str]:
     file, _, name = spec.rpartition(":")
     if not file or os.sep in name or name.endswith(".py"):
         file, name = spec, DEFAULT_NAME
-    path = Path(file).expanduser()
+    path = user_path(file)
     if not name.isidentifier():
         raise RewardError(
             f"--reward_function {spec}: {name!r} cannot be a function's name. "

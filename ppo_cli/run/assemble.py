@@ -48,6 +48,7 @@ from ppo_cli.errors import (
     replace_flag,
 )
 from ppo_cli.loop import run
+from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import DataSplit, describe_missing_rows, split_files
 from ppo_cli.planning.config_file import config_yaml
 from ppo_cli.planning.memory.plan import cpu_plan
@@ -342,7 +343,7 @@ def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None
     """Run a training from the first check to the summary."""
     with open_run(plan, screen, cluster) as (job, begin, _, restarts):
         run_with_restarts(job, begin, **restarts)
-        _show_summary(screen, job, Path(job.config.trainer.output_dir).expanduser())
+        _show_summary(screen, job, user_path(job.config.trainer.output_dir))
 
 
 @dataclass(frozen=True)
@@ -434,7 +435,7 @@ def open_run(
     gc.freeze()  # loaded modules are not scanned for garbage in every step
     check_loggers(config.trainer.logger)
     # An empty folder of a run that failed at the start is removed again.
-    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
+    folder = RunFolder(user_path(config.trainer.output_dir))
     try:
         folder.prepare()
         # Verdicts that were paid for are copied with the run.

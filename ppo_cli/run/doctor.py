@@ -32,6 +32,7 @@ from ppo_cli.errors import UserError, first_line, ppo
 from ppo_cli.machine.gpus import has_bfloat16
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.planning.memory.plan import (
@@ -352,7 +353,7 @@ def _check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 def _check_disk(subject: Subject) -> Iterator[Finding]:
     """Check that the run folder can be written to, and how much space is free."""
-    folder = Path(subject.config.trainer.output_dir).expanduser().absolute()
+    folder = user_path(subject.config.trainer.output_dir).absolute()
     # The folder may not exist yet: look at the nearest parent.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     # Float32 weights and moments of a 7B model take about 90 GB.

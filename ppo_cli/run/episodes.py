@@ -17,6 +17,7 @@ from ppo_cli.environments.base import Schema
 from ppo_cli.environments.chat import Chat
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import UserError
+from ppo_cli.paths import user_path
 
 if TYPE_CHECKING:
     from ppo_cli.environments.episodes import Episodes
@@ -51,7 +52,7 @@ def check_episodes(config: Config) -> None:
         return
     tools = check_environment(config.environment)
     # A model of the hub is not downloaded for a check.
-    folder = Path(model_folder(config.model.path)).expanduser()
+    folder = user_path(model_folder(config.model.path))
     if folder.is_dir():
         trust = config.model.trust_remote_code
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)

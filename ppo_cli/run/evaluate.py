@@ -39,6 +39,7 @@ from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
@@ -99,9 +100,9 @@ class SampledModel:
         path, trust = source.path, config.model.trust_remote_code
         with ExitStack() as opened:
             # The hf sampler and vLLM need a complete model.
-            if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
+            if (user_path(path) / ADAPTER_CONFIG).exists():
                 merged = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-                write_model(Path(path).expanduser(), Path(merged), trust_remote_code=trust)
+                write_model(user_path(path), Path(merged), trust_remote_code=trust)
                 path = merged
             if limited:
                 require_length(read_config(path), source.path, config.data)
@@ -344,7 +345,7 @@ def evaluate_tasks(
                 output = simple_evaluate(
                     model="hf",
                     model_args={
-                        "pretrained": str(Path(model_folder(model.path)).expanduser()),
+                        "pretrained": str(user_path(model_folder(model.path))),
                         "dtype": model.dtype,
                         "trust_remote_code": model.trust_remote_code,
                     },
@@ -443,10 +444,10 @@ def _identity_settings(
 
 def _file_name(source: ModelSource) -> str:
     """Return the file of a model's rows; it changes when the model or its base is rewritten."""
-    folder = Path(source.path).expanduser()
+    folder = user_path(source.path)
     folders = [folder]
     if (folder / ADAPTER_CONFIG).exists():
-        folders.append(Path(base_name(folder)).expanduser())
+        folders.append(user_path(base_name(folder)))
     files = [file for part in folders for file in sorted(part.glob("*")) if file.is_file()]
     # Size and time of the files stand for their contents.
     weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -48,6 +48,7 @@ from ppo_cli.errors import (
     replace_path,
     shell_name,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import train_rows, val_rows
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
@@ -216,7 +217,7 @@ def _list_examples(lineage: Lineage) -> list[str]:
 def _describe_base(path: str) -> tuple[dict[str, Any], list[str]]:
     """Return front matter about the base model, and lines with its name and licence."""
     card = _read_card(path)
-    folder = Path(model_folder(path)).expanduser()
+    folder = user_path(model_folder(path))
     front = {key: str(card[key]) for key in LICENCE if card.get(key)}
     if not front and (licence := _read_licence(folder, path)):
         front["license"] = licence
@@ -249,7 +250,7 @@ def _read_card(path: str) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.repocard import metadata_load
 
-    card: Any = Path(model_folder(path)).expanduser() / CARD
+    card: Any = user_path(model_folder(path)) / CARD
     with suppress(OSError, ValueError, yaml.YAMLError):
         if not card.exists():
             card = try_to_load_from_cache(path, CARD)
@@ -420,7 +421,7 @@ def export(
         raise ConfigError("--public says who can read what --push uploads: add --push NAME.")
     if push is not None:
         _check_hub(push)
-    folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
+    folder = find_model(user_path(source), checkpoint, critic=critic).resolve()
     require_intact_model(folder, partial(_command_with_model, source, checkpoint))
     if base is not None and (folder / "adapter_config.json").exists():
         check_folder(model_folder(base), "--base")
@@ -429,8 +430,8 @@ def export(
     run = folder.parents[2]
     card = step is not None and (run / "config.yaml").is_file()
     # A card needs the run's config.yaml and metrics.
-    _check_target(out.expanduser(), folder, force=force)
-    with replace_model(out.expanduser()) as fresh:
+    _check_target(user_path(out), folder, force=force)
+    with replace_model(user_path(out)) as fresh:
         from ppo_cli.engine.export import write_model  # torch, which takes seconds
 
         written = write_model(
@@ -444,7 +445,7 @@ def export(
             write_card(run, fresh, name=out.resolve().name, step=step, critic=critic)
     return {
         "out": str(out),
-        "use_as": "--critic_model" if _is_critic(out.expanduser(), folder) else "--model",
+        "use_as": "--critic_model" if _is_critic(user_path(out), folder) else "--model",
         "source": str(folder),
         "step": step,
         "base": written.base,
@@ -453,7 +454,7 @@ def export(
         "bytes": written.bytes,
         "files": list(written.files),
         "card": card,
-        "pushed": None if push is None else _upload(out.expanduser(), push, public=public),
+        "pushed": None if push is None else _upload(user_path(out), push, public=public),
     }
 
 

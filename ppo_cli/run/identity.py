@@ -35,6 +35,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import fingerprint
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.rules import find_findings
 from ppo_cli.planning.findings.unused import has_effect
 from ppo_cli.planning.run_plan import RunPlan, make_plan
@@ -100,7 +101,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
     values[CONTENTS] = dict(_digest_contents(named))
     values["plugins"] = package_versions(values)
     # Functions and rows of a call in Python are in the run folder, which may move.
-    folder = Path(config.trainer.output_dir).expanduser().absolute()
+    folder = user_path(config.trainer.output_dir).absolute()
     text = json.dumps(values, default=str).replace(json.dumps(f"{folder}/")[1:-1], "")
     plain: dict[str, Any] = json.loads(text)
     return plain

@@ -6,9 +6,9 @@ Nothing here imports torch, unless a chat template has to be tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
-from pathlib import Path
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
@@ -23,6 +23,7 @@ from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
+from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import (
     DataSplit,
     count_steps,
@@ -50,7 +51,7 @@ PromptReader = Callable[[DataSplit], Sequence[Prompt]]
 
 def checkpoints_of(trainer: Trainer) -> CheckpointStore:
     """Return the checkpoints of the run that the settings name; it writes none."""
-    return CheckpointStore(Path(trainer.output_dir).expanduser() / "checkpoints", None)
+    return CheckpointStore(user_path(trainer.output_dir) / "checkpoints", None)
 
 
 def find_all_refusals(
@@ -94,6 +95,14 @@ def make_prompt_reader(config: Config) -> PromptReader:
     return cache(read)
 
 
+def describe_rows(config: Config) -> list[str]:
+    """Return notes about the first local rows of both splits; bad rows are refused elsewhere."""
+    with suppress(UserError):
+        sets = [rows for split in SPLITS for rows in _read_first_rows(config, split)]
+        return list(dict.fromkeys(note for rows in sets for note in rows.notes))
+    return []
+
+
 def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
     """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
     files, max_samples = split_files(config, split)
@@ -108,7 +117,7 @@ def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
 
 def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
     """Yield the problems of rendering the first rows with a local model's chat template."""
-    folder = Path(model_folder(config.model.path or "")).expanduser()
+    folder = user_path(model_folder(config.model.path or ""))
     if not folder.is_dir():
         return
     # Templates of models on the hub are not downloaded for a plan.
@@ -138,7 +147,7 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
     config = plan.settings
     if config.trainer.node_rank:  # other nodes follow node 0
         return [], []
-    mode, folder = config.trainer.resume_mode, Path(config.trainer.output_dir).expanduser()
+    mode, folder = config.trainer.resume_mode, user_path(config.trainer.output_dir)
     url = config.trainer.store
     notes, store_problems = try_store(url.rstrip("/")) if url else ([], [])
 

@@ -27,6 +27,7 @@ from ppo_cli.atomic import (
 )
 from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
+from ppo_cli.paths import user_path
 
 if TYPE_CHECKING:
     pass
@@ -210,7 +211,7 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
         return None
     if mode == "auto":
         return store.newest()
-    path = Path(mode).expanduser()
+    path = user_path(mode)
     if not (path / "state").is_dir():
         raise ModelError(
             f"--resume {mode} is not a checkpoint (it has no folder state/). Name a folder such as "

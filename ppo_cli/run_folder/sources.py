@@ -9,6 +9,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.digests import require_intact
 from ppo_cli.errors import ModelError, did_you_mean
+from ppo_cli.paths import user_path
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 
 # One of them shows that a folder is a model.
@@ -27,10 +28,10 @@ class ModelSource:
 def find_source(word: str) -> ModelSource:
     """The model that MODEL, RUN, RUN@STEP or a checkpoint means; ModelError if there is none."""
     path, which = word, ""
-    if "@" in word and not Path(word).expanduser().exists():
+    if "@" in word and not user_path(word).exists():
         # An @ separates the checkpoint, unless it is part of an existing path.
         path, _, which = word.rpartition("@")
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     # A model folder or a hub name is used as it is.
     if not which and (not folder.is_dir() or (folder / "config.json").exists()):
         check_folder(model_folder(path), "MODEL")
@@ -96,7 +97,7 @@ def _choose_checkpoint(store: CheckpointStore, checkpoint: str | None) -> Path:
                 f"which one it is. There are {', '.join(names)}."
             )
         return path
-    path = Path(checkpoint).expanduser()
+    path = user_path(checkpoint)
     if not path.is_dir():
         raise ModelError(
             f"There is no checkpoint {checkpoint} in {store.directory}, and no such folder."

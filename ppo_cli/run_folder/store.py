@@ -31,6 +31,7 @@ from ppo_cli.atomic import (
 )
 from ppo_cli.digests import MANIFEST
 from ppo_cli.errors import DataError, Interrupted, UserError, first_line, is_address, plural
+from ppo_cli.paths import user_path
 from ppo_cli.run_folder.folder import LOCK, RunFolder
 from ppo_cli.run_folder.lines import LABELS_FILE, METRICS_FILE, ROLLOUTS
 from ppo_cli.run_folder.sources import ModelSource, find_source
@@ -219,7 +220,7 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
     if text.startswith("file:"):
         return Path("/", text.removeprefix("file://"))
     if not is_address(text):
-        return Path(word).expanduser()
+        return user_path(word)
     parent, slash, name = text.rstrip("/").rpartition("/")
     name, at, step = name.partition("@")
     url, folder, path = f"{parent}{slash}{name}", Path(), Path()
@@ -229,7 +230,7 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
         for place, below in [*([(match[1], match[2] or "")] if match else ()), (url, "")]:
             check_address(place)
             store = open_store(place)
-            folder = Path(cache_folder("glances" if small else "copies", place)).expanduser()
+            folder = user_path(cache_folder("glances" if small else "copies", place))
             path = folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
             if index := read_index(store):
                 break

@@ -35,10 +35,12 @@ from ppo_cli.rewards.judge.prompt import (
     build_material,
     check_rows,
     load_template,
+    reference_answer,
     rubric_reader,
 )
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.sanitise import cut_middle
 from ppo_cli.rewards.judge.visible import Passage, Response
 from ppo_cli.scoring.rows import read_held_out
 from ppo_cli.secrets.redact import redact
@@ -51,6 +53,8 @@ TOKEN_BYTES = (4, 3)
 CRITERION_TOKENS = (15, 60)  # verdict on one criterion: a word, or a long sentence
 TOOLS_CHARS = 1000  # of the list of tools in an episode: five with a sentence each
 DIFFERING = 0.136  # share of repeated verdicts that differ (arXiv 2606.13685)
+MAX_REQUEST_CHARS = 3000  # of each text of a request in a plan
+RESPONSE_NOTE = "(a response of the model)"
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
@@ -341,6 +345,22 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         repeated=repeated,
         others=tuple(_forecast_other(config, other, train, val) for other in other_judges(api)),
     )
+
+
+def first_request(api: ApiReward, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the lines of the request about the first row, redacted and cut in the middle."""
+    material = build_material(prompts[0], RESPONSE_NOTE)
+    if api.mode == "compare":
+        other = RESPONSE_NOTE if api.of_the_run else reference_answer(api, material)
+        material = build_material(prompts[0], RESPONSE_NOTE, other)
+    rubric = rubric_reader(api)(material)
+    question = load_template(api).question(material, api, nonce="0" * 16, rubric=rubric)
+    lines = []
+    for text in (question.system, question.user):
+        head, left_out, tail = cut_middle(redact(text), MAX_REQUEST_CHARS)
+        note = [f"[{left_out:,} characters are left out here]"] if left_out else []
+        lines += [*head.splitlines(), *note, *tail.splitlines(), ""]
+    return lines[:-1]
 
 
 def expected_votes(api: ApiReward) -> float:

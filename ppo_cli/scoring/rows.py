@@ -40,6 +40,7 @@ from ppo_cli.data_sets.rows import (
 )
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
+from ppo_cli.paths import user_path
 from ppo_cli.records import Message, Prompt, Rollout, Turn
 from ppo_cli.run_folder.lines import rollout_file, rollout_steps
 
@@ -245,7 +246,7 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = Fa
 
 def default_out(source: str) -> Path:
     """Default path of the scores: next to the file or in the run; for a hub set, in this folder."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir() and find_saved(source) is None:
         return path / "scored.jsonl"
     path = path if path.exists() else Path(path.name)
@@ -262,7 +263,7 @@ def check_out(out: Path, source: str) -> None:
         raise UserError(f"--out {out}: there is no folder {out.parent}.")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {out}: the folder {out.parent} cannot be written.")
-    if out.exists() and Path(source).expanduser().exists() and out.samefile(source):
+    if out.exists() and user_path(source).exists() and out.samefile(source):
         raise UserError(f"--out {out} is the input file; choose another name.")
 
 

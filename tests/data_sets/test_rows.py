@@ -213,3 +213,42 @@ def test_rows_with_the_same_fault_are_one_line() -> None:
         "a.jsonl row 9, column y: is worse",
         "Correct or remove them; `ppo data check a.jsonl --model m` names them all.",
     ]
+
+
+def test_nan_is_no_ground_truth(tmp_path: Path) -> None:
+    nan = float("nan")
+    row_set = read(
+        tmp_path,
+        {"prompt": "a", "ground_truth": nan},
+        {"prompt": "b", "reward_model": {"ground_truth": nan}},
+        {"prompt": "c", "ground_truth": "1", "reward_model": {"ground_truth": nan}},
+    )
+    assert [row.ground_truth for row in row_set.rows] == [None, None, "1"]
+    assert "2 of 3 rows" in "".join(row_set.notes)
+
+
+def test_columns_that_belong_to_the_question_are_told(tmp_path: Path) -> None:
+    row = {"prompt": "a", "tools": "[{}]", "system": "Be brief.", "choices": [], "level": "2"}
+    (note,) = read(tmp_path, row).notes
+    assert "'tools', 'system'" in note and "choices" not in note and "level" not in note
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{'role': 'user', 'content': '1+1?'}]",
+        "[{'content': 'Be brief.', 'role': 'system'}\n {'content': '1+1?', 'role': 'user'}]",
+        "array([{'role': 'user', 'content': '1+1?'}], dtype=object)",
+    ],
+)
+def test_messages_printed_by_python_are_refused(tmp_path: Path, text: str) -> None:
+    (problem,) = read(tmp_path, {"prompt": text}).problems
+    assert "is a message list written as text" in problem.message
+
+
+def test_a_row_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = []
+    for _ in range(500):
+        value = [value]
+    (problem,) = read(tmp_path, {"prompt": "a", "extra_info": {"a": value}}).problems
+    assert problem.column == "extra_info"

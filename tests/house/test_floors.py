@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 GROUND = {
-    "addresses", "allocator", "atomic", "digests", "errors", "estimates", "plugins", "processes",
-    "moments", "records", "secrets", "signals", "spending", "thoughts", "version",
+    "addresses", "allocator", "atomic", "digests", "errors", "estimates", "moments", "paths",
+    "plugins", "processes", "records", "secrets", "signals", "spending", "thoughts", "version",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "machine", "planning", "report", "run_folder"}
 LOOP = {"loop", "step"}

@@ -23,6 +23,7 @@ from ppo_cli.config.models.weight_files import (
     weights_problem,
 )
 from ppo_cli.errors import ModelError
+from ppo_cli.paths import user_path
 
 # Words of a config.json.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -48,7 +49,7 @@ def has_placeholders(folder: Path) -> bool:
 
 def check_folder(path: str, flag: str) -> None:
     """Raise ModelError where a path can be no model; a name that a hub may know passes."""
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.exists() and not local.is_dir():
         raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
     if local.is_dir() and not (local / "config.json").exists():

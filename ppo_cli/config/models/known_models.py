@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from ppo_cli.config.models.weight_files import has_weights, read_json, tensor_names
 from ppo_cli.errors import ConfigError, ModelError, RewardError, did_you_mean, ppo
+from ppo_cli.paths import user_path
 from ppo_cli.plugins import Declarations, load
 from ppo_cli.secrets.redact import redact_url
 
@@ -198,7 +199,7 @@ def find_model_folder(path: str) -> Path | None:
     Returns None if that model is not downloaded. Raises ModelError for a file, and for a missing
     path that cannot be a hub name.
     """
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.is_dir():
         return local
     if local.exists():
@@ -217,7 +218,7 @@ def find_model_folder(path: str) -> Path | None:
 
 def describe_missing_folder(path: str, flag: str) -> str:
     """Return the message about a missing model folder, with the nearest existing one."""
-    local = Path(path).expanduser()
+    local = user_path(path)
     parent = local.parent
     names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
     return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"

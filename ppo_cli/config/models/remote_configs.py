@@ -19,6 +19,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.errors import ModelError
 from ppo_cli.machine.device_record import cache_folder
+from ppo_cli.paths import user_path
 
 DEADLINE_S = 3.0  # of the only attempt: names may take long to resolve behind a firewall
 HUB, TABLE = "the hub", "the bundled table"
@@ -32,7 +33,7 @@ def find_config(path: str) -> tuple[dict[str, Any], str]:
 
     It is that of the folder, else of the hub's cache, else what `remote_config` returns.
     """
-    folder = Path(model_folder(path)).expanduser()
+    folder = user_path(model_folder(path))
     file: object = folder / "config.json"
     try:
         if not folder.is_dir():

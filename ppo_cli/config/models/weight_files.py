@@ -75,7 +75,9 @@ def shapes_in_safetensors(file: Path) -> dict[str, list[int]]:
         if 8 + length + tensors_end > end:
             raise ValueError(f"it has {end} bytes of {8 + length + tensors_end}")
         return {name: [*facts["shape"]] for name, facts in tensors.items()}
-    except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
+    except (
+        OSError, ValueError, TypeError, KeyError, RecursionError, struct.error
+    ) as error:  # fmt: skip
         raise _damaged_error(file, error) from error
 
 
@@ -144,7 +146,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged_error(file, error) from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} should hold a JSON object and holds a {type(loaded).__name__}.")

@@ -34,6 +34,7 @@ from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.models.policy import Policy
 from ppo_cli.engine.models.value_models import value_head
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
+from ppo_cli.paths import user_path
 
 # Gate and up projection of an expert in one weight; each of them has its own rank.
 FUSED = 2
@@ -280,7 +281,7 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
     """Write `adapter_config.json`; `base` is the user's model path or hub name."""
     # The copy gets what only matters in a file.
     saved = copy.copy(model.peft_config[ADAPTER])
-    local = Path(base).expanduser()
+    local = user_path(base)
     saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
     saved.inference_mode = True
     if (head := value_head(model)) is not None:

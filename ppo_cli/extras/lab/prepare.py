@@ -31,6 +31,7 @@ from ppo_cli.data_sets.rows import read_plain, read_records
 from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
 from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
+from ppo_cli.paths import user_path
 from ppo_cli.records import Message
 
 # Names of the sets on the hub, and the instructions that their prompts end with.
@@ -99,7 +100,7 @@ def build_gsm8k(source: str) -> BuiltSet:
 
 def _gsm8k_files(source: str, split: str) -> list[str]:
     """Return the files of a split in a folder (shards in order), or its name on the hub."""
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if folder.is_file():
         raise DataError(f"{folder} is a file; --source takes the folder of both splits.")
     if not folder.is_dir():
@@ -203,7 +204,7 @@ def build_humaneval(source: str) -> BuiltSet:
 
 def humaneval_files(source: str) -> list[str]:
     """Return the file itself, the one set of a folder (shards in order), or a name on the hub."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         return [str(path)]
     if not path.is_dir():
@@ -318,7 +319,7 @@ def prepare(
             f"`{ppo('data check')}`."
         )
     usual, build = RECIPES[name]
-    folder = Path(out).expanduser()
+    folder = user_path(out)
     refuse_out_address(out)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")

@@ -23,6 +23,7 @@ from ppo_cli.machine.torch_build import (
     GpuFault,
     read_build,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB, KV_GB, count_judge_server
 from ppo_cli.planning.placement import (
@@ -122,7 +123,7 @@ def missing_for_judge_server(scene: Scene) -> list[str]:
         problems.append(str(fault))
     # The model: an instruct model in a folder, or a hub name.
     name = judge.settings.model
-    folder = Path(model_folder(name)).expanduser()
+    folder = user_path(model_folder(name))
     if (folder / "config.json").is_file():
         problems.append(folder_problem(folder, "--rm_model", tokenizer=True))
         if not problems[-1] and not has_template(folder):

@@ -47,6 +47,7 @@ from ppo_cli.errors import (
     replace_path,
 )
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.secrets.redact import redact_url
 
@@ -93,7 +94,7 @@ def _count_heads(path: str) -> dict[str, int]:
     Empty when its config.json is not on this machine or does not name them.
     """
     try:
-        model_config = read_json(Path(model_folder(path)).expanduser() / "config.json")
+        model_config = read_json(user_path(model_folder(path)) / "config.json")
     except (ModelError, RuntimeError):  # a home that is nobody's
         return {}
     attention = model_config.get("num_attention_heads")
@@ -115,7 +116,7 @@ def broken_models(config: Config) -> list[str]:
     problems = []
     # Each folder once, under the first key that names it.
     for path, key in {path: key for key, path in reversed([*_trained_models(config)])}.items():
-        folder, flag = Path(model_folder(path)).expanduser(), table()[key].flag or key
+        folder, flag = user_path(model_folder(path)), table()[key].flag or key
         written = read_config(path)
         # An encoder cannot generate: nothing else about it matters.
         if problem := encoder_problem(written, path, flag):
@@ -139,7 +140,7 @@ def broken_models(config: Config) -> list[str]:
 
 def _describe_other_tokens(policy_path: str, path: str, flag: str) -> str:
     """Return why a local critic or reference does not go with the tokenizer of a local policy."""
-    folders = [Path(model_folder(name)).expanduser() for name in (path, policy_path)]
+    folders = [user_path(model_folder(name)) for name in (path, policy_path)]
     if path == policy_path or not all((folder / "config.json").is_file() for folder in folders):
         return ""
     try:
@@ -157,7 +158,7 @@ def damaged_models(config: Config) -> list[str]:
     rewards = [model.settings.path for model in models_of(config.reward)]
     rewards += [j.settings.model for j in judges_of(config.reward) if j.settings.type == "local"]
     paths = dict.fromkeys([*flags, *(str(path) for path in rewards if path)])
-    folders = {path: Path(model_folder(path)).expanduser() for path in paths if not is_url(path)}
+    folders = {path: user_path(model_folder(path)) for path in paths if not is_url(path)}
 
     def retry(path: str, other: Path) -> str:
         line = replace_path(path, str(other))
@@ -180,7 +181,7 @@ def critic_remarks(config: Config) -> list[str]:
 
 def template_remarks(config: Config) -> list[str]:
     """Remark that prompts of a local model are used without a chat template."""
-    folder = Path(model_folder(config.model.path)).expanduser()
+    folder = user_path(model_folder(config.model.path))
     if not config.data.apply_chat_template or not (folder / "config.json").is_file():
         return []
     if has_template(folder):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.mixture import models_of
@@ -23,6 +22,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, ModelError
 from ppo_cli.machine import processor
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.planning.memory.model import ModelBytes, ModelOnRank, RoleBytes
 from ppo_cli.planning.memory.publishing import publish_bytes
 from ppo_cli.planning.placement import (
@@ -431,7 +431,7 @@ def count_judge_server(config: Config, machine: Machine) -> DeviceNeeds | None:
     judge = local_judge(config)
     if judge is None or not judge.settings.model:
         return None
-    folder = Path(model_folder(judge.settings.model)).expanduser()
+    folder = user_path(model_folder(judge.settings.model))
     try:
         weights = sum(file.stat().st_size for file in weight_files(folder))
     except (ModelError, OSError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic
 from ppo_cli.config.schema.run import Config
+from ppo_cli.paths import user_path
 from ppo_cli.planning.memory.devices import read_shapes
 from ppo_cli.planning.memory.model import EIGHT_BITS
 from ppo_cli.planning.memory.plan import format_size
@@ -25,7 +25,7 @@ def plan_disk(config: Config, steps: int | None) -> PlanPart:
 
     `steps` is the length of the run, None if it is unknown.
     """
-    folder = Path(config.trainer.output_dir).expanduser().absolute()
+    folder = user_path(config.trainer.output_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     at_most = _count_checkpoints(config, steps)
@@ -46,7 +46,7 @@ def find_disk_shortage(config: Config, steps: int | None) -> list[str]:
     """Return a remark if the disk has too little space for the checkpoints still to come."""
     facts: dict[str, Any] = plan_disk(config, steps).facts
     size, at_most = facts["checkpoint_bytes"], facts["checkpoints_at_most"] or 1
-    existing = len([*Path(config.trainer.output_dir).expanduser().glob("checkpoints/step_*")])
+    existing = len([*user_path(config.trainer.output_dir).glob("checkpoints/step_*")])
     if size is None or (need := size * max(1, at_most + 1 - existing)) <= facts["free_bytes"]:
         return []
     free = facts["free_bytes"]

@@ -20,6 +20,7 @@ from typing import Any
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import RewardError
+from ppo_cli.paths import user_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Verdict
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.secrets.redact import mask_secrets
@@ -65,7 +66,7 @@ def cache_path(api: ApiReward, environ: Mapping[str, str]) -> Path | None:
     """Return the cache file that the settings name, or None when the cache is off."""
     if api.cache is None:
         return default_cache_path(environ)
-    return None if api.cache.strip().lower() == "off" else Path(api.cache).expanduser()
+    return None if api.cache.strip().lower() == "off" else user_path(api.cache)
 
 
 class VerdictCache:

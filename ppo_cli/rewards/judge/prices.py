@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import ApiReward, JudgeType
 from ppo_cli.errors import did_you_mean
+from ppo_cli.paths import user_path
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.written import FileModel, read_file
 
@@ -123,7 +124,7 @@ def read_prices(file: Path) -> PriceFile:
 
 
 def _price_files(api: ApiReward) -> list[Path]:
-    return [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
+    return [BUNDLED] if api.prices is None else [user_path(api.prices), BUNDLED]
 
 
 def _price_in_file(file: Path, api: ApiReward) -> Price | None:

@@ -20,9 +20,11 @@ from pydantic import AfterValidator
 from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean, first_line
+from ppo_cli.paths import user_path
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import CODE_LENGTH, Output, Question, Scale, score_code
 from ppo_cli.rewards.judge.rubric import (
+    REFERENCE,
     SCORING,
     SYSTEM,
     AnswerSpec,
@@ -120,7 +122,8 @@ class Template:
     """A judge prompt with checked variables.
 
     `written_for` is the scale that the text names. It differs from `scale` when a setting names
-    another one; the judge is then told how the two map.
+    another one; the judge is then told how the two map. A template that `adds_reference` shows the
+    reference answers of rows that have one, though its text does not ask for it.
     """
 
     name: str
@@ -132,11 +135,12 @@ class Template:
     description: str = ""
     cases: tuple[Case, ...] = ()
     written_for: Scale | None = None
+    adds_reference: bool = False
 
     @property
     def variables(self) -> tuple[str, ...]:
         """The variables of the scoring prompt, each once, in order."""
-        return tuple(dict.fromkeys(name for _, name in split_variables(self.scoring) if name))
+        return variables_of(self.scoring)
 
     def check(self, materials: Iterable[Material]) -> None:
         """Raise a RewardError when rows lack variables other than the response."""
@@ -183,18 +187,30 @@ class Template:
         draft: RubricDraft | None = None,
     ) -> Question:
         """Build the request for one response; `nonce` is random by default."""
+        has_reference = not _is_missing(material, "ground_truth")
+        if self.adds_reference and has_reference and "ground_truth" not in self.variables:
+            with_reference = replace(self, scoring=self.scoring + REFERENCE, adds_reference=False)
+            return with_reference.question(
+                material, api, vote=vote, nonce=nonce, rubric=rubric, draft=draft
+            )
         for name in self.variables:
             if _is_missing(material, name):
                 raise RewardError(
                     self._missing_message(name, [1], 1, set(map(str, material.extra_info)))
                 )
         # The request is rendered twice: once with the nonce, once without for the cache key.
-        pieces = self._pieces(material, api.reasoning, api.max_response_chars)
-        comparison = Comparison(len(material.compared)) if material.compared else None
-        answer_spec = comparison or rubric or draft
-        identity = self._render(pieces, NO_NONCE, NO_CODE, answer_spec)
-        identity = f"{self.system}{PART_END}{identity}"
         nonce = nonce or secrets.token_hex(8)
+        names = {*self.variables, *(variables_of_rubric(rubric) if rubric else ())}
+        pieces = _pieces(names, material, api.reasoning, api.max_response_chars)
+        comparison = Comparison(len(material.compared)) if material.compared else None
+
+        def spec(nonce: str) -> AnswerSpec | None:
+            filled = rubric and rubric.fill(lambda text: _fill(text, pieces, nonce))
+            return comparison or filled or draft
+
+        identity = self._render(pieces, NO_NONCE, NO_CODE, spec(NO_NONCE))
+        identity = f"{self.system}{PART_END}{identity}"
+        answer_spec = spec(nonce)
         user = self._render(pieces, nonce, score_code(identity), answer_spec)
         # Answers with a verdict per criterion need more tokens.
         criteria = len(rubric.criteria) if rubric else draft.max_criteria if draft else 0
@@ -212,34 +228,10 @@ class Template:
                 for _, (head, _, tail) in sections
                 for text in (head, tail)
             ),
-            rubric=rubric,
+            rubric=answer_spec if isinstance(answer_spec, Rubric) else None,
             comparison=comparison,
             draft=draft,
         )
-
-    def _pieces(
-        self, material: Material, reasoning: str, max_chars: int
-    ) -> dict[str, list[Sections]]:
-        """Return the sanitised value of each variable; {response} has one per compared response."""
-        pieces: dict[str, list[Sections]] = {}
-        for name in self.variables:
-            if name != "response":
-                text = clean(as_text(variable_value(material, name)))
-                pieces[name] = [[("", (neutralise(text), 0, ""))]]
-                continue
-            pieces[name] = []
-            for seen in material.compared or (material.response,):
-                # Cut before sanitising, so that the limit counts characters of the response.
-                cut = (
-                    [("", cut_middle(visible_text(seen, reasoning), max_chars))]
-                    if isinstance(seen, str)
-                    else cut_passages(seen, max_chars)
-                )
-                pieces[name].append([
-                    (tag, (neutralise(head), left_out, neutralise(tail)))
-                    for tag, (head, left_out, tail) in cut
-                ])  # fmt: skip
-        return pieces
 
     def _render(
         self,
@@ -249,10 +241,7 @@ class Template:
         answer_spec: AnswerSpec | None,
     ) -> str:
         """Return the scoring prompt with the fenced data and the closing instruction after it."""
-        out = [
-            text if not name else _fence_all(name, pieces[name], nonce)
-            for text, name in split_variables(self.scoring)
-        ]
+        text = _fill(self.scoring, pieces, nonce)
         # The instruction after the data.
         sections = [section for each in pieces.get("response", ()) for section in each]
         notes = EPISODE if any(tag for tag, _ in sections) else ""
@@ -277,7 +266,40 @@ class Template:
         if answer_spec is not None:
             asked = answer_spec.instructions()
         closing = CLOSING.format(nonce=nonce, notes=notes, asked=asked)
-        return f"{''.join(out).rstrip()}\n\n{closing}"
+        return f"{text.rstrip()}\n\n{closing}"
+
+
+def _pieces(
+    names: Iterable[str], material: Material, reasoning: str, max_chars: int
+) -> dict[str, list[Sections]]:
+    """Return the sanitised value of each variable; {response} has one per compared response."""
+    pieces: dict[str, list[Sections]] = {}
+    for name in names:
+        if name != "response":
+            text = clean(as_text(variable_value(material, name)))
+            pieces[name] = [[("", (neutralise(text), 0, ""))]]
+            continue
+        pieces[name] = []
+        for seen in material.compared or (material.response,):
+            # Cut before sanitising, so that the limit counts characters of the response.
+            cut = (
+                [("", cut_middle(visible_text(seen, reasoning), max_chars))]
+                if isinstance(seen, str)
+                else cut_passages(seen, max_chars)
+            )
+            pieces[name].append([
+                (tag, (neutralise(head), left_out, neutralise(tail)))
+                for tag, (head, left_out, tail) in cut
+            ])  # fmt: skip
+    return pieces
+
+
+def _fill(text: str, pieces: Mapping[str, list[Sections]], nonce: str) -> str:
+    """Return a text with the fenced values of its variables."""
+    return "".join(
+        _fence_all(name, pieces[name], nonce) if name else part
+        for part, name in split_variables(text)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -296,18 +318,35 @@ def split_variables(text: str) -> tuple[tuple[str, str], ...]:
     return (*out, (text[start:], ""))
 
 
-def check_variables(scoring: str, where: str) -> None:
-    """Raise a RewardError for an unknown variable, or when {response} is missing."""
-    names = [name for _, name in split_variables(scoring) if name]
-    for name in names:
-        if name not in VARIABLES and not EXTRA_NAME.fullmatch(name):
+def variables_of(text: str) -> tuple[str, ...]:
+    """Return the variables of a text, each once, in order."""
+    return tuple(dict.fromkeys(name for _, name in split_variables(text) if name))
+
+
+def variables_of_rubric(rubric: Rubric) -> tuple[str, ...]:
+    """Return the variables of all criteria, each once, in order."""
+    return variables_of("\n".join(criterion.text for criterion in rubric.criteria))
+
+
+def _is_known(name: str) -> bool:
+    return name in VARIABLES or EXTRA_NAME.fullmatch(name) is not None
+
+
+def check_names(text: str, where: str) -> None:
+    """Raise a RewardError for an unknown variable, or for spaces in the braces of one."""
+    for name in variables_of(text):
+        if not _is_known(name):
             raise RewardError(f"{where}: {_unknown(name)}")
-    # Two common mistakes get their own message.
-    spaced = SPACED.search(scoring)
+    spaced = SPACED.search(text)
     if spaced:
         name = spaced[1] or spaced[2]
         raise RewardError(f"{where}: write {{{name}}} without spaces in the braces.")
-    if "response" not in names:
+
+
+def check_variables(scoring: str, where: str) -> None:
+    """Raise a RewardError for an unknown variable, or when {response} is missing."""
+    check_names(scoring, where)
+    if "response" not in variables_of(scoring):
         doubled = " ({{response}} is a literal; one pair of braces)" * ("{{response}}" in scoring)
         raise RewardError(
             f"{where}: {{response}} is missing{doubled}; without it the judge does not see what "
@@ -427,13 +466,16 @@ def load_template(api: ApiReward) -> Template:
     """Build the judge prompt that the settings describe; RewardError says what is wrong."""
     # The source of the prompt.
     if api.prompt_file is not None:
-        template = read_template(Path(api.prompt_file).expanduser())
+        template = read_template(user_path(api.prompt_file))
     elif api.mode == "compare":
         template = load_preset(COMPARE)
     elif api.rubric is not None:
         template = Template("rubric", "1", SYSTEM, SCORING, RUBRIC_SCALE)
     else:
         template = load_preset(api.prompt_preset)
+    # The reference answer is left out where it is one of the compared responses.
+    shown = api.prompt_file is None and api.scoring_prompt is None and api.compare != "ground_truth"
+    template = replace(template, adds_reference=shown)
     # Settings that replace parts of it.
     if api.scoring_prompt is not None:
         template = _custom_scoring(api, template)
@@ -464,8 +506,8 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
         return lambda material: None
     # One rubric for all rows.
     if not api.rubric.startswith(f"{EXTRA}."):
-        fixed = load_rubric(Path(api.rubric).expanduser())
-        return lambda material: fixed
+        fixed = load_rubric(user_path(api.rubric))
+        return lambda material: _check_values(fixed, material)
     # A rubric in each row.
     name = api.rubric
     if not EXTRA_NAME.fullmatch(name):
@@ -474,9 +516,36 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
         )
 
     def of_row(material: Material) -> Rubric:
-        return read_rubric(_required_value(material, name), name)
+        rubric = read_rubric(_required_value(material, name), name)
+        return _check_values(_escape_unknown(rubric, name), material)
 
     return of_row
+
+
+def _check_values(rubric: Rubric, material: Material) -> Rubric:
+    """Return the rubric; RewardError where the row lacks a value that its criteria use."""
+    for name in variables_of_rubric(rubric):
+        if name not in ("prompt", "response") and _is_missing(material, name):
+            raise RewardError(f"a criterion uses {{{name}}}, which the row lacks")
+    return rubric
+
+
+def _escape_unknown(rubric: Rubric, label: str) -> Rubric:
+    """Return the rubric of a row with braces that hold no variable, as in LaTeX, kept literally.
+
+    RewardError for a name that looks like a mistyped variable.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name is None or _is_known(name):
+            return match[0]
+        if did_you_mean(name, VARIABLES):
+            raise RewardError(f"{label}: {_unknown(name)}")
+        return f"{{{match[0]}}}"
+
+    criteria = (replace(c, text=BRACES.sub(escape, c.text)) for c in rubric.criteria)
+    return replace(rubric, criteria=tuple(criteria))
 
 
 def _required_value(material: Material, name: str) -> Any:
@@ -493,7 +562,10 @@ def load_rubric(path: Path) -> Rubric:
     label = f"--rm_rubric {path}"
     if not path.exists():
         label += " (a YAML file, or extra_info.NAME for criteria that each row brings)"
-    return read_rubric(read_yaml(path, label), label, fixed=True)
+    rubric = read_rubric(read_yaml(path, label), label, fixed=True)
+    for number, criterion in enumerate(rubric.criteria, start=1):
+        check_names(criterion.text, f"{label}, criterion {number}")
+    return rubric
 
 
 def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
@@ -504,7 +576,7 @@ def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
     """
     of_row = api.rubric is not None and api.rubric.startswith(f"{EXTRA}.")
     files = [api.prompt_file, None if of_row else api.rubric]
-    paths = [Path(file).expanduser() for file in files if file is not None]
+    paths = [user_path(file) for file in files if file is not None]
     criteria, texts, problem = [], {}, ""
     try:
         template = load_template(api)

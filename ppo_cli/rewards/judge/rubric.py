@@ -14,7 +14,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, TypeVar
@@ -47,6 +47,8 @@ SCORING = (
     "A response to the request below is to be checked against criteria, which follow after it.\n\n"
     "Request:\n{prompt}\n\nResponse to check:\n{response}"
 )
+# Added to bundled prompts for rows with a reference answer.
+REFERENCE = "\n\nReference answer:\n{ground_truth}"
 DRAFT_SYSTEM = (
     "You write criteria by which others check responses to a request, without a reference answer "
     "and one criterion at a time. A person edits what you write before it is used."
@@ -78,7 +80,8 @@ T = TypeVar("T")
 class Criterion:
     """One property that is decided about a response.
 
-    With `levels` 1 the verdict is yes or no, otherwise a whole number from 0 to `levels`. A `fault`
+    The `text` may have the variables of a scoring prompt; `filled` is the text of one request. With
+    `levels` 1 the verdict is yes or no, otherwise a whole number from 0 to `levels`. A `fault`
     is a property to avoid. With `weight` 0 the criterion is only reported. A `must` is a hurdle: a
     response that more likely misses it (or has the fault) than not scores 0.
     """
@@ -89,6 +92,7 @@ class Criterion:
     fault: bool = False
     must: bool = False
     levels: int = 1
+    filled: str = ""
 
     @property
     def key(self) -> str:
@@ -98,9 +102,14 @@ class Criterion:
         return "present" if self.fault else "met"
 
     @property
+    def plain_text(self) -> str:
+        """The text in one line, with its variables."""
+        return " ".join(neutralise(clean(self.text)).split())
+
+    @property
     def question(self) -> str:
         """The text of the criterion as a judge reads it."""
-        text = " ".join(neutralise(clean(self.text)).split())
+        text = self.filled or self.plain_text
         if self.levels > 1:
             return f"{text} ({self.key}: 0 is the least, {self.levels} the most)"
         return f"{text} (a fault: is it present in the response?)" if self.fault else text
@@ -196,6 +205,11 @@ class Rubric:
         return [
             Rubric((replace(criterion, weight=1.0),), self.fixed) for criterion in self.criteria
         ]
+
+    def fill(self, fill: Callable[[str], str]) -> Rubric:
+        """Return the rubric of one request: `fill` puts values in place of variables."""
+        criteria = (replace(c, filled=fill(c.plain_text)) for c in self.criteria)
+        return replace(self, criteria=tuple(criteria))
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return the criteria in the form of a file or a data row."""

@@ -30,6 +30,7 @@ from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
 from ppo_cli.errors import MissingPart, ModelError, first_line, is_out_of_memory, plural
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.rewards.judge.rubric import Rubric, read_rubric
 from ppo_cli.rewards.models.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.models.checkpoint import (
@@ -466,7 +467,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     device = open_device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     path = str(settings.path)
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():  # a model of the hub, which is downloaded
         cached = find_model_folder(path)  # refuses names that are not valid on the hub
         usable = cached if settings.revision is None else None

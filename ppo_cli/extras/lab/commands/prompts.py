@@ -6,7 +6,6 @@ import json
 import sys
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,6 +15,7 @@ from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import align_columns, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError, plural
+from ppo_cli.paths import user_path
 
 app = App(
     help="Show judge prompts, render the request for a data row, or have criteria drafted.",
@@ -106,7 +106,7 @@ def rubric(arguments: Arguments) -> None:
     file = prompt_files([str(arguments.extras["file"])], "train")[0]
     keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}
     responses = read_responses(file, response_key=None, **keys)
-    out = Path(str(arguments.extras["out"])).expanduser()
+    out = user_path(str(arguments.extras["out"]))
     check_out(out, file)
     api, max_criteria = config.reward.api, int(arguments.extras["criteria"])
     # One rubric for all rows, or one for each row.

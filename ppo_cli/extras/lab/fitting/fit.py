@@ -61,6 +61,7 @@ from ppo_cli.extras.lab.fitting.training import (
     score_examples,
 )
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.records import Prompt
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.models.heads import CRITERIA_FILE
@@ -74,7 +75,7 @@ class ModelFolder:
     """The folder of the best model so far; ConfigError at once if it must not be written."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
-        self.path = out.expanduser()
+        self.path = user_path(out)
         check_out_folder(self.path)
         self._place = self.path.resolve()
         # A fit replaces the whole folder, so refuse one with files that it did not write.
@@ -120,7 +121,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     recipe = settings.recipe
     # Incomplete weights are found now, before anything is loaded.
     require_intact_model(
-        Path(model_folder(settings.model)).expanduser(),
+        user_path(model_folder(settings.model)),
         lambda other: replace_path(settings.model, str(other)),
     )
     set_matmul_library(machine.matmul)

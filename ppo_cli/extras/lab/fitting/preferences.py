@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, combinations
-from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import ModelReward
@@ -38,6 +37,7 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean, plural
 from ppo_cli.extras.lab.criteria import read_grades
 from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
+from ppo_cli.paths import user_path
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
@@ -106,7 +106,7 @@ class Labels:
         if criteria is None:
             return cls(column, Rubric((Criterion(column, f"Its {column}."),)), shape % "0 to 1")
         where = f"--criteria {criteria}"
-        rubric = read_rubric(read_yaml(Path(criteria).expanduser(), where), where, fixed=True)
+        rubric = read_rubric(read_yaml(user_path(criteria), where), where, fixed=True)
         return cls(column, rubric, shape % '{"NAME": true, false or a level}')
 
     def read(self, place: Place, record: Record, prompt: str) -> Example:

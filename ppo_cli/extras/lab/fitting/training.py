@@ -33,6 +33,7 @@ from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError, did_you_mean
 from ppo_cli.estimates import Estimate, bootstrap
 from ppo_cli.extras.lab.fitting.preferences import EncodedExample
+from ppo_cli.paths import user_path
 from ppo_cli.report.tracker import Advance
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.models.base import Encoded, pad
@@ -79,7 +80,7 @@ def read_template(template: str) -> str:
     text = template
     # Without template syntax it is the name of a file.
     if "{{" not in template and "{%" not in template:
-        path = Path(template).expanduser()
+        path = user_path(template)
         if not path.is_file():
             raise ModelError(
                 f"--template {template}: no such file, and none of the names "

@@ -28,6 +28,7 @@ from ppo_cli.errors import (
     ppo,
     refuse_out_address,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.models import damaged_models
 from ppo_cli.planning.findings.rules import find_findings, list_texts
 from ppo_cli.planning.resolved import Resolved
@@ -96,7 +97,7 @@ def print_verl_plan(arguments: Arguments) -> None:
     from ppo_cli.cli.screen import print_result
 
     resolved, bridged = resolve_for_verl(arguments)
-    lines = bridged.lines(Path(resolved.config.trainer.output_dir).expanduser().resolve())
+    lines = bridged.lines(user_path(resolved.config.trainer.output_dir).resolve())
     print_result(
         {"overrides": lines},
         lambda: "\n".join([*lines, *(f"# {note}" for note in resolved.notes)]),
@@ -114,7 +115,7 @@ def train_on_verl(arguments: Arguments) -> None:
     from ppo_cli.extras.migrate.bridge.folder import missing_verl, next_steps
 
     trainer = resolved.config.trainer
-    folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
+    folder, rank = user_path(trainer.output_dir).resolve(), trainer.node_rank or 0
     script = folder / f"node_{rank}.sh"
     # Node 0 writes the scripts of all nodes to the shared disk.
     if rank == 0:
@@ -193,7 +194,7 @@ def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> S
     """Write the scripts of all nodes and return their paths; refuses a folder of another run."""
     from ppo_cli.extras.migrate.bridge.folder import write_folder
 
-    folder = folder.expanduser()
+    folder = user_path(folder)
     # verl resumes from its own checkpoints even if the settings have changed.
     if resolved.config.trainer.resume_mode == "auto" and (folder / "verl").is_dir():
         _check_same_run(folder, resolved.config)

@@ -25,6 +25,7 @@ from ppo_cli.config.settle import settle
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
 from ppo_cli.planning.memory.plan import fit_memory
 
 VERSION: Final = "0.9.1"
@@ -111,7 +112,7 @@ def _write_models(config: Config) -> Values:
 
 def _resolve_model_path(path: str) -> str:
     """Return a model's folder as an absolute path, and a hub name unchanged."""
-    folder = Path(model_folder(path)).expanduser()
+    folder = user_path(model_folder(path))
     return str(folder.resolve()) if folder.is_dir() else path
 
 
@@ -256,7 +257,7 @@ def _write_resume(config: Config) -> Values:
     mode = config.trainer.resume_mode
     # A path that is neither word is a checkpoint to resume from.
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
-    path = str(Path(mode).expanduser().resolve()) if word == "resume_path" else None
+    path = str(user_path(mode).resolve()) if word == "resume_path" else None
     return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
 
 

@@ -29,6 +29,7 @@ from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import has_bfloat16
 from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.judge_server import (
     judge_fault,
     server_environment,
@@ -74,7 +75,7 @@ class Judge(openai.Judge):
     def identity(self) -> str:
         """The identity with the model's files instead of the address, whose port is random."""
         parts = json.loads(super().identity)
-        folder = Path(model_folder(self.model)).expanduser()
+        folder = user_path(model_folder(self.model))
         files: list[tuple[str, int, int]] = []
         with contextlib.suppress(ModelError, OSError):
             states = [(file.name, file.stat()) for file in weight_files(folder)]
@@ -106,7 +107,7 @@ class Judge(openai.Judge):
         python = vllm_python(environ)
         if python is None:
             raise MissingPart(f"A judge that the run starts needs vLLM: run `{VLLM_SETUP}`.")
-        local, model = self.api.local, str(Path(model_folder(self.model)).expanduser())
+        local, model = self.api.local, str(user_path(model_folder(self.model)))
         arguments: dict[str, object] = {
             "served_model_name": self.model,
             "host": LOOPBACK,
@@ -146,7 +147,7 @@ class Judge(openai.Judge):
         }
         # A server runs its engine in a separate process.
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        if Path(model_folder(self.model)).expanduser().is_dir():
+        if user_path(model_folder(self.model)).is_dir():
             variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if devices := self.api.local.devices:
             visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -1,0 +1,44 @@
+"""Paths that a user writes: in flags, files of settings, variables and arguments of commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ppo_cli.errors import UserError, shorten
+
+# What Linux and macOS take; a longer text is rarely meant as a path.
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+
+
+def user_path(text: str | os.PathLike[str]) -> Path:
+    """Return a path with `~` replaced; UserError for a text that no file can have as its name.
+
+    The home of an unknown user stays as it is: no such file exists, which the caller says.
+    """
+    path = os.path.expanduser(str(text))
+    problem = path_problem(path)
+    if problem:
+        raise UserError(f"{shorten(path, 60)!a} is not a path: {problem}.")
+    return Path(path)
+
+
+def path_problem(path: str) -> str:
+    """Return why no file can have this path; "" if one can."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "it has half of a surrogate pair, which is not a character"
+    if b"\0" in encoded:
+        return "it has a NUL byte"
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > MAX_NAME_BYTES:
+        return f"a file name has at most {MAX_NAME_BYTES} bytes, and this one {longest:,}"
+    if len(encoded) > MAX_PATH_BYTES:
+        return f"a path has at most {MAX_PATH_BYTES:,} bytes, and this one {len(encoded):,}"
+    return ""
+
+
+def is_existing(text: str) -> bool:
+    """Whether a text is the path of a file or a folder; any other text is not."""
+    return os.path.exists(os.path.expanduser(text))
