@@ -187,8 +187,7 @@ class Template:
         draft: RubricDraft | None = None,
     ) -> Question:
         """Build the request for one response; `nonce` is random by default."""
-        has_reference = not _is_missing(material, "ground_truth")
-        if self.adds_reference and has_reference and "ground_truth" not in self.variables:
+        if self.adds_reference and not _is_missing(material, "ground_truth"):
             with_reference = replace(self, scoring=self.scoring + REFERENCE, adds_reference=False)
             return with_reference.question(
                 material, api, vote=vote, nonce=nonce, rubric=rubric, draft=draft
@@ -474,8 +473,9 @@ def load_template(api: ApiReward) -> Template:
     else:
         template = load_preset(api.prompt_preset)
     # The reference answer is left out where it is one of the compared responses.
-    shown = api.prompt_file is None and api.scoring_prompt is None and api.compare != "ground_truth"
-    template = replace(template, adds_reference=shown)
+    bundled = api.prompt_file is None and api.scoring_prompt is None
+    if bundled and api.compare != "ground_truth" and "ground_truth" not in template.variables:
+        template = replace(template, adds_reference=True)
     # Settings that replace parts of it.
     if api.scoring_prompt is not None:
         template = _custom_scoring(api, template)

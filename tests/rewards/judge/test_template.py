@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,14 @@ from hypothesis import strategies as st
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.rewards.judge.prompt import Material, Template, load_preset, load_template
+from ppo_cli.rewards.judge.calls import Question, Scale
+from ppo_cli.rewards.judge.prompt import (
+    Material,
+    Template,
+    load_preset,
+    load_template,
+    rubric_reader,
+)
 from tests.rewards.judge.corpora import read_corpus
 
 NONCE = "0123456789abcdef"
@@ -282,3 +289,47 @@ def test_all_wrong_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
 def test_a_folder_in_place_of_a_prompt_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="this is a folder"):
         load_template(ApiReward(prompt_file=str(tmp_path)))
+
+
+def rubric_question(criterion: str, material: Material, folder: Path) -> Question:
+    file = folder / "rubric.yaml"
+    file.write_text(json.dumps([{"name": "a", "text": criterion}]))
+    api = ApiReward(rubric=str(file))
+    return load_template(api).question(material, api, rubric=rubric_reader(api)(material))
+
+
+def test_variables_mean_the_same_in_a_criterion(tmp_path: Path) -> None:
+    material = Material("Color of snow?", "It is {prompt}.", "white", {"tone": "calm"})
+    text = "{response} to {prompt} says {ground_truth} in a {extra_info.tone} {{tone}}."
+    question = rubric_question(text, material, tmp_path)
+    criterion = question.user.partition("\nc1: ")[2].partition("\n\nHalf")[0]
+    bare = re.sub(r"\s*</?[a-z_.]+-[0-9a-f]{16}>\s*", "|", criterion)
+    assert bare == "|It is {prompt}.|to|Color of snow?|says|white|in a|calm|{tone}."
+    # The cache key has the values, but no nonce.
+    again = rubric_question(text, material, tmp_path)
+    assert again.identity == question.identity and again.user != question.user
+    other = rubric_question(text, replace(material, extra_info={"tone": "loud"}), tmp_path)
+    assert other.identity != question.identity
+    with pytest.raises(RewardError, match="which the row lacks"):
+        rubric_question(text, replace(material, ground_truth=None), tmp_path)
+    with pytest.raises(RewardError, match="no variable"):
+        rubric_question("Says {truth}.", material, tmp_path)
+
+
+def test_braces_in_the_criteria_of_a_row_are_kept_unless_they_hold_a_variable() -> None:
+    api = ApiReward(rubric="extra_info.rubric")
+    extra = {"rubric": ["States $\\mathbf{x}$ as {ground_truth}."]}
+    rubric = rubric_reader(api)(Material("p", "r", "1", extra))
+    question = load_template(api).question(Material("p", "r", "1", extra), api, rubric=rubric)
+    assert "\nc1: States $\\mathbf{x}$ as <ground_truth-" in question.user
+    wrong = Material("p", "r", "1", {"rubric": ["Says {groundtruth}."]})
+    with pytest.raises(RewardError, match="Did you mean 'ground_truth'"):
+        rubric_reader(api)(wrong)
+
+
+def test_bundled_prompts_show_the_reference_answer_of_rows_that_have_one() -> None:
+    template = load_template(ApiReward())
+    assert "Reference answer:\n<ground_truth-" in template.question(Material("p", "r", "1")).user
+    assert "Reference answer" not in template.question(Material("p", "r")).user
+    mine = load_template(ApiReward(scoring_prompt="{prompt} {response}"))
+    assert "Reference answer" not in mine.question(Material("p", "r", "1")).user
