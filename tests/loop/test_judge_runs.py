@@ -29,7 +29,7 @@ from tests.loop.runs import ROOT, rows, stored, undocumented, wait_for
 KEY = "key-of-the-loopback-judge"
 RUN = (
     "--preset", "embedded", "--batch_size", "16", "--mini_batch_size", "8", "--rollout_n", "4",
-    "--save_freq", "2", "--test_freq", "-1", "data.val_max_samples=32", "--use_api_reward",
+    "--save_freq", "2", "--test_freq", "0", "data.val_max_samples=32", "--use_api_reward",
     "--rm_model", "judge-1", "--rm_prompt_preset", "math", "--rm_canary_every", "0",
 )  # fmt: skip
 FOUR, UNCACHED = ("--max_steps", "4"), ("--rm_cache", "off")

@@ -17,7 +17,7 @@ from tests.loop.runs import rows
 from tests.loop.test_judge_runs import KEY, environment, run_ppo
 
 JUDGED = (
-    "train", "--preset", "embedded", "--test_freq", "-1", "--use_api_reward",
+    "train", "--preset", "embedded", "--test_freq", "0", "--use_api_reward",
     "--rm_api_type", "openai", "--rm_model", "judge-1", "--rm_canary_every", "0",
 )  # fmt: skip
 COMPARED = (

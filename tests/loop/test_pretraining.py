@@ -163,7 +163,7 @@ def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(tmp_path: Pat
     """With an adapter of the critic, and rollouts that are sampled ahead and in parts."""
     run = (
         *PRETRAINED, "--engine", "ray", "--num_workers", "2", "--max_steps", "2",
-        "--test_freq", "-1", "--async_steps", "2", "--partial_tokens", "1",
+        "--test_freq", "0", "--async_steps", "2", "--partial_tokens", "1",
         "critic.model.lora_rank=4",
     )  # fmt: skip
     whole, out = tmp_path / "whole", tmp_path / "killed"

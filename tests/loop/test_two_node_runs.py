@@ -23,7 +23,7 @@ pytestmark = [
 THOROUGH = pytest.mark.skipif(not os.environ.get("PPO_KILLS"), reason="set PPO_KILLS to run this")
 RUN = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
-    "--save_freq", "2", "--test_freq", "-1", "--max_response_length", "8",
+    "--save_freq", "2", "--test_freq", "0", "--max_response_length", "8",
     "data.val_max_samples=16", "--num_workers", "2",
 )  # fmt: skip
 LONG_S = 600.0
