@@ -405,17 +405,13 @@ class RuleReward(Reward):
         cpu_seconds: float = CPU_SECONDS,
         code: Code | None = None,
     ) -> None:
-        # Imported here, because workers of a user's function import this module without them.
-        from ppo_cli.config.schema.reward import Code
-        from ppo_cli.rewards.code.check import CodePool
-
         self._rule = rule
         self._settings = dict(settings or {})
         self._timeout = timeout
         self._num_workers = num_workers
         self._cpu_seconds = cpu_seconds
-        self._code = CodePool(code or Code(), size=num_workers)
-        self._pools: dict[str, WorkerPool] = {}
+        self._code = code
+        self._pools: dict[str, WorkerPool | CodePool] = {}
         self._closed = False
         _check_settings(rule, self._settings)
 
@@ -428,7 +424,7 @@ class RuleReward(Reward):
         """
         check_prompts(self._rule, self._settings, prompts)
         if any((self._rule or find_rule(p.data_source)) is RULES["code"] for p in prompts):
-            self._code.start(tell)
+            cast("CodePool", self._pool(RULES["code"])).start(tell)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Score one rollout; most rules have the score before this returns."""
@@ -455,19 +451,26 @@ class RuleReward(Reward):
         return _resolved(_add_rule_name(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
-        """Return the processes for a rule: those for code, or the rule's, created on first use."""
+        """Return the processes for a rule, created on first use: sandboxes for code, or workers."""
+        if rule.name in self._pools:
+            return self._pools[rule.name]
+        pool: WorkerPool | CodePool
         if rule.in_worker is None:
-            return self._code
-        if rule.name not in self._pools:
+            # Imported here, because workers of a user's function import this module without them.
+            from ppo_cli.config.schema.reward import Code
+            from ppo_cli.rewards.code.check import CodePool
+
+            pool = CodePool(self._code or Code(), size=self._num_workers)
+        else:
             load = partial(load_rule_function, rule.name, self._settings)
             task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MAX_MEMORY_BYTES)
-            self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
-        return self._pools[rule.name]
+            pool = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
+        self._pools[rule.name] = pool
+        return pool
 
     def close(self) -> None:
         """Stop the workers."""
         self._closed = True
-        self._code.close()
         for pool in self._pools.values():
             pool.close()
 

@@ -21,7 +21,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.mixture import judges_of
@@ -30,13 +30,11 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.digests import require_resumable
-from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.device import require_gpus
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer, pad_token_id
 from ppo_cli.engine.samplers.text import decode_text
-from ppo_cli.environments.episodes import EpisodeEngine, Episodes
 from ppo_cli.errors import (
     SAME_CALL,
     DataError,
@@ -63,7 +61,6 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run.episodes import start_episodes
 from ppo_cli.run.identity import describe_new_run, find_changes, keep_decisions, run_identity
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
@@ -77,6 +74,9 @@ from ppo_cli.step.sampling import train_sampling
 from ppo_cli.step.saving import load
 from ppo_cli.step.state import Job, RunState
 from ppo_cli.version import read_version
+
+if TYPE_CHECKING:
+    from ppo_cli.environments.episodes import Episodes
 
 Build = Callable[[], Engine]
 MakeReward = Callable[[RewardSettings, Sequence[Prompt], HostMaker | None], Reward]
@@ -254,13 +254,17 @@ class EngineFactory:
                 self.tell(f"Loading {self.config.model.path}")
                 self._base = self._build_engine()
                 # Episodes wrap the engine of the run, and async rollouts wrap them.
-                steps, tokens = self.config.trainer.async_steps, self.config.rollout.partial_tokens
                 engine: Engine = self._base
                 if self.episodes is not None:
+                    from ppo_cli.environments.episodes import EpisodeEngine
+
                     engine = EpisodeEngine(engine, self.episodes)
-                self._engine = (
-                    AheadEngine(engine, self._upcoming, steps, tokens) if steps else engine
-                )
+                if steps := self.config.trainer.async_steps:
+                    from ppo_cli.engine.async_rollout import AheadEngine
+
+                    tokens = self.config.rollout.partial_tokens
+                    engine = AheadEngine(engine, self._upcoming, steps, tokens)
+                self._engine = engine
             return self._engine
 
     def renew(self) -> Engine:
@@ -450,12 +454,17 @@ def open_run(
             start = prepare(folder, plan, screen)
             config = start.config
             stop = _stop_on_signal(screen, cluster)
+            episodes = None
+            if config.environment.is_set:
+                from ppo_cli.run.episodes import start_episodes
+
+                episodes = start_episodes(config, start.tokenizer, folder.logs, closing)
             engines = EngineFactory(
                 config, "rollout.weight_transfer" not in start.plan.why, start.tokenizer,
                 start.prompts, start.order, start.total_steps,
                 logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
                 address=cluster.address if cluster else None,
-                episodes=start_episodes(config, start.tokenizer, folder.logs, closing),
+                episodes=episodes,
             )  # fmt: skip
             closing.callback(engines.close)
             losses: dict[str, Any] = {
@@ -538,8 +547,6 @@ def _describe_machine_use(plan: RunPlan) -> list[str]:
 
 def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     """Set an earlier run aside, unless this one continues it; write what describes this one."""
-    from ppo_cli.rewards.judge.prompt import describe_request
-
     folder, resume_from = start.folder, start.resume_from
     fork = read_fork(folder.path)
     if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
@@ -555,6 +562,8 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     head += "".join(f"# {line}\n" for line in details)
     # The files of the judges may change later, and relative paths to them lead nowhere elsewhere.
     if judges := judges_of(start.config.reward):
+        from ppo_cli.rewards.judge.prompt import describe_request
+
         requests = ({"part": j.part} | describe_request(j.settings, time.time()) for j in judges)
         replace_lines(folder.path / JUDGES_FILE, requests)
     folder.write_config(head + config_yaml(start.plan.resolved, start.config, start.plan.why))

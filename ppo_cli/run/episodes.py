@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 def start_episodes(
     config: Config, tokenizer: Any, logs: Path | None, closing: ExitStack
-) -> Episodes | None:
-    """Start the environments, which `closing` ends; None for a run whose responses are one turn.
+) -> Episodes:
+    """Start the environments, which `closing` ends.
 
     Raises UserError for an environment that does not start, and for a model whose chat template
     cannot render its episodes.
     """
-    if not config.environment.is_set:
-        return None
     from ppo_cli.engine.models import read_stop_token_ids
     from ppo_cli.environments.episodes import Episodes
 

@@ -150,6 +150,8 @@ class SampledModel:
 
     @cached_property
     def _episodes(self) -> Episodes | None:
+        if not self.config.environment.is_set:
+            return None
         return start_episodes(self.config, self.tokenizer, None, self._open)
 
     @cached_property

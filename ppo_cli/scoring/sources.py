@@ -55,10 +55,12 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
 
 def read_labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
     """Return the labelled responses that judges score again during a run, by file."""
+    files = {judge.settings.monitor.labels for judge in judges_of(settings)} - {None}
+    if not files:
+        return {}
     from ppo_cli.scoring.rows import read_held_out
 
-    files = {judge.settings.monitor.labels for judge in judges_of(settings)}
-    return {file: read_held_out(file) for file in files if file is not None}
+    return {str(file): read_held_out(str(file)) for file in files}
 
 
 def row_checks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
+from ppo_cli.engine import async_rollout
 from ppo_cli.errors import ExhaustedBudget, Interrupted, WorkerLost
 from ppo_cli.planning.placement import placement_of
 from ppo_cli.planning.resolve import resolve
@@ -51,8 +53,9 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def build(
-        *overrides: str, cluster: Cluster | None = None, environ: Sequence[str] = ()
-    ) -> SimpleNamespace:
+        *overrides: str, cluster: Cluster | None = None, environ: Sequence[str] = (),
+        transfer: str | None = None,
+    ) -> SimpleNamespace:  # fmt: skip
         seen = SimpleNamespace(screen=Screen())
 
         def load_tokenizer(path: str, **options: Any) -> Any:
@@ -61,6 +64,7 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
         def start(build: Any, **options: Any) -> str:
             seen.engines, seen.start = build.__self__, options
+            seen.engines.weight_transfer = transfer
             return "engine"
 
         def run(job: Any, begin: Any, **options: Any) -> None:
@@ -262,13 +266,23 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     assert engines[1].close.called
 
 
+def test_a_way_of_weights_that_fails_at_the_start_changes_the_plan(
+    assembled: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    seen = assembled("trainer.engine=ray", transfer="gloo")
+    assert seen.job.config.rollout.weight_transfer == "gloo"
+    assert seen.engines.config is seen.job.config
+    written = json.loads((tmp_path / "run" / "plan.json").read_text())["values"]
+    assert written["rollout.weight_transfer"]["value"] == "gloo"
+
+
 def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = ("trainer.async_steps=2", "rollout.partial_tokens=6")
     seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
     engine: EngineFactory = seen.engines
-    monkeypatch.setattr(assemble, "AheadEngine", lambda *arguments: arguments)
+    monkeypatch.setattr(async_rollout, "AheadEngine", lambda *arguments: arguments)
     monkeypatch.setattr(EngineFactory, "_build_engine", lambda factory: "inner")
     inner, upcoming, *arguments = engine.get()  # type: ignore[misc]
     assert (inner, arguments) == ("inner", [2, 6])
