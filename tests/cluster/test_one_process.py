@@ -169,10 +169,8 @@ def test_settings_weights_and_state_reach_every_worker(
     profilers = [
         member.handle._object._profiler for member in (*engine._learners, *engine._samplers)
     ]
-    rollout = config.rollout.model_copy(update={"sleep": "offload"})  # chosen once for all
-    settled = config.model_copy(update={"rollout": rollout})
-    assert [(p._config, p._folder, p._process) for p in profilers] == [
-        (settled, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
+    assert [(p._trainer, p._folder, p._process) for p in profilers] == [
+        (config.trainer, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
     ]
 
     alone = LocalEngine(config, tokenizer, total_steps=3)

@@ -85,7 +85,7 @@ def test_a_model_gives_the_same_states_and_gradients(kind: str, half: bool) -> N
     full = sum(float(reference.norm()) ** 2 for _, reference in grads.values()) ** 0.5
     # Products in bfloat16 round what a gradient's last place in float32 moves across a border; the
     # sums that cancel, as those of a key's bias do, are the worse for it.
-    limit = 1e-2 if half else 1e-5
+    limit = 2e-2 if half else 1e-5
     for name, (mine, reference) in grads.items():
         gap = float((mine - reference).norm())
         assert gap <= limit * max(float(reference.norm()), 1e-2 * full), name

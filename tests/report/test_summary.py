@@ -258,7 +258,7 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
         update={"critic": config.critic.model_copy(update={"pretrain_steps": 0})}
     )
     # Two votes a response, and a step cut short: 12 of 200 were asked, 24 calls; a call is added.
-    votes = config.reward.api.model_copy(update={"votes": 2})
+    votes = config.reward.api.model_copy(update={"votes": 2, "max_votes": 2})
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"api": votes})})
     assert budget(ExhaustedBudget("--rm_budget_usd", 0.12, 24, 0.5), 1, False, 0)[1] == "2.9"
     used = ExhaustedBudget("--rm_budget_tokens", 4_000, 40, 90)

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def rubric_file(tmp_path: Path) -> str:
-    (tmp_path / "r.yaml").write_text(json.dumps([asdict(one) for one in RUBRIC.criteria]))
+    (tmp_path / "r.yaml").write_text(json.dumps(RUBRIC.as_rows()))
     return str(tmp_path / "r.yaml")
 
 
