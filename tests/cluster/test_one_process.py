@@ -169,8 +169,9 @@ def test_settings_weights_and_state_reach_every_worker(
     profilers = [
         member.handle._object._profiler for member in (*engine._learners, *engine._samplers)
     ]
+    names = ("rank_0", "sampler_0", "sampler_1")
     assert [(p._trainer, p._folder, p._process) for p in profilers] == [
-        (config.trainer, tmp_path / "profile", name) for name in ("rank_0", "sampler_0", "sampler_1")
+        (config.trainer, tmp_path / "profile", name) for name in names
     ]
 
     alone = LocalEngine(config, tokenizer, total_steps=3)
