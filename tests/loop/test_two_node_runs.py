@@ -164,4 +164,4 @@ def test_two_nodes_of_one_machine_find_each_other_on_its_loopback(tmp_path: Path
     finally:
         for node in nodes:
             node.kill()
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
+    assert metrics(tmp_path / "run")[-1]["step"] == 1
