@@ -31,6 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -66,7 +67,9 @@ def main() -> None:
     """Measure both layouts and print a line for each verb."""
     options = read_options()
     shape = SMALL if options.small else QWEN_0_5B
-    device = Compute.choose(options.dtype)
+    machine = Machine.here()
+    half = machine.gpus and machine.has_bfloat16(1)
+    device = Compute.choose(options.dtype or ("bfloat16" if half else "float32"))
     peak, source = find_peak(device, options.peak_tflops)
     batch = make_batch(options, shape["vocab_size"])
     work = count_flops(shape, batch)
@@ -112,7 +115,7 @@ def settings(options: argparse.Namespace, folder: str, packing: bool) -> Config:
     """A run with all three models in one layout."""
     budget = {"ppo_max_token_len_per_gpu": options.tokens}
     precision = {"dtype": options.dtype} if options.dtype else {}
-    return fit_memory(Config.model_validate({
+    return fit_memory(settle(Config.model_validate({
         "model": {
             **precision, "path": folder, "packing": packing,
             "attn_implementation": options.attention,
@@ -122,7 +125,7 @@ def settings(options: argparse.Namespace, folder: str, packing: bool) -> Config:
         "critic": budget,
         "ref": {"log_prob_max_token_len_per_gpu": options.tokens},
         "data": {"max_prompt_length": 512, "max_response_length": 1024},
-    }), Machine.here()).config  # fmt: skip
+    }), Machine.here())).config  # fmt: skip
 
 
 def measure(config: Config, batch: Batch, turns: int) -> tuple[dict[str, list[float]], str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ppo_cli.config.models.bundled import EMBEDDED_TOOLS, model_folder
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.pretrained import load_tokenizer
@@ -49,7 +50,7 @@ MAX_TURN_TOKENS = 32
 def make_config(folder: Path, turns: int, tool_s: float) -> Config:
     """Return settings for episodes with the slow environment."""
     (folder / "slow.py").write_text(ENVIRONMENT, encoding="utf-8")
-    return fit_memory(Config.model_validate(
+    return fit_memory(settle(Config.model_validate(
         {
             "model": {"path": EMBEDDED_TOOLS, "dtype": "float32"},
             "data": {"max_prompt_length": 64, "max_response_length": 64 * turns},
@@ -59,7 +60,7 @@ def make_config(folder: Path, turns: int, tool_s: float) -> Config:
                 "kwargs": {"turns": turns, "seconds": tool_s},
             },
         }
-    ), Machine.here()).config  # fmt: skip
+    ), Machine.here())).config  # fmt: skip
 
 
 def measure(engine: LocalEngine, episodes: Episodes, args: argparse.Namespace) -> float:

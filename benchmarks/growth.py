@@ -41,6 +41,7 @@ from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.machine.machine import Machine
@@ -90,13 +91,12 @@ def main() -> None:
 
 def measure(folder: str, rows: int, tokens: int) -> Measured:
     """Seconds of the verbs, the faster of two turns after a warm-up, and the peak in MiB."""
-    config = fit_memory(
+    config = fit_memory(settle(
         Config.model_validate({
             "model": {"path": folder, "dtype": "float32"},
             "data": {"max_prompt_length": PROMPT, "max_response_length": tokens},
         }),
-        Machine.here(),
-    ).config  # fmt: skip
+        Machine.here())).config  # fmt: skip
     libraries, saved = resident(), Saved()
     engine = LocalEngine(config, AutoTokenizer.from_pretrained(folder), total_steps=10)
     loaded = resident()

@@ -86,6 +86,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
     from ppo_cli.algo.batch import TrainBatch
     from ppo_cli.config.models.bundled import model_folder
     from ppo_cli.config.schema.run import Config
+    from ppo_cli.config.settle import settle
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.engine.models import load_tokenizer
@@ -103,7 +104,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
             rank, size, init_method=f"file://{folder}/meet-{size}", device=torch.device("cpu")
         )
     sharding = {"reshard_after_forward": not whole}
-    config = fit_memory(Config.model_validate({
+    config = fit_memory(settle(Config.model_validate({
         "model": {"path": str(folder / "model")},
         "actor": {
             "use_kl_loss": True, "ppo_max_token_len_per_gpu": BUDGET, "fsdp_config": sharding,
@@ -111,7 +112,7 @@ def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None
         "critic": {"ppo_max_token_len_per_gpu": BUDGET, "fsdp_config": sharding},
         "ref": {"log_prob_max_token_len_per_gpu": BUDGET},
         "data": {"max_prompt_length": PROMPT, "max_response_length": RESPONSE},
-    }), Machine.here()).config  # fmt: skip
+    }), Machine.here())).config  # fmt: skip
     tokenizer = load_tokenizer(str(model_folder("embedded")))
     baseline = memory("VmRSS")
     learner = Learner(config, tokenizer, ranks, total_steps=steps)

@@ -41,6 +41,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.cluster.driver import DriverEngine
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
@@ -177,7 +178,7 @@ def cluster(folder: Path, name: str, ranks: int) -> Any:
 
 def settings(model: str, ranks: int | None) -> Config:
     """As `ppo train` has them, with a reference; without ranks, of one process."""
-    return fit_memory(
+    return fit_memory(settle(
         Config.model_validate({
             "model": {"path": model, "dtype": "float32"},
             "rollout": {"name": "hf"},
@@ -190,8 +191,7 @@ def settings(model: str, ranks: int | None) -> Config:
                 "engine": "ray" if ranks else "local",
             },
         }),
-        Machine.here(),
-    ).config  # fmt: skip
+        Machine.here())).config  # fmt: skip
 
 
 def annotated(batch: Batch) -> AnnotatedBatch:

@@ -48,6 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute
@@ -157,14 +158,13 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
     chosen = matmul_library()
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
-    config = fit_memory(
+    config = fit_memory(settle(
         Config.model_validate({
             "model": {"path": str(folder)} | ({"dtype": "float32"} if quick else {}),
             "actor": {"use_kl_loss": True},
             "data": {"max_prompt_length": 256, "max_response_length": 1024},
         }),
-        Machine.here(),
-    ).config  # fmt: skip
+        Machine.here())).config  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = make_batch(size, VOCABULARY)
     batch = replace(batch, sampler_entropy_BT=torch.zeros_like(batch.sampler_logprobs_BT))

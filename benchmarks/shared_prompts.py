@@ -22,6 +22,7 @@ from step_against_trl import ENDS, VOCABULARY, make_model
 
 from ppo_cli.algo.batch import Batch, build_batch, merge_annotations
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
@@ -73,13 +74,13 @@ def make_batch(prompts: int, n: int, prompt: int, response: int) -> Batch:
 
 def make_learner(folder: str, share: bool) -> Learner:
     """A learner with actor, critic and reference, with the settings of a run."""
-    config = fit_memory(Config.model_validate(
+    config = fit_memory(settle(Config.model_validate(
         {
             "model": {"path": folder, "dtype": "float32", "share_prompts": share,
                       "enable_gradient_checkpointing": False},
             "actor": {"optim": {"lr": 1e-6}}, "critic": {"optim": {"lr": 1e-6}},
         }
-    ), Machine.here()).config  # fmt: skip
+    ), Machine.here())).config  # fmt: skip
     return Learner(config, load_tokenizer(folder), ALONE, total_steps=100)
 
 

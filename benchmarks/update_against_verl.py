@@ -79,7 +79,7 @@ def settle(lines: list[str]) -> Any:
     from ppo_cli.planning.resolve import resolve
 
     resolved = resolve(flags={}, preset=None, config_files=[], overrides=lines, environ={})
-    return fit_memory(resolved.requested, resolved.machine).config
+    return fit_memory(resolved).config
 
 
 def main() -> None:
