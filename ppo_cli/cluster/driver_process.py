@@ -145,11 +145,9 @@ class Service:
                         with self._sending:
                             self._channel.send(number, str(os.getpid()).encode())
                         continue
-                    verb, arguments = (
-                        data[: (end := data.index(b"\n"))],
-                        memoryview(data)[end + 1 :],
-                    )
-                    self._begin(Request(number, verb.decode(), arguments))
+                    # The arguments may be large, so they are not copied.
+                    end = data.index(b"\n")
+                    self._begin(Request(number, data[:end].decode(), memoryview(data)[end + 1 :]))
             # The run has ended. Its supervisor ends Ray, so nothing is left to close here.
             os._exit(0)
         except BaseException:
