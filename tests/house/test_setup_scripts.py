@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ case "$*" in
     "-c import venv"*) exit "${{NO_VENV:-0}}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : > "$3/pyvenv.cfg" ;;
     "-m pip "*)
+        [ -z "${{PIP_NOTES:-}}" ] || echo "$PIP_NOTES"
         [ -z "${{PIP_SLEEPS:-}}" ] || sleep "$PIP_SLEEPS"
         [ -z "${{PIP_HANGS:-}}" ] || exec sleep "$PIP_HANGS"
         [ -z "${{PIP_SAYS:-}}" ] || {{ echo "$PIP_SAYS"; exit 1; }}
@@ -353,12 +355,20 @@ def test_the_environment_can_be_elsewhere(house: House) -> None:
     assert not house.venv.exists()
 
 
-def test_two_starts_at_once_install_once(house: House) -> None:
-    pair = [house.begin(house.setup, PIP_SLEEPS="1") for _ in range(2)]
+def test_two_starts_at_once_install_once_and_both_give_signs_of_life(house: House) -> None:
+    text = house.setup.read_text()
+    house.setup.write_text(text.replace("sign_s=15", "sign_s=1"))
+    assert house.setup.read_text() != text
+    notes = {"PIP_NOTES": "Collecting numpy", "PIP_SLEEPS": "1.5"}
+    pair = [house.begin(house.setup, **notes) for _ in range(2)]
+    printed = ""
     for process in pair:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
+        printed += errors
     assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
+    for label in ("packages", "another set-up"):
+        assert re.search(rf"^  {label}: \d+ s, Collecting numpy$", printed, re.M), printed
 
 
 def test_interrupted_set_up_ends_pip(house: House) -> None:
