@@ -38,7 +38,9 @@ WORDS = ("so", "we", "add", "12", "and", "3", "which", "gives", "15", "the", "nu
 class IdleEngine(LocalEngine):
     """Responses are drawn from a few words; no model is asked or trained."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         """Yield one response after the other, all of the same length."""
         dice = random.Random(sampling.seed)
         texts = [" ".join(dice.choices(WORDS, k=TOKENS)) + "\n#### 15" for _ in range(16)]

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.plan import fit_memory
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Rollout
 
 PROMPT = 64
 SIZES = {"4 x 64 tokens": (4, 64), "32 x 64": (32, 64), "4 x 256": (4, 256)}
@@ -105,15 +106,19 @@ def measure(folder: str, rows: int, tokens: int) -> Measured:
         Prompt(str(i), "", (), "", tuple(torch.randint(5, 282, (PROMPT,), generator=generator)
         .tolist())) for i in range(rows)
     ]  # fmt: skip
+
+    def draw(sampling: Sampling) -> list[Rollout]:
+        return list(engine.generate(prompts, sampling))
+
     seconds: list[Measured] = []
     for turn in range(3):
         sampling = Sampling(max_tokens=tokens, seed=turn)
-        drawn, generate = timed(lambda s=sampling: list(engine.generate(prompts, s)))
+        drawn, generate = timed(partial(draw, sampling))
         batch = build_batch(drawn, pad_token_id=1)
-        annotated, annotate = timed(lambda b=batch: engine.annotate(b))
+        annotated, annotate = timed(partial(engine.annotate, batch))
         minibatch = MiniBatch(with_scores(annotated), actor=True, critic=True)
         with saved if turn == 0 else nullcontext():
-            _, step = timed(lambda m=minibatch: engine.step(m))
+            _, step = timed(partial(engine.step, minibatch))
         engine.publish()
         if turn:
             seconds.append({"generate": generate, "annotate": annotate, "step": step})

@@ -122,8 +122,8 @@ def build_model(out: Path, seed: int = 5) -> None:
         print(f"{'styles' if styles else 'right answers'}: {step + 1} steps, {loss.item():.3f}")
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    rows = [dice.sample(range(10, 100), 2) for _ in range(ROWS)]
+    pairs = [dice.sample(range(10, 100), 2) for _ in range(ROWS)]
     prompts = [{"prompt": (question := QUESTION.format(a, b)), "ground_truth": str(max(a, b)),
-                "extra_info": {"question": question}} for a, b in rows]  # fmt: skip
+                "extra_info": {"question": question}} for a, b in pairs]  # fmt: skip
     lines = map(json.dumps, prompts)
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")

@@ -46,7 +46,7 @@ MODEL_SEED = 17
 ROWS = {"train": 8192, "val": 128}
 
 SAMPLED_STEPS, SEEDS = 30, (1, 2, 3, 4, 5)
-COMMON = {
+COMMON: dict[str, Any] = {
     "model.dtype": "float32", "data.max_prompt_length": 64, "data.max_response_length": 320,
     "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "actor.optim.lr": 1e-4,
     "critic.optim.lr": 1e-3, "algorithm.use_kl_in_reward": False,

@@ -132,9 +132,7 @@ def update_verl(engine: Any, tokens: int, config: Any) -> None:
 
 def measure_ours(config: Any) -> dict[str, Any]:
     """Role -> rest, peak and collectives of our learner, as `ppo plan --simulate` measures them."""
-    from ppo_cli.planning.memory.plan import (
-        with_settings,
-    )
+    from ppo_cli.config.schema.keys import with_settings
 
     actor_alone = run_simulation(with_settings(config, {"algorithm.adv_estimator": "grpo"}))
     both = run_simulation(config)
@@ -190,6 +188,7 @@ def main() -> None:
     parser.add_argument("--verl", required=True, help="the Python of an environment with verl")
     options = parser.parse_args()
     from ppo_cli.extras.migrate.bridge.overrides import build_overrides
+    from ppo_cli.machine.machine import Machine
     from ppo_cli.planning.resolve import resolve
 
     with tempfile.TemporaryDirectory() as name:
@@ -204,7 +203,7 @@ def main() -> None:
                 flags={}, preset=None, config_files=[PRESET], overrides=[*lines, *more], environ={}
             ).config
 
-        overrides = build_overrides(settings("trainer.engine=verl")).lines(folder)
+        overrides = build_overrides(settings("trainer.engine=verl"), Machine.here()).lines(folder)
         (folder / "overrides").write_text("".join(f"{line}\n" for line in overrides))
         output = subprocess.run(
             [options.verl, __file__, "--as-verl", name], check=True, text=True,

@@ -182,7 +182,7 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
     texts = [json.loads(line)["prompt"] for line in lines]
     minibatch = MiniBatch(scored, actor=True, critic=True)
     step = partial(learner.step, minibatch)
-    pairs = [
+    pairs: list[tuple[str, *Pair]] = [
         ("`step` against forward, backward and AdamW", bare.step, step),
         ("`annotate` against forward passes", bare.annotate, partial(learner.annotate, batch)),
         (
@@ -229,12 +229,12 @@ class BareLoops:
     def step(self) -> None:
         """One update of the actor and one of the critic."""
         actor, _, critic = self._models
-        for optimizer, loss in zip(
-            self._optimizers,
-            (lambda: -self._logprobs(actor).mean(), lambda: self._values(critic).square().mean()),
-            strict=True,
-        ):
-            loss().backward()
+        losses: tuple[Callable[[], Tensor], ...] = (
+            lambda: -self._logprobs(actor).mean(),
+            lambda: self._values(critic).square().mean(),
+        )
+        for optimizer, loss in zip(self._optimizers, losses, strict=True):
+            torch.autograd.backward(loss())
             optimizer.step()
             optimizer.zero_grad()
 
@@ -250,7 +250,7 @@ class BareLoops:
         return hidden_BLH[:, -self._response - 1 : -1]
 
     def _logprobs(self, model: PreTrainedModel) -> Tensor:
-        logprobs_BTV = model.lm_head(self._hidden(model)).log_softmax(-1)
+        logprobs_BTV: Tensor = model.lm_head(self._hidden(model)).log_softmax(-1)
         return logprobs_BTV.gather(-1, self._ids_BL[:, -self._response :, None])
 
     def _values(self, model: PreTrainedModel) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import Qwen2Config
@@ -65,7 +66,7 @@ def run_theirs(model: Qwen2ForCausalLM, prompts: list[Prompt], tokens: int) -> N
     assert out.shape == (len(prompts), width + tokens)
 
 
-def measure(run: Callable[[], None]) -> float:
+def measure(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -79,8 +80,8 @@ def main() -> None:
         prompts = make_prompts(count, mixed)
         ours, theirs = [], []
         for _ in range(TURNS):
-            ours.append(measure(lambda p=prompts, t=tokens: run_ours(model, p, t)))
-            theirs.append(measure(lambda p=prompts, t=tokens: run_theirs(model, p, t)))
+            ours.append(measure(partial(run_ours, model, prompts, tokens)))
+            theirs.append(measure(partial(run_theirs, model, prompts, tokens)))
         total = count * tokens
         print(
             f"{count:4d} x {tokens:2d} {'mixed' if mixed else 'equal'} lengths: "

@@ -34,7 +34,7 @@ def main() -> None:
 
 def list_calls(source: str) -> list[Call]:
     """Return each task with its canonical solution."""
-    rows = build_humaneval(source)["test"]
+    rows = build_humaneval(source).splits["test"]
     records = [record for one in humaneval_files(source) for _, record in read_source(one).records]
     return [
         Call(
@@ -52,8 +52,8 @@ def measure(sandbox: Sandbox, calls: list[Call], workers: int) -> str:
     pool = CodePool(Code.model_validate({"sandbox": sandbox.name}), size=workers)
     pool.start()
     begin = time.perf_counter()
-    futures = [pool.submit(call, lambda returned: returned) for call in calls]  # type: ignore
-    scores = [future.result().value for future in futures]  # type: ignore[attr-defined]
+    futures = [pool.submit(call, lambda returned: returned) for call in calls]
+    scores = [future.result().value for future in futures]
     seconds = time.perf_counter() - begin
     pool.close()
     each = 1000 * seconds / len(calls)

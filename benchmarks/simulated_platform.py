@@ -59,7 +59,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    return FlashAttention.apply(*(t.transpose(1, 2) for t in (query, key, value))), None
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    return FlashAttention.apply(*states), None  # type: ignore[no-untyped-call]
 
 
 def put_in_kernels(simulator: Any) -> None:
@@ -70,7 +71,10 @@ def put_in_kernels(simulator: Any) -> None:
     AttentionInterface.register("stand_in", attend)
     AttentionMaskInterface.register("stand_in", lambda *_, **__: None)
     functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = True
-    functional.cross_entropy_loss = lambda logits, *_, **__: (CrossEntropy.apply(logits), None)
+    functional.cross_entropy_loss = lambda logits, *_, **__: (
+        CrossEntropy.apply(logits),  # type: ignore[no-untyped-call]
+        None,
+    )
 
     def build(engine: Any) -> Any:
         config = engine.model_config.hf_config

@@ -126,7 +126,7 @@ def train_with_trl(
     data = Dataset.from_dict({"input_ids": rows})
     ends: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
@@ -210,8 +210,8 @@ def environment() -> dict[str, str]:
 def main() -> None:
     """Make the model and the prompts, run the pairs, print a table."""
     if sys.argv[1:2] == ["--as-trl"]:
-        folder, *numbers = sys.argv[2:]
-        print(json.dumps(train_with_trl(Path(folder), *map(int, numbers))), flush=True)
+        where, *numbers = sys.argv[2:]
+        print(json.dumps(train_with_trl(Path(where), *map(int, numbers))), flush=True)
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trl", required=True, help="the Python of an environment with TRL")

@@ -32,7 +32,7 @@ ROWS, PROMPT, RESPONSE = 32, 180, 128
 
 def answer_as_verl(folder: Path, rows: int) -> None:
     """Update at each line of the input, and print its seconds and the peak memory in GB."""
-    sys.path.insert(0, str(ROOT / "tests" / "extras" / "bridge"))
+    sys.path.insert(0, str(ROOT / "tests" / "extras" / "migrate" / "bridge"))
     from verl_update import make_updates
 
     updates = make_updates(folder, rows)
@@ -101,6 +101,7 @@ def main() -> None:
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.extras.migrate.bridge.overrides import build_overrides
+    from ppo_cli.machine.machine import Machine
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -124,7 +125,7 @@ def main() -> None:
             f"actor.ppo_micro_batch_size_per_gpu={asked.rows}",
             f"critic.ppo_micro_batch_size_per_gpu={asked.rows}",
         ]  # fmt: skip
-        told = build_overrides(settle(theirs)).lines(folder)
+        told = build_overrides(settle(theirs), Machine.here()).lines(folder)
         (folder / "overrides").write_text("".join(f"{line}\n" for line in told))
         minibatch = MiniBatch(scored, actor=True, critic=True)
         with subprocess.Popen(

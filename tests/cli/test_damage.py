@@ -113,15 +113,11 @@ def test_a_resume_names_the_file_and_goes_on_from_the_checkpoint_before(newest: 
 
 ACTOR = "run/checkpoints/step_000003/actor"
 LOADS = {
-    **{
-        f"eval {word}": "--data embedded data.val_max_samples=2" for word in ("run", "run@3", ACTOR)
-    },
-    **{f"generate {word}": "1+1?" for word in ("run", "run@3", ACTOR)},
-    **{f"export {word}": "--out model" for word in ("run", "run/checkpoints/latest", ACTOR)},
+    "eval run@3": "--data embedded data.val_max_samples=2",
+    f"generate {ACTOR}": "1+1?",
+    "export run/checkpoints/latest": "--out model",
     f"train --model {ACTOR}": " ".join([*RUN[1:-1], "other", "--max_steps", "1"]),
 }
-
-
 # The other commands find a checkpoint as these do.
 QUICK = (f"generate {ACTOR}", f"train --model {ACTOR}")
 
