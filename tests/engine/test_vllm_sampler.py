@@ -324,19 +324,25 @@ def test_what_does_not_fit_and_a_second_caller_are_refused(sampler: Make) -> Non
         (ImportError("libcudart.so.13: missing"), "(ImportError: libcudart.so.13: missing)"),
         (RuntimeError("built for another torch"), "(RuntimeError: built for another torch)"),
         (OSError(), "(OSError)"),
+        (None, "(ModuleNotFoundError: No module named 'vllm.distributed')"),
     ],
 )
 def test_a_vllm_that_does_not_load_is_one_sentence(
-    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken builds raise anything while they are imported."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(f"raise {error!r}")
+    """Broken builds raise anything while they are imported; other versions have other modules."""
+    (tmp_path / "vllm" / "v1" / "engine").mkdir(parents=True)
+    start = "EngineArgs = None" if error is None else f"raise {error!r}"
+    (tmp_path / "vllm" / "__init__.py").write_text(start)
+    (tmp_path / "vllm" / "config.py").write_text("WeightTransferConfig = None")
+    (tmp_path / "vllm" / "v1" / "engine" / "llm_engine.py").write_text("LLMEngine = None")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     with pytest.raises(MissingPart) as refusal:
         VLLMSampler("m", eos_token_ids=frozenset({1}), detokenize=str, max_model_len=8)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
     message = str(refusal.value)
     assert message.startswith("vLLM is installed but does not load here ") and words in message
     assert message.endswith("or sample without it (--rollout_name hf).")

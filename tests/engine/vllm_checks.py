@@ -266,6 +266,25 @@ def test_samplers_are_led_together_through_an_exchange() -> None:
     assert source.largest_bytes == 8
 
 
+def test_a_rank_that_does_not_send_gathers_for_vllms_sender_by_nccl() -> None:
+    from ppo_cli.engine.samplers.weight_transfer import SamplerClient, TensorSource, connect
+
+    gathered: list[str] = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "vw":
+            gathered.append(name)
+            yield name, torch.ones(2)
+
+    source = TensorSource([(name, torch.float32, (2,)) for name in "vw"], gather)
+    client = SamplerClient(lambda *call: pytest.fail(f"{call}"), num_samplers=1, gpus_each=1)
+    sender = connect("nccl", source, client, rank=1, address="127.0.0.1", port=0, timeout_s=1)
+    for version in (1, 2):
+        sender.send(version)
+    sender.close()
+    assert gathered == [*"vw", *"vw"]
+
+
 def test_a_chunk_by_nccl_is_full_with_the_tensor_that_fills_it() -> None:
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
 

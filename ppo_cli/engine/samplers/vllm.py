@@ -4,7 +4,7 @@ Each response has its own seed, so up to rounding it does not depend on its batc
 model runner V1) each request has a generator with that seed; on GPUs (V2) random numbers are a
 hash of seed, position and token, so equal seeds give other tokens there. Log-probs are taken under
 the sampling temperature and before top-k and top-p: vLLM returns raw log-probs, and its workers
-divide the logits first (`weight_transfer.WorkerExtension`). Tried with vLLM 0.32.
+divide the logits first (`weight_transfer.WorkerExtension`). Tried with vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,8 @@ class VLLMSampler:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.llm_engine import LLMEngine
+
+            import_module(EXTENSION.rpartition(".")[0])  # fits some versions of vLLM only
         except Exception as error:  # a build for another torch or machine may raise anything
             named, message = type(error).__name__, _first_line(error)
             why = named if message == named else f"{named}: {message}"

@@ -2,7 +2,7 @@
 
 Trainer side: `connect` returns a `Sender` over NCCL (samplers on other GPUs), CUDA IPC (on the
 learner's own GPUs) or gloo (anywhere, over the network). The first two use engines of vLLM; they
-are written from its sources (0.32) and untested, because they need GPUs.
+are written from its sources (0.32, 0.33) and untested, because they need GPUs.
 
 Worker side: `MemoryTransfer` takes checkpoint tensors from its process or from a safetensors file
 in shared memory, `GlooTransfer` receives them over the network. vLLM mixes `WorkerExtension` into
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -100,25 +101,38 @@ class SamplerClient:
         self._ask_all("finish_weight_update", [(version,)] * self._num_samplers)
 
 
+class Metadata(list[ParamMeta]):
+    """Name, dtype and shape of tensors, which vLLM 0.32 calls and 0.33 reads."""
+
+    def __call__(self) -> Metadata:
+        """Return the list itself."""
+        return self
+
+
 class TensorSource(WeightSource):
-    """The trainer's weights, gathered one by one for each transfer."""
+    """The trainer's weights, gathered one by one for each transfer, for vLLM 0.32 and 0.33."""
 
     def __init__(
         self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
         gather: Callable[[], Iterator[tuple[str, Tensor]]],
     ) -> None:  # fmt: skip
-        shape_list = list(shapes)
-        self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in shape_list]
+        self._shapes = list(shapes)
         self._gather = gather
         self.largest_bytes = max(
-            math.prod(shape) * dtype.itemsize for _, dtype, shape in shape_list
+            math.prod(shape) * dtype.itemsize for _, dtype, shape in self._shapes
         )
 
-    def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of the tensors, in the order of iteration."""
-        return self._metadata
+    @cached_property  # 0.33 refuses any other attribute
+    def metadata(self) -> Metadata:
+        """The tensors in the order of iteration."""
+        return Metadata(ParamMeta(*shape) for shape in self._shapes)
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the tensors; 0.33 calls this."""
+        return self._gather()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the tensors; 0.32 calls this."""
         return self._gather()
 
 
@@ -182,7 +196,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
     """Sends tensor by tensor from the first rank; the other ranks only help to gather them."""
 
     init_info_cls = GlooTrainerInfo
-    source: WeightSource
+    source: TensorSource
     client: SamplerClient
     _group: GlooGroup | None = None
 
@@ -215,7 +229,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
                 pass
             return
         # The workers know names and shapes before the first tensor arrives.
-        meta = self.source.metadata()
+        meta = self.source.metadata
         request = {
             "names": [m.name for m in meta],
             "dtype_names": [str(m.dtype).removeprefix("torch.") for m in meta],
@@ -227,7 +241,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
 
     def _broadcast(self) -> None:
         assert self._group is not None
-        for (name, tensor), meta in zip(self.source, self.source.metadata(), strict=True):
+        for (name, tensor), meta in zip(self.source, self.source.metadata, strict=True):
             # The receivers cannot check this: they only get bytes.
             if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, meta.shape):
                 raise ValueError(f"{name} came where {meta} was declared")
@@ -265,7 +279,7 @@ class CheckpointTransfer(WeightTransferEngine):
         """Restore the loadable form of each layer: on the CPU weights are packed."""
         if current_platform.is_cpu():
             drop_expert_kernels(self.model)
-        # Private API of vLLM (tried on 0.32), which its own back ends use.
+        # Private API of vLLM (tried on 0.32 and 0.33), which its own back ends use.
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -384,7 +398,7 @@ def require_experts(model: torch.nn.Module) -> None:
 
 
 def drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Make vLLM rebuild the kernels of experts after the reload (private API, tried on 0.32).
+    """Make vLLM rebuild the kernels of experts after the reload (private API; tried: 0.32, 0.33).
 
     vLLM packs expert weights for the CPU only while there is no kernel.
     """
