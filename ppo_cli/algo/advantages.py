@@ -295,14 +295,19 @@ def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
 
 
 def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:
-    """Return the row indices of each group, in row order, without rows with an empty mask."""
+    """Return the row indices of each group, in row order, without rows with an empty mask.
+
+    A group of several rows of which one alone counts is left out: its score has nothing to be
+    compared with, and would become the advantage itself.
+    """
     members = mask_BT.any(1).nonzero().squeeze(1)
     if len(members) == 0:
         return []
     # Stable sort by group, then split where the group changes.
     ordered = members[group_B[members].argsort(stable=True)]
     _, sizes = torch.unique_consecutive(group_B[ordered], return_counts=True)
-    return list(torch.split(ordered, sizes.tolist()))
+    groups = torch.split(ordered, sizes.tolist())
+    return [at for at in groups if len(at) > 1 or (group_B == group_B[at]).sum() == 1]
 
 
 def _group_mean(scores: Tensor) -> Tensor:

@@ -90,6 +90,13 @@ def test_equal_scores_have_no_advantage_at_all(name: str) -> None:
     assert of_scores(name, *[0.1] * 7, group=[0] * 7) == [0.0] * 7
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+def test_a_response_whose_siblings_have_no_score_has_no_advantage(name: str) -> None:
+    inputs = draw(0)
+    inputs["mask_BT"][7] = False  # of the group of rows 7 and 8
+    assert estimate(name, inputs)[0][8].abs().max() == 0
+
+
 def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
     """The definitions again, token by token in float64, over the tokens that count only."""
     x = {k: v.numpy() for k, v in inputs.items()}
