@@ -97,10 +97,12 @@ def make_prompt_reader(config: Config) -> PromptReader:
 
 def describe_rows(config: Config) -> list[str]:
     """Return notes about the first local rows of both splits; bad rows are refused elsewhere."""
-    with suppress(UserError):
-        sets = [rows for split in SPLITS for rows in _read_first_rows(config, split)]
-        return list(dict.fromkeys(note for rows in sets for note in rows.notes))
-    return []
+    notes: dict[str, None] = {}
+    for split in SPLITS:
+        with suppress(UserError):  # there may be no validation files
+            sets = _read_first_rows(config, split)
+            notes |= dict.fromkeys(note for rows in sets for note in rows.notes)
+    return list(notes)
 
 
 def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from ppo_cli.errors import Interrupted
-from ppo_cli.rewards.remote.failures import TOO_MANY, Failure, RemoteError
+from ppo_cli.rewards.remote.failures import SERVER_ERROR, TOO_MANY, Failure, RemoteError
 from ppo_cli.rewards.remote.limits import Clock
 from ppo_cli.secrets.redact import redact
 
@@ -18,6 +19,9 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 SHORTEST_PAUSE_S = 1.0
 CONFIRM_WAITS_S = (1.0, 1.5, 2.5)  # before the probes that confirm a fatal answer
 BAD_REQUESTS_IN_A_ROW = 5
+# A service that has never answered, and has nothing but status 500 for so long, is not starting: it
+# cannot serve these requests. One that answered before has an outage.
+SERVER_ERROR_S = 45.0
 
 
 def is_long(retry_after: float | None) -> bool:
@@ -71,6 +75,7 @@ class Breaker:
         self._backoff_s = FIRST_WAIT_S
         self._requested_pause_s = 0.0
         self._error: RemoteError | None = None
+        self._always_server_error = True
 
     @property
     def confirms_fatal(self) -> bool:
@@ -80,7 +85,8 @@ class Breaker:
     @property
     def gives_up_at(self) -> float:
         """When the outage will have lasted too long; a fatal answer is confirmed first anyway."""
-        return self._opened_at + self.outage_wait
+        limit_s = SERVER_ERROR_S if self._always_server_error else math.inf
+        return self._opened_at + min(self.outage_wait, limit_s)
 
     def open_seconds(self) -> float:
         """Return how long the breaker has been open in total."""
@@ -99,6 +105,7 @@ class Breaker:
         """Record an answered call and close the breaker; return whether it was open."""
         self.last_success = self._quiet_since = self._clock()
         self._failures_in_a_row = 0
+        self._always_server_error = False
         was_open, self.open = self.open, False
         if was_open:
             self._open_s_before += self._clock() - self._opened_at
@@ -115,6 +122,7 @@ class Breaker:
         if self.stop_reason or (self.open and not probe):
             return
         self._error = error
+        self._always_server_error &= error.status == SERVER_ERROR
         if error.kind is Failure.FATAL:
             self._confirm_fatal(error, probe=probe)
         elif self.open:
@@ -138,9 +146,11 @@ class Breaker:
         if self.open and self._fatal_probes is None and self._clock() >= self.gives_up_at:
             pause = self._requested_pause_s
             request = f" and asked for a pause of {pause:,.0f} s" if pause else ""
+            problem = describe_outage(
+                self.gives_up_at - self._opened_at, self._always_server_error
+            )
             self.stop_reason = (
-                f"{self._subject} {self._name} did not answer for {self.outage_wait:,.0f} s"
-                f"{request} (last: {self._last_error})."
+                f"{self._subject} {self._name} {problem}{request} (last: {self._last_error})."
             )
         return bool(self.stop_reason)
 
@@ -224,6 +234,13 @@ class Breaker:
         next_probe = max(now + self._backoff_s, min(now + requested, last_try))
         self.next_probe = min(next_probe, self.gives_up_at)
         self._backoff_s = min(LONGEST_WAIT_S, 2.0 * self._backoff_s)
+
+
+def describe_outage(seconds: float, always_server_error: bool) -> str:
+    """Return what a service did during an outage, without its name."""
+    if always_server_error:
+        return f"answered every request of {seconds:,.0f} s with an error"
+    return f"did not answer for {seconds:,.0f} s"
 
 
 def _split_hint(error: RemoteError) -> tuple[str, str]:

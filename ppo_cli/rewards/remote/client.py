@@ -17,13 +17,19 @@ from typing import Generic, TypeVar
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.remote.admission import Admission
-from ppo_cli.rewards.remote.breaker import BadRequests, Breaker
-from ppo_cli.rewards.remote.failures import TOO_MANY, Failure, RemoteError
+from ppo_cli.rewards.remote.breaker import (
+    SERVER_ERROR_S,
+    BadRequests,
+    Breaker,
+    describe_outage,
+)
+from ppo_cli.rewards.remote.failures import SERVER_ERROR, TOO_MANY, Failure, RemoteError
 from ppo_cli.rewards.remote.limits import Limits, QueueSlot
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
-# A call fails alone after so many fatal answers, if others were answered meanwhile.
-MAX_FATAL_ANSWERS = 3
+# A call fails alone after so many fatal answers, or so many of status 500, if others were answered
+# meanwhile: many services answer a request that they cannot serve with that status.
+MAX_FATAL_ANSWERS, MAX_SERVER_ERRORS = 3, 6
 # At the start: an address where nothing answers is a mistake more often than an outage.
 UNREACHABLE_S = 4.0
 WRONG_ADDRESS = ("connection", "bad_body")
@@ -46,6 +52,7 @@ class RemoteCall:
     attempts: int = 0
     backoffs: int = 0
     fatal_answers: int = 0
+    server_errors: int = 0
     max_attempts: int | None = None
     tokens_used: int | None = None
 
@@ -103,8 +110,9 @@ class RemoteClient(ABC, Generic[Call, Result]):
     def _pause_after(self, call: Call, error: RemoteError) -> float:
         """Return the seconds to wait before the next attempt; raises the error if it is final.
 
-        Refused and unparsed are final. So is the last of MAX_FATAL_ANSWERS fatal ones, or any at
-        the deadline, once other calls were answered; until then only the breaker gives up.
+        Refused and unparsed are final. So is the last of MAX_FATAL_ANSWERS fatal ones, that of
+        MAX_SERVER_ERRORS with status 500, or any at the deadline, once other calls were answered;
+        until then only the breaker gives up.
         """
         if error.kind in (Failure.REFUSED, Failure.UNPARSED):
             raise error
@@ -115,6 +123,7 @@ class RemoteClient(ABC, Generic[Call, Result]):
         # The time of an outage is not the call's own: the breaker decides how long it may last.
         if self._breaker.open or self._breaker.stop_reason:
             return 0.0
+        call.server_errors += error.status == SERVER_ERROR
         if error.status in TOO_MANY:  # the admission slows all calls down
             pause = 0.0
         else:
@@ -124,6 +133,7 @@ class RemoteClient(ABC, Generic[Call, Result]):
         # One Retry-After alone must not use up the call's whole time.
         call.spent_s += call.last_attempt_s + min(pause, self._limits.deadline / 4.0)
         used_up = call.max_attempts is not None and call.attempts >= call.max_attempts
+        used_up |= call.server_errors >= MAX_SERVER_ERRORS
         if (used_up or call.spent_s >= self._limits.deadline) and self._answered_others(call):
             raise error
         return pause
@@ -199,6 +209,7 @@ def reach(
     was refused, or of `parse_attempts` replies that cannot be read.
     """
     began, pause, announced = time.monotonic(), FIRST_POLL_S, False
+    always_server_error = not patient
     while True:
         try:
             return ask()
@@ -215,13 +226,14 @@ def reach(
             wrong_address = error.cause in WRONG_ADDRESS and not patient
             if wrong_address and waited > UNREACHABLE_S:
                 raise RewardError(explain(error)) from error
-            if not wrong_address and waited > outage_wait:
-                raise Interrupted(
-                    f"{subject} did not answer for {waited:.0f} s ({error.summary})."
-                ) from error
+            always_server_error &= error.status == SERVER_ERROR
+            limit_s = min(outage_wait, SERVER_ERROR_S) if always_server_error else outage_wait
+            if not wrong_address and waited > limit_s:
+                problem = describe_outage(waited, always_server_error)
+                raise Interrupted(f"{subject} {problem} ({error.summary}).") from error
             if not announced:
                 tell(f"{subject} does not answer yet ({error.summary}); trying again.")
                 announced = True
-            remaining = max(outage_wait - waited, 0.1)
+            remaining = max(limit_s - waited, 0.1)
             time.sleep(min(max(pause, error.retry_after or 0.0), remaining))
             pause = min(2 * pause, LONGEST_POLL_S)

@@ -59,6 +59,9 @@ class RemoteError(Exception):
 # Too many calls; 529 is Anthropic's word for a server at capacity.
 TOO_MANY = frozenset({429, 529})
 OVERLOADED = frozenset({408, 503, 504})
+# The server failed at this request, and says no more; proxies have other statuses for one that is
+# down or starts.
+SERVER_ERROR = 500
 # Every other 4xx is fatal, every other 5xx is retryable.
 _STATUSES = {
     **dict.fromkeys((400, 411, 413, 414, 422, 431), Failure.REFUSED),
