@@ -49,7 +49,7 @@ class Admission:
         self._backing_off: set[asyncio.Future[None]] = set()
         self._paused_until = -math.inf
         self._refused_at = -math.inf
-        self._probes = 0
+        self._probes = self._failed_probes = 0  # in flight; failed since the last answer
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
@@ -118,6 +118,7 @@ class Admission:
     def succeeded(self, slot: QueueSlot, *, tokens: int | None = None) -> None:
         """End a call that the service answered, even if with a refusal of the text."""
         self.window.answered()
+        self._failed_probes = 0
         if self.breaker.success():
             self.window.restart()
         self.leave(slot, tokens)
@@ -125,7 +126,7 @@ class Admission:
     def failed(self, slot: QueueSlot, error: RemoteError) -> None:
         """End a call that failed, and learn from how it failed."""
         now, requested = self._clock(), error.retry_after
-        slot.failed_probes += slot.probing
+        self._failed_probes += slot.probing
         slot.refused = error.status in TOO_MANY
         pause = self.breaker.short_pause(requested) if error.kind is Failure.RETRYABLE else 0.0
         may_be_outage = True
@@ -166,7 +167,7 @@ class Admission:
             slot, turn = self._pop()
             if turn.done():
                 continue
-            if self._probes_known_good(slot):
+            if self._probes_known_good():
                 self._new.appendleft((slot, turn))
                 continue
             self.admit(slot)
@@ -185,14 +186,11 @@ class Admission:
         self._reject_waiting()
         self._cancel_timer()
 
-    def _probes_known_good(self, slot: QueueSlot) -> bool:
-        """Probe with a request that worked before, where this one keeps failing as a probe."""
+    def _probes_known_good(self) -> bool:
+        """Probe with a request that worked before, where those that wait keep failing as probes."""
         patience = 1 if self.breaker.confirms_fatal else 2
-        excess = slot.failed_probes - patience
-        if not (self.breaker.open and excess >= 0 and excess % 2 == 0 and self.probe_known_good()):
-            return False
-        slot.failed_probes += 1
-        return True
+        excess = self._failed_probes - patience
+        return self.breaker.open and excess >= 0 and excess % 2 == 0 and self.probe_known_good()
 
     def _delay(self) -> float:
         """Return the seconds until a call may leave; infinite if only an answer can change that."""

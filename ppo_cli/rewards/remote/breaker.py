@@ -146,9 +146,7 @@ class Breaker:
         if self.open and self._fatal_probes is None and self._clock() >= self.gives_up_at:
             pause = self._requested_pause_s
             request = f" and asked for a pause of {pause:,.0f} s" if pause else ""
-            problem = describe_outage(
-                self.gives_up_at - self._opened_at, self._always_server_error
-            )
+            problem = describe_outage(self.gives_up_at - self._opened_at, self._always_server_error)
             self.stop_reason = (
                 f"{self._subject} {self._name} {problem}{request} (last: {self._last_error})."
             )

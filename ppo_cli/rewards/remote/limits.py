@@ -95,7 +95,6 @@ class QueueSlot:
     sent_at: float = 0.0
     refused: bool = False
     probing: bool = False
-    failed_probes: int = 0
 
 
 class AdaptiveWindow:
