@@ -56,8 +56,11 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left alone with one at the end.
 
-    Where there is no GPU, tests that need one are skipped.
+    Where there is no GPU, tests that need one are skipped; so are those that are run once a week.
     """
+    for item in items:
+        if item.get_closest_marker("weekly") and not os.environ.get("PPO_SWEEP"):
+            item.add_marker(pytest.mark.skip(reason="weekly: PPO_SWEEP=1 runs it"))
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: (item.path.name not in ONE_AFTER_ANOTHER, item.path not in slow))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

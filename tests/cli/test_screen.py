@@ -30,7 +30,6 @@ from ppo_cli.cli.screen import (
     draw_sparkline,
     format_number,
     format_step,
-    format_summary,
     make_printable,
     make_screen,
 )
@@ -434,29 +433,6 @@ def test_a_step_line_fits_into_a_terminal() -> None:
     assert format_step(7, 120, metrics, 100) == f"{fields}  39.0 s"
     line = format_step(7, 120, metrics | {"val/reward_mean": 0.5}, 100)
     assert line == f"{fields}  val 0.500  39.0 s"
-
-
-def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
-    lines = "\n".join(
-        format_summary(
-            Summary(
-                12,
-                [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
-                (0.453, 0.0), None, Path("r"), 400.0, averaged=4,
-                session=(2, 8.0), judge=(("qwen-plus", "3 calls, $0.0021"),),
-                critic="explained variance 0.37", declined=frozenset({"reward"}),
-                warnings=("The policy has collapsed.",),
-            )
-        )
-    )  # fmt: skip
-    for fragment in (
-        "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined) (means of 4 steps)",
-        "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
-        "judge: qwen-plus     3 calls, $0.0021\n", "critic               explained variance 0.37\n",
-        "warning: The policy has collapsed.",
-    ):  # fmt: skip
-        assert fragment in lines, fragment
-    assert lines.count("declined") == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
 FAMILIES = {
     "the bundled model": ("embedded", {}),
-    "windows and caps": ("gemma2", {}),
+    "windows and caps": pytest.param(("gemma2", {}), marks=pytest.mark.weekly),
     "scaled logits and an adapter": ("granite", {"lora_rank": 4}),
     "experts": ("qwen3_moe", {}),
 }

@@ -21,9 +21,9 @@ FAMILIES = (
     "qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "gpt2", "granite",
     "qwen3_moe", "opt", "cohere2", "phi3",
 )  # fmt: skip
-# Over two ranks: a family of each kind of layer, and all of them with PPO_SWEEP=1.
+# A family of each kind of layer, and all of them with PPO_SWEEP=1.
 OF_EACH_KIND = ("qwen2", "qwen3", "gemma3_text", "gpt2", "qwen3_moe", "phi3")
-ON_RANKS = FAMILIES if os.environ.get("PPO_SWEEP") else OF_EACH_KIND
+COMPARED = FAMILIES if os.environ.get("PPO_SWEEP") else OF_EACH_KIND
 # Whose layers two ranks cannot split between them, as the families publish no plan for it.
 UNSPLIT = ("gpt2", "opt", "qwen3_moe")
 LORA: dict[str, Any] = {"lora_rank": 4}
@@ -46,7 +46,7 @@ def main() -> None:
             device=torch.device("cpu"), tensor_size=tensor_size, shard_size=size // tensor_size,
             timeout_s=60.0,
         )  # fmt: skip
-        for kind in ON_RANKS:
+        for kind in COMPARED:
             for adapter in ({}, LORA):
                 if tensor_size > 1 and (kind in UNSPLIT or not adapter):
                     continue

@@ -11,7 +11,7 @@ import pytest
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from tests.engine.layouts import FAMILIES, LORA, ON_RANKS, ROWS, UNSPLIT, train
+from tests.engine.layouts import COMPARED, FAMILIES, LORA, OF_EACH_KIND, ROWS, UNSPLIT, train
 from tests.engine.packed_steps import RATE, gaps, settings
 from tests.engine.tiny_families import SIZE, save_model
 from tests.forked import run_ranks
@@ -19,6 +19,10 @@ from tests.rounding import allowed
 
 TERMS = sum(prompt + response for prompt, response in ROWS) * SIZE["hidden_size"] * 2
 WORKER = Path(__file__).with_name("layouts.py")
+
+
+def marks_of(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.slow if kind in OF_EACH_KIND else pytest.mark.weekly
 
 
 def assert_alike(results: dict[str, float]) -> None:
@@ -34,7 +38,7 @@ def assert_alike(results: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind in ("qwen2", "gemma3_text") else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind in ("qwen2", "gemma3_text") else marks_of(kind))
         for kind in FAMILIES
     ],
 )
@@ -60,20 +64,21 @@ def test_rows_of_states_are_padded(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("ranks")
-    for kind in ON_RANKS:
+    for kind in COMPARED:
         save_model(folder, kind)
     run_ranks(WORKER, 2, str(folder))
     results: dict[str, dict[str, float]] = json.loads((folder / "gaps-0.json").read_text())
     return results
 
 
-TWO_RANKS = [f"{kind}-1-{len(adapter)}" for kind in ON_RANKS for adapter in ({}, LORA)]
+TWO_RANKS = [(kind, f"{kind}-1-{len(adapter)}") for kind in FAMILIES for adapter in ({}, LORA)]
 # Layers split over both: norms of queries and keys, which the adapter freezes, stay frozen.
-SPLIT = [f"{kind}-2-1" for kind in ON_RANKS if kind not in UNSPLIT]
+SPLIT = [(kind, f"{kind}-2-1") for kind in FAMILIES if kind not in UNSPLIT]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*TWO_RANKS, *SPLIT])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks_of(kind)) for kind, case in (*TWO_RANKS, *SPLIT)]
+)
 def test_two_ranks_give_what_one_process_gives(
     case: str, two_ranks: dict[str, dict[str, float]]
 ) -> None:

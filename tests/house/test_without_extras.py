@@ -32,7 +32,6 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("line", "code", "words"),
     [
         ("--help", 0, "train"),
-        ("plan --preset embedded", 0, "checkpoints"),
         (f"train --preset embedded --max_steps 1 {SMALL}", 0, "step 1/1"),
         ("plan actor_rollout_ref.actor.optim.lr=1e-6", 2, "Did you mean 'actor.optim.lr'"),
         ("bridge verl", 2, "There is no command 'bridge'"),

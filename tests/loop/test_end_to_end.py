@@ -63,6 +63,7 @@ def test_killed_while_saving_it_goes_on_from_the_save_before(
     assert_same_run(uninterrupted, out)
 
 
+@pytest.mark.slow
 def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -164,14 +165,13 @@ def test_the_embedded_run_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("estimator", "loss"),
     [
-        ("grpo", "gspo"),
-        ("rloo", "cispo"),
-        ("remax", "clip_cov"),
-        ("opo", "kl_cov"),
-        ("reinforce_plus_plus", "geo_mean"),
-        ("gpg", "gpg"),
+        ("grpo", "gspo"), ("remax", "clip_cov"),
+        *(pytest.param(*pair, marks=pytest.mark.weekly) for pair in (
+            ("rloo", "cispo"), ("opo", "kl_cov"), ("reinforce_plus_plus", "geo_mean"),
+            ("gpg", "gpg"),
+        )),
     ],
-)
+)  # fmt: skip
 def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     args = (*SMALL, "--adv_estimator", estimator, "--policy_loss", loss, "--max_steps", "2")
@@ -191,7 +191,10 @@ def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl", "sapo"])
+@pytest.mark.parametrize(
+    "loss",
+    ["dppo_tv", *(pytest.param(loss, marks=pytest.mark.weekly) for loss in ("dppo_kl", "sapo"))],
+)
 def test_the_variants_of_ppo_run(loss: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ("actor.positive_nll_coef=0.1", "algorithm.subtract_group_mean=true")

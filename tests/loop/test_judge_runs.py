@@ -39,9 +39,10 @@ OUTAGE = "does not answer"
 PROVIDERS = (
     ("openai", "OPENAI_API_KEY", 10, 32),
     ("claude", "CLAUDE_API_KEY", 3, 16),
-    ("gemini", "GOOGLE_API_KEY", 3, 16),
-    ("dashscope", "DASHSCOPE_API_KEY", 3, 16),
-)
+    *(pytest.param(*provider, marks=pytest.mark.weekly) for provider in (
+        ("gemini", "GOOGLE_API_KEY", 3, 16), ("dashscope", "DASHSCOPE_API_KEY", 3, 16),
+    )),
+)  # fmt: skip
 pytestmark = pytest.mark.slow
 
 

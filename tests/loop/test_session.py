@@ -98,6 +98,7 @@ def test_left_by_an_exception_and_resumed_it_is_the_run_of_train(tmp_path: Path)
     assert_same_run(tmp_path / "train", out)
 
 
+@pytest.mark.slow
 def test_scores_of_the_caller_after_a_kill(desk: Path) -> None:
     settings = OWN | {"reward_function": "score.py"}
     train(**settings, output_dir="train")
@@ -159,6 +160,7 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
         session(**settings)
 
 
+@pytest.mark.slow
 def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ctrl-C is the caller's between steps; other signals end the session after a step.
     settings = SMALL | {"overrides": FEW}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("PPO_SWEEP"), reason="weekly: PPO_SWEEP=1 runs it")
+@pytest.mark.weekly
 def test_the_alarm_comes_before_the_harm_and_not_in_honest_runs(tmp_path: Path) -> None:
     runs = ("injection", "format_function_grpo", "right_judge_rloo")
     words = [sys.executable, "benchmarks/hacking.py", "--out", str(tmp_path), "--seeds", "1"]

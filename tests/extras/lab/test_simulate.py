@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     assert "simulation: update of the critic" in err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("PPO_SWEEP"), reason="weekly: PPO_SWEEP=1 runs it")
+@pytest.mark.weekly
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_plan_of_a_preset_is_within_10_percent_of_its_simulation(
     desk: Path, preset: str

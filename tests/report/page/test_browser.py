@@ -1,4 +1,7 @@
-"""The page in a real browser: curves are drawn, filters filter, hostile texts stay texts."""
+"""The page in a real browser: curves are drawn, filters filter, hostile texts stay texts.
+
+The two ways to open it are quick tests; what each part of it shows is left to the slow ones.
+"""
 
 from __future__ import annotations
 
@@ -176,6 +179,7 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_the_address_keeps_what_is_shown(browser: Any, run: Path, tmp_path: Path) -> None:
     file = write_report(run, tmp_path)
     browser.get(f"{file.as_uri()}#at=curves&from=3&to=9&smooth=0.5")
@@ -201,6 +205,7 @@ def hover(browser: Any, card: int, share: float, event: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_pointed_at_is_read_in_all_cards_and_chosen_by_a_click(
     browser: Any, run: Path, tmp_path: Path
 ) -> None:
@@ -220,6 +225,7 @@ def test_a_step_pointed_at_is_read_in_all_cards_and_chosen_by_a_click(
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_a_plot_is_saved_as_picture_and_as_table(browser: Any, run: Path, tmp_path: Path) -> None:
     where = {"behavior": "allow", "downloadPath": str(tmp_path)}
     browser.execute_cdp_cmd("Browser.setDownloadBehavior", where)
@@ -242,6 +248,7 @@ PLOTS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_paper_shows_every_plot_in_its_column(tmp_path: Path, scheme: str) -> None:
     """Chromium prints as soon as the page is loaded."""
@@ -262,6 +269,7 @@ def test_paper_shows_every_plot_in_its_column(tmp_path: Path, scheme: str) -> No
     assert len(re.findall(rb"\.1216 \.5137 \.7686 RG", marks)) == len(PLOTS)
 
 
+@pytest.mark.slow
 def test_on_a_phone_a_chosen_response_comes_into_view(
     browser: Any, run: Path, tmp_path: Path
 ) -> None:
@@ -323,6 +331,7 @@ def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
         assert [e for e in errors_of(browser) if "status of 400" not in e] == []
 
 
+@pytest.mark.slow
 def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path) -> None:
     """Also in a page that was open while the run went on from an earlier step."""
     run = make_run(tmp_path / "run", steps=2)
@@ -362,6 +371,7 @@ def click(browser: Any, selector: str, text: str) -> None:
     browser.execute_script(script, selector, text)
 
 
+@pytest.mark.slow
 def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
     browser: Any, tmp_path: Path
 ) -> None:
@@ -407,6 +417,7 @@ def test_the_same_prompt_is_compared_with_its_start_and_between_runs(
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_the_first_response_is_shown_with_its_step_however_late_that_is(
     browser: Any, tmp_path: Path
 ) -> None:
@@ -434,6 +445,7 @@ def test_the_first_response_is_shown_with_its_step_however_late_that_is(
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_a_rubric_is_read_as_a_table(browser: Any, tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.yaml"
     rubric.write_text(
@@ -551,6 +563,7 @@ def read_tokens(browser: Any) -> None:
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_a_response_is_read_token_by_token(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     add_tokens(run, 3)
@@ -570,6 +583,7 @@ def test_a_response_is_read_token_by_token(browser: Any, tmp_path: Path) -> None
     read_tokens(browser)
 
 
+@pytest.mark.slow
 def test_what_the_critic_predicts_is_drawn(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     browser.get(write_report(run, tmp_path).as_uri())
@@ -640,6 +654,7 @@ def read_episodes(browser: Any) -> None:
     assert errors_of(browser) == []
 
 
+@pytest.mark.slow
 def test_an_episode_is_read_as_a_conversation(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     add_episodes(run, 3)

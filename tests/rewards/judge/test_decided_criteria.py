@@ -24,7 +24,6 @@ from tests.judge_server.decisions import Asked, DecisionServer, valid_reply
 from tests.judge_server.wire import fenced
 from tests.rewards.judge.test_rubric import rollout
 from tests.rewards.scoring import score_all
-from tests.scoring.commands import read, run_reward
 
 Make = Callable[..., JudgeReward]
 ROWS = {"openai": 500, "dashscope": 250, "gemini": 100}  # the third SDK takes 40 ms a call
@@ -241,20 +240,6 @@ def test_one_bad_reply_is_asked_for_again(wire: str, make: Make, server: Decisio
     assert server.count == 2
 
 
-@pytest.mark.parametrize("wire", ["openai", "gemini"])
-@pytest.mark.parametrize("fault", [429, 500, "cut", "not_json", "hang"])
-def test_a_failed_request_is_repeated(
-    fault: str | int, wire: str, make: Make, server: DecisionServer
-) -> None:
-    value, _ = worth("response", CRITERIA)
-    reward = make(wire, timeout=1.0, cache="off")
-    score_one(reward, "the first response")
-    server.fail(fault, times=1)
-    score = score_one(reward)
-    assert score.value == pytest.approx(value, abs=1e-9)
-    assert (server.count, score.info["judge_calls"]) == (3, 2)
-
-
 def test_one_criterion_that_the_judge_declines_masks_the_row(
     make: Make, server: DecisionServer
 ) -> None:
@@ -302,27 +287,3 @@ def test_a_judge_is_tried_on_criteria_with_known_grades(
     reward.start([rollout(1, "").prompt], tell=notes.append)
     assert ("answers 1 of 1 questions with a known answer right" in notes[0]) is follows
     assert ("answers only 0 of 1" in notes[0]) is not follows
-
-
-def test_rows_are_scored_from_the_command_line(
-    server: DecisionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-    (tmp_path / "r.yaml").write_text(json.dumps(CRITERIA))
-    rows = [{"prompt": "Question", "response": f"response {n}"} for n in range(4)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    command = (
-        "score", str(file), "--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m",
-        "--rm_mode", "decision", "--rm_rubric", str(tmp_path / "r.yaml"), "--rm_cache", "off",
-        "--rm_base_url", server.url("openai"), "--rm_canary_every", "0",
-    )  # fmt: skip
-    code, out, err = run_reward(capsys, *command)
-    assert code == 0, (out, err)
-    for row in read(tmp_path / "a.scored.jsonl"):
-        value, credits = worth(row["response"], CRITERIA)
-        assert row["score"] == pytest.approx(value, abs=1e-9)
-        assert row["info"]["criteria"] == pytest.approx(credits, abs=1e-9)
-        assert row["parts"]["rubric/clear"]["raw"] == pytest.approx(credits["clear"])
-        assert f"clear: level {3 * credits['clear']:.3g} of 3. most likely levels" in row["reason"]

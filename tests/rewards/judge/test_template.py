@@ -280,17 +280,6 @@ def test_a_wrong_file_is_named_with_its_key(row: dict[str, str], tmp_path: Path)
     assert f"--rm_prompt_file {tmp_path / 'mine.yaml'}" in str(caught.value)
 
 
-def test_all_wrong_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RewardError) as caught:
-        load_template(write(tmp_path, "scoring: 7\noutput: xml"))
-    assert len(str(caught.value).splitlines()) == 2
-
-
-def test_a_folder_in_place_of_a_prompt_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="this is a folder"):
-        load_template(ApiReward(prompt_file=str(tmp_path)))
-
-
 def rubric_question(criterion: str, material: Material, folder: Path) -> Question:
     file = folder / "rubric.yaml"
     file.write_text(json.dumps([{"name": "a", "text": criterion}]))
