@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -14,6 +16,22 @@ from typing import Any
 from ppo_cli.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# All waits on something foreign end within this time after the first signal, and at once after the
+# second. The rest of ten seconds is for saving and for ending child processes.
+LEAVE_S = 5.0
+_received: list[float] = []  # when signals asked this run to stop
+
+
+def time_left() -> float:
+    """Return for how long a wait on something foreign may go on; infinite without a signal."""
+    if not _received:
+        return math.inf
+    return _received[0] + LEAVE_S - time.monotonic() if len(_received) == 1 else 0.0
+
+
+def shorten_wait(seconds: float, least: float = 0.5) -> float:
+    """Return how long something that ends may still take: `seconds`, less after a signal."""
+    return min(seconds, max(time_left(), least))
 
 
 class StopOnSignal:
@@ -38,6 +56,7 @@ class StopOnSignal:
         return self._name or self._elsewhere()
 
     def __enter__(self) -> StopOnSignal:
+        _received.clear()
         # Python delivers signals to the main thread only, and only it may set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -60,7 +79,9 @@ class StopOnSignal:
             if self._name is not None:
                 return  # the shell and the system may both send it: not a second Ctrl-C
         elif self._name is not None or (self.at_once and number == signal.SIGINT):
+            _received.append(time.monotonic())
             raise KeyboardInterrupt
+        _received.append(time.monotonic())
         self._name = signal.Signals(number).name
         # An exception here would end the step that has to be saved: the reader of the output may be
         # gone (`| tee` ends on the same Ctrl-C), and this thread may be inside another print.

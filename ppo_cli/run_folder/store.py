@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import wait
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from ppo_cli.paths import user_path
 from ppo_cli.run_folder.folder import LOCK, RunFolder
 from ppo_cli.run_folder.lines import LABELS_FILE, METRICS_FILE, ROLLOUTS
 from ppo_cli.run_folder.sources import ModelSource, find_source
+from ppo_cli.waits import NoAnswer, Progress, await_result, run_in_thread
 
 INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who writes it
 # In a folder: the address of its copy, and that a fetch was cut off.
@@ -43,7 +45,9 @@ POLL_S = 2.0
 LEASE_S = 60.0  # without a sign of life, another machine takes over
 SKEW_S = 900.0  # two clocks may differ by this much; S3 refuses more
 PLAN_S = 5.0  # a plan waits no longer for a store
-PATIENCE_S = 60.0  # for a store that does not answer, at the start and at the end
+# For a store that does not answer, at the start and at the end; a file may take longer at this
+# speed.
+PATIENCE_S, SLOWEST_BYTES_PER_S = 60.0, 1e6
 READERS = 8
 TRIAL = ".trial"  # a file that a plan writes and deletes
 # Errors of a store that waiting does not mend.
@@ -134,10 +138,8 @@ def put(store: Any, name: str, content: Path | Json) -> None:
         store.mv(target, name)
 
 
-def fetch(store: Any, index: Json, folder: Path) -> None:
+def fetch(store: Any, index: Json, folder: Path, progress: Progress) -> None:
     """Bring a folder to the state of the index; a fetch that is cut off is repeated next time."""
-    from concurrent.futures import ThreadPoolExecutor
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FETCHING).touch()
     files: Files = {name: entry for name, entry in index["files"].items() if not is_earlier(name)}
@@ -165,12 +167,20 @@ def fetch(store: Any, index: Json, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for log in ("-wal", "-shm"):  # of the database that is replaced
             delete(path.with_name(path.name + log))
+        progress.note(entry[0] / SLOWEST_BYTES_PER_S)
         with atomic_replace(path) as fresh:
             store.get_file(name, str(fresh))
             os.utime(fresh, ns=(entry[1], entry[1]))
 
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(get, files))
+    def get_all() -> None:
+        for name in remaining:
+            get(name)
+
+    remaining = iter([*files])
+    readers = [run_in_thread(get_all) for _ in range(READERS)]
+    wait(readers)
+    for reader in readers:
+        reader.result()
     for step, path in partial.items():
         move_into_place(path, folder / "checkpoints" / step)
     for link, step in index["links"].items():
@@ -184,31 +194,23 @@ def try_store(url: str) -> tuple[list[str], list[str]]:
 
     A plan may be made where there are neither network nor credentials, so these are no problems.
     """
-    errors: list[Exception | None] = []
 
     def try_all() -> None:
-        try:
-            store = open_store(url)
-            read_index(store)
-            put(store, TRIAL, {})
-            store.rm_file(TRIAL)
-            errors.append(None)
-        except Exception as error:  # each file system raises errors of its own
-            errors.append(error)
+        store = open_store(url)
+        read_index(store)
+        put(store, TRIAL, {})
+        store.rm_file(TRIAL)
 
-    thread = threading.Thread(target=try_all, daemon=True)
-    thread.start()
-    thread.join(PLAN_S)
-    match errors:
-        case [None]:
-            return [], []
-        case [Exception() as error] if isinstance(error, MISTAKES):
-            return [], [f"{url} cannot be used: {first_line(error)}."]
-    reason = first_line(errors[0]) if errors and errors[0] else f"no answer in {PLAN_S:g} s"
-    return [
-        f"Whether {url} can be read and written could not be checked here ({reason}): `train` "
-        "checks it before it loads a model."
-    ], []
+    try:
+        await_result(run_in_thread(try_all), "it", PLAN_S)
+    except MISTAKES as error:
+        return [], [f"{url} cannot be used: {first_line(error)}."]
+    except Exception as error:  # each file system raises errors of its own
+        return [
+            f"Whether {url} can be read and written could not be checked here "
+            f"({first_line(error)}): `train` checks it before it loads a model."
+        ], []
+    return [], []
 
 
 def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
@@ -223,25 +225,29 @@ def localise(word: str | os.PathLike[str], *, small: bool = False) -> Path:
         return user_path(word)
     parent, slash, name = text.rstrip("/").rpartition("/")
     name, at, step = name.partition("@")
-    url, folder, path = f"{parent}{slash}{name}", Path(), Path()
-    # A run may itself be in a folder called checkpoints.
-    match = CHECKPOINT.fullmatch(url)
-    try:
+    url, progress = f"{parent}{slash}{name}", Progress()
+
+    def fetch_run() -> Path | None:
+        # A run may itself be in a folder called checkpoints.
+        match = CHECKPOINT.fullmatch(url)
         for place, below in [*([(match[1], match[2] or "")] if match else ()), (url, "")]:
             check_address(place)
             store = open_store(place)
             folder = user_path(cache_folder("glances" if small else "copies", place))
-            path = folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
-            if index := read_index(store):
-                break
-        if index and small:
-            index["files"] = {name: entry for name, entry in index["files"].items()
-                              if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
-        if index:
-            fetch(store, index, folder)
+            if (index := read_index(store)) is None:
+                continue
+            if small:
+                index["files"] = {name: entry for name, entry in index["files"].items()
+                                  if not step_of(name) or name.endswith(MANIFEST)}  # fmt: skip
+            fetch(store, index, folder, progress)
+            return folder / "checkpoints" / below if below else Path(f"{folder}{at}{step}")
+        return None
+
+    try:
+        path = await_result(run_in_thread(fetch_run), url, PATIENCE_S, progress=progress)
     except Exception as error:  # each file system raises errors of its own
         raise DataError(f"{url} cannot be read: {first_line(error)}.") from error
-    if index is None:
+    if path is None:
         raise DataError(f"{url} has no run: {INDEX} is missing there.")
     return path
 
@@ -268,8 +274,11 @@ class Lease:
     `successor` says who has taken over, if another machine has. Raises UserError if one is active.
     """
 
-    def __init__(self, url: str, store: Any, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, url: str, store: Any, tell: Callable[[str], None], progress: Progress | None = None
+    ) -> None:
         self.url, self.store, self.tell, self.successor = url, store, tell, ""
+        self.progress = progress or Progress()
         self._ended = threading.Event()
         lease = newer = read_json(store, LEASE)
         if lease and not is_mine(lease) and time.time() - lease["time"] < SKEW_S:
@@ -278,22 +287,23 @@ class Lease:
             while newer == lease and time.monotonic() < until:
                 time.sleep(POLL_S)
                 newer = read_json(store, LEASE)
+                self.progress.note()
             if newer and newer != lease:
                 raise UserError(
                     f"{url} belongs to a run that is active on {newer['host']}. Wait for its end, "
                     "or choose another --output_dir."
                 )
         put(store, LEASE, make_lease())
-        self._renewal = threading.Thread(target=self._renew, daemon=True)
-        self._renewal.start()
+        self.progress.note()
+        self._renewal = run_in_thread(self._renew)
 
     def release(self) -> None:
         """Let another machine write the copy at once."""
         self._ended.set()
-        self._renewal.join(POLL_S)
         with suppress(Exception):  # without an answer, others wait for LEASE_S
+            await_result(self._renewal, self.url, POLL_S)
             if not self.successor:
-                self.store.rm_file(LEASE)
+                await_result(run_in_thread(lambda: self.store.rm_file(LEASE)), self.url, POLL_S)
 
     def _renew(self) -> None:
         while not self._ended.wait(LEASE_S / 3):
@@ -310,15 +320,14 @@ class Mirror:
     """Keeps the copy of a run folder up to date, in a thread of its own, until `close`."""
 
     def __init__(self, lease: Lease, folder: Path) -> None:
-        self._lease, self._folder = lease, folder
+        self.lease, self._folder, self._progress = lease, folder, lease.progress
         self._url, self._store, self._tell = lease.url, lease.store, lease.tell
         self._index: Json = read_index(self._store) or {"files": {}, "links": {}}
         self._copied: Files = dict(self._index["files"])  # in the store, in the index or not
         self._problem = ""  # why the last round failed
         self._ending = threading.Event()
         sweep_unfinished(folder)
-        self._rounds = threading.Thread(target=self._copy_changes, daemon=True)
-        self._rounds.start()
+        self._rounds = run_in_thread(self._copy_changes)
 
     def close(self) -> str:
         """Copy what is left; return why it could not be done, or an empty string."""
@@ -327,25 +336,33 @@ class Mirror:
         if missing := [entry[0] for name, entry in files if self._copied.get(name) != entry]:
             amount = f"{plural(len(missing), 'file')} ({sum(missing) / 1e6:,.1f} MB)"
             self._tell(f"Copying the last {amount} to {self._url}.")
-        self._rounds.join()
-        until = time.monotonic() + PATIENCE_S
-        while not self._try_to_copy() and not self._lease.successor and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return self._lease.successor or self._problem
+        self._progress.note()
+        problem = ""
+        try:
+            await_result(self._rounds, self._url, PATIENCE_S, progress=self._progress)
+        except NoAnswer as late:
+            problem = str(late)
+        return self.lease.successor or self._problem or problem
 
     def _copy_changes(self) -> None:
-        """Copy in rounds, at most a quarter of the time; a large round delays the next one."""
+        """Copy in rounds, at most a quarter of the time; a large round delays the next one.
+
+        At the end it is tried for PATIENCE_S.
+        """
         pause = POLL_S
-        while not self._ending.wait(pause) and not self._lease.successor:
+        while not self._ending.wait(pause) and not self.lease.successor:
             began = time.monotonic()
             self._try_to_copy()
             pause = max(POLL_S, 3 * (time.monotonic() - began))
+        until = time.monotonic() + PATIENCE_S
+        while not self._try_to_copy() and not self.lease.successor and time.monotonic() < until:
+            time.sleep(POLL_S)
 
     def _try_to_copy(self) -> bool:
         """Copy all that has changed; return whether that worked. A failure is told once."""
         before, self._problem = self._problem, ""
         try:
-            while not self._lease.successor and self._copy():
+            while not self.lease.successor and self._copy():
                 pass
         except Exception as error:  # each file system raises errors of its own
             self._problem = f"{self._url} does not answer ({first_line(error)})"
@@ -413,6 +430,7 @@ class Mirror:
                     with closing(sqlite3.connect(path)) as a, closing(sqlite3.connect(state)) as b:
                         a.backup(b)
                     path = state
+                self._progress.note(now[name][0] / SLOWEST_BYTES_PER_S)
                 try:
                     put(self._store, name, path)
                 except FileNotFoundError:
@@ -456,7 +474,7 @@ def fetch_if_newer(lease: Lease, folder: RunFolder) -> None:
         lease.tell(f"The run in {folder.path} is another one: it is moved to {earlier}.")
     size = sum(entry[0] for name, entry in files.items() if not is_earlier(name))
     lease.tell(f"Fetching {size / 1e6:,.1f} MB from {lease.url}.")
-    fetch(lease.store, index, folder.path)
+    fetch(lease.store, index, folder.path, lease.progress)
     mark.write_text(lease.url)
 
 
@@ -472,28 +490,48 @@ def mirrored(
     if url is None:
         yield
         return
-    url = url.rstrip("/")
-    until, lease, mirror, problem = time.monotonic() + PATIENCE_S, None, None, ""
+    address = url.rstrip("/")
+    progress, given_up, problems = Progress(), threading.Event(), list[str]()
+    until = time.monotonic() + PATIENCE_S
+
+    def open_copy() -> Mirror:
+        """Try until it works, for PATIENCE_S, and as long as somebody waits for it."""
+        lease = None
+        with ExitStack() as on_failure:
+            while True:
+                try:
+                    if lease is None:
+                        lease = Lease(address, open_store(address), tell, progress)
+                        on_failure.callback(lease.release)
+                    fetch_if_newer(lease, folder)
+                    mirror = Mirror(lease, folder.path)
+                    on_failure.pop_all()
+                    return mirror
+                except UserError:
+                    raise
+                except Exception as error:  # each file system raises errors of its own
+                    if isinstance(error, MISTAKES) or "Credential" in type(error).__name__:
+                        raise UserError(
+                            f"{address} cannot be used: {first_line(error)}."
+                        ) from error
+                    if not problems:
+                        problems.append(f"{address} does not answer ({first_line(error)})")
+                        tell(f"{problems[0]}: trying again for {PATIENCE_S:g} s.")
+                    if given_up.wait(POLL_S) or time.monotonic() > until:
+                        raise
+
     try:
-        while mirror is None:
-            try:
-                lease = lease or Lease(url, open_store(url), tell)
-                fetch_if_newer(lease, folder)
-                mirror = Mirror(lease, folder.path)
-            except UserError:
-                raise
-            except Exception as error:  # each file system raises errors of its own
-                if isinstance(error, MISTAKES) or "Credential" in type(error).__name__:
-                    raise UserError(f"{url} cannot be used: {first_line(error)}.") from error
-                if not problem:
-                    problem = f"{url} does not answer ({first_line(error)})"
-                    tell(f"{problem}: trying again for {PATIENCE_S:g} s.")
-                if time.monotonic() > until:
-                    raise Interrupted(f"{problem}. Go on with: {command}") from error
-                time.sleep(POLL_S)
+        mirror = await_result(run_in_thread(open_copy), address, PATIENCE_S, tell, progress)
+    except UserError:
+        raise
+    except Exception as late:  # its last one, or NoAnswer
+        raise Interrupted(f"{(*problems, late)[0]}. Go on with: {command}") from late
+    finally:
+        given_up.set()
+    try:
         yield
     except BaseException:
-        if mirror and (problem := mirror.close()):
+        if problem := mirror.close():
             tell(f"Not everything is copied: {problem}. The same command copies it.")
         raise
     else:
@@ -503,5 +541,4 @@ def mirrored(
                 f"with: {command}"
             )
     finally:
-        if lease:
-            lease.release()
+        mirror.lease.release()

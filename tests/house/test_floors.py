@@ -16,6 +16,7 @@ import pytest
 GROUND = {
     "addresses", "allocator", "atomic", "digests", "errors", "estimates", "moments", "paths",
     "plugins", "processes", "records", "secrets", "signals", "spending", "thoughts", "version",
+    "waits",
 }  # fmt: skip
 FLOOR_2 = {"config", "data_sets", "machine", "planning", "report", "run_folder"}
 LOOP = {"loop", "step"}

@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -281,7 +283,6 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 1.0)
     notes: list[str] = []
 
     def refusal(url: str, kind: type[Exception]) -> str:
@@ -306,6 +307,7 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
         without.setenv("AWS_EC2_METADATA_DISABLED", "true")
         assert "Unable to locate credentials" in refusal(URL, UserError)
     # A store that is away is tried again; then the command goes on with the run.
+    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 2.5)
     s3.gone.set()
     assert refusal(URL, Interrupted).endswith("Go on with: x y")
     assert s3.refused > 6 and len(notes) == 1
@@ -319,7 +321,7 @@ def test_what_is_wrong_with_a_store_is_said_at_the_start(
 def test_a_fetch_that_is_cut_off_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 0.0)
+    monkeypatch.setattr("ppo_cli.run_folder.store.PATIENCE_S", 0.5)
     store, files = open_store(f"memory://{tmp_path.name}"), ["metrics.jsonl"]
     files += [f"checkpoints/step_000001/{name}" for name in (MANIFEST, "state/run.json")]
     for name in files:
@@ -395,6 +397,29 @@ def test_an_outage_of_the_store_is_told_once_and_caught_up_with(
     assert sum("does not answer" in note for note in notes) == 1
     assert f"{URL} answers again." in notes
     assert "step_000001/digests.json" in s3.read("runs/a/index.json")
+
+
+def test_a_store_that_never_answers_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL_S", "PATIENCE_S"):
+        monkeypatch.setattr(f"ppo_cli.run_folder.store.{name}", 0.2)
+    hung, put_file = threading.Event(), put
+
+    def hang(*arguments: Any) -> None:
+        if folder.path.joinpath("metrics.jsonl").exists():
+            hung.wait(60)
+        put_file(*arguments)
+
+    monkeypatch.setattr("ppo_cli.run_folder.store.put", hang)
+    folder = RunFolder(tmp_path)
+    copy = partial(mirrored, f"memory://{tmp_path.name}", folder, print, "ppo train")
+    # In a finished run, and before it begins.
+    with pytest.raises(Interrupted, match=r"not everything is copied: .*does not answer"), copy():
+        (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(Interrupted, match=r"does not answer.*Go on with: ppo train"), copy():
+        pass
+    hung.set()
 
 
 def test_the_index_lists_no_checkpoint_that_is_being_replaced(
