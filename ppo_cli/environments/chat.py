@@ -5,9 +5,10 @@ template renders the conversation with a probe in place of the policy's message,
 the mark that ends this message is new. A turn ends with a control token, so tokenising the new
 text after this token gives the same tokens as tokenising all of it.
 
-Replies come from tools and users, who may write the control words of a template. Each gets a space
-after its first character (`< |im_end|>`) before the template sees it, so that no reply can end its
-message, whatever the tokenizer and the template do.
+Openings and replies come from data, tools and users, who may write the control words of a template.
+Each gets a space after its first character (`< |im_end|>`) before the template sees it, so that no
+text can end its message, whatever the tokenizer and the template do. A system message may name the
+marks of thoughts and calls, and the policy writes them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ppo_cli.environments.calls import (
 )
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Message
-from ppo_cli.thoughts import count_shared, find_open_mark, find_thoughts
+from ppo_cli.thoughts import MARKS, count_shared, find_open_mark, find_thoughts
 
 USER: Message = {"role": "user", "content": "probeuser"}
 # What probes contain: texts that no template writes by itself.
@@ -72,8 +73,10 @@ class Chat:
         # Control tokens, and others that the template writes, as <tool_response>.
         added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         marks = {str(t) for t in added.values() if str(t) in self._template or "|" in str(t)}
-        self._control = {*control_words(tokenizer), *filter(str.strip, marks)}
-        self._forbidden = self._compile_forbidden(())
+        special = control_words(tokenizer)
+        self._control = {*special, *filter(str.strip, marks)}
+        self._forbidden = _compile({*self._control, ANSWER})
+        self._special = _compile(word for word in special if not MARKS.fullmatch(word))
         # Descriptions of tools may come from an MCP server.
         shows_tools = "tools" in self._template
         schemas = {"tools": self._escape(tools)} if tools and shows_tools else {}
@@ -109,7 +112,8 @@ class Chat:
         # Which roles can reply, and which text surrounds replies: it may not be in one.
         surroundings = {role: self._probe_role(role) for role in ("tool", "user")}
         self._roles = tuple(role for role, text in surroundings.items() if text)
-        self._forbidden = self._compile_forbidden(surroundings.values())
+        around = chain(*map(MARK.findall, surroundings.values()))
+        self._forbidden = _compile({*self._control, ANSWER, *around})
         if tools and "tool" not in self._roles:
             raise ModelError(
                 "The chat template writes no result of a tool after a call that ends with "
@@ -237,6 +241,7 @@ class Chat:
         for message in messages:
             if message.get("role") == "assistant":
                 new = {**message, "content": message.get("content") or ""}
+                new = self._escape(new, self._special)
                 thought = new.pop("reasoning_content", "")
                 calls = iter(new.get("tool_calls", ()))
                 if thought and new.get("tool_calls") and isinstance(self._format, ChannelCalls):
@@ -249,8 +254,10 @@ class Chat:
                 if new.get("tool_calls"):
                     as_text = self._arguments_as_text
                     new["tool_calls"] = [_convert_call(c, as_text) for c in new["tool_calls"]]
+            elif message.get("role") in ("system", "developer"):
+                new = self._escape(message, self._special)
             elif calls is None:
-                new = dict(message)
+                new = self._escape(message)
             else:
                 new = {**message, "content": message.get("content") or ""}
                 if message.get("role") == "tool":
@@ -306,30 +313,24 @@ class Chat:
             "was trained for tool calls, or one whose tokenizer has a response_template."
         )
 
-    def _compile_forbidden(self, surroundings: Iterable[str]) -> re.Pattern[str]:
-        """Compile the words that a reply must not contain: control words, and other marks."""
-        forbidden = {*self._control, ANSWER, *chain(*map(MARK.findall, surroundings))}
-        longest_first = sorted(forbidden, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    def breaks(self, messages: Sequence[Message]) -> bool:
+        """Whether messages have control words."""
+        return any(self._escape(message) != message for message in messages)
 
-    def _escape(self, value: Any) -> Any:
-        """Return a message, or a part of it, as texts without control words."""
+    def _escape(self, value: Any, words: re.Pattern[str] | None = None) -> Any:
+        """Return a message, or a part of it, as texts without control words, or these `words`."""
         if isinstance(value, Mapping):
-            return {self._escape(key): self._escape(inner) for key, inner in value.items()}
+            return {self._escape(k, words): self._escape(v, words) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._escape(inner) for inner in value]
+            return [self._escape(inner, words) for inner in value]
         if not isinstance(value, str):
             return value
+        words = words or self._forbidden
         # Half of a surrogate pair cannot be tokenised.
-        text = self._break_words(value.encode("utf-8", "replace").decode())
+        text = _break_words(value.encode("utf-8", "replace").decode(), words)
         # Tokenizers may normalise before they look for control words.
         normal = unicodedata.normalize("NFKC", text)
-        return self._break_words(normal) if self._forbidden.search(normal) else text
-
-    def _break_words(self, text: str) -> str:
-        while self._forbidden.search(text):
-            text = self._forbidden.sub(lambda m: f"{m[0][0]} {m[0][1:]}" * (len(m[0]) > 1), text)
-        return text
+        return _break_words(normal, words) if words.search(normal) else text
 
     def _find_end(self, messages: Sequence[Message], continued: bool) -> str:
         """Return the control word after the assistant's message, "" if there is none."""
@@ -350,6 +351,17 @@ class Chat:
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _compile(words: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _break_words(text: str, words: re.Pattern[str]) -> str:
+    while words.search(text):
+        text = words.sub(lambda m: f"{m[0][0]} {m[0][1:]}" * (len(m[0]) > 1), text)
+    return text
 
 
 def _answer() -> dict[str, Any]:

@@ -146,12 +146,13 @@ class Episodes:
             yield episode, replace(rollout, weight_version=version)
 
     def _begin(self, episode: Episode, opening: Opening) -> None:
-        """Set the prompt of an episode: that of its row, unless the opening differs.
+        """Set the prompt of an episode: that of its row, unless the opening has to differ.
 
         Raises ValueError for an opening that the template refuses, or that is too long.
         """
         prompt, messages = episode.row, opening.messages or episode.row.messages
-        if messages != prompt.messages or self.environments.tools:
+        differs = messages != prompt.messages or self.environments.tools
+        if differs or self._chat.breaks(messages):
             rendered, ids = self._chat.open(messages)
             if len(ids) > self._longest_prompt:
                 raise ValueError(

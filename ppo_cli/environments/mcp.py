@@ -25,7 +25,7 @@ LOST = re.compile(
 
 async def load(
     commands: list[str], timeout: float, make_tool: Callable[..., Any],
-    tool_error: type[Exception], worker: Any,
+    tool_error: type[Exception], worker: Any, passed: list[str],
 ) -> list[Any]:  # fmt: skip
     """Start the servers and return their tools; raises the worker's Problems.
 
@@ -41,7 +41,7 @@ async def load(
         ) from None
     tools = []
     for command in commands:
-        client = await _start(mcp, command, timeout, worker)
+        client = await _start(mcp, command, timeout, worker, passed)
         cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -59,15 +59,15 @@ async def load(
     return tools
 
 
-async def _start(mcp: Any, command: str, timeout: float, worker: Any) -> Any:
+async def _start(mcp: Any, command: str, timeout: float, worker: Any, passed: list[str]) -> Any:
     """Return a connected client of a server."""
     remote = re.match("https?://", command)
     try:
         server: Any = command
         if not remote:
             program, *arguments = shlex.split(command)
-            # Servers need keys; the package passes on only HOME, PATH and the like.
-            env = dict(os.environ)
+            # The package adds HOME, PATH and the like.
+            env = {name: os.environ[name] for name in passed}
             server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
         # A command may download packages before it answers.
         return await asyncio.wait_for(worker.enter(mcp.Client(server)), timeout if remote else None)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -28,7 +29,7 @@ from ppo_cli.plugins import entry_points, find_plugin
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Message
-from ppo_cli.secrets.redact import redact
+from ppo_cli.secrets.redact import Redactor, redact, without_keys
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # a user's file may import torch
@@ -76,7 +77,8 @@ def _describe_broken(config: Environment, reason: str, logs: Path | None) -> str
 
 def _build_spec(config: Environment) -> dict[str, Any]:
     """Return what a process is told of the environment; ConfigError if a file is missing."""
-    problems = []
+    problems: list[str] = []
+    missing = [name for name in config.pass_env if name not in os.environ]
     path, tools = config.path, config.tools
     if path is not None and (plugin := find_plugin("environments", path)):
         path = f"{PLUGIN}{plugin.value}"
@@ -86,6 +88,7 @@ def _build_spec(config: Environment) -> dict[str, Any]:
     if tools is not None:
         tools, problem = _find_file("--tools", tools_file(tools), "FILE.py or FILE.py:NAME,NAME")
         problems += problem
+    problems += [f"--pass_env {n}: there is no variable {n}." for n in missing]
     python = _find_python(config)
     if not (os.path.isfile(python) and os.access(python, os.X_OK)):
         problems.append(
@@ -96,7 +99,7 @@ def _build_spec(config: Environment) -> dict[str, Any]:
         raise ConfigError(problems)
     return {
         "path": path, "tools": tools, "mcp": list(config.mcp), "kwargs": config.kwargs,
-        "max_reply_chars": config.max_reply_chars,
+        "max_reply_chars": config.max_reply_chars, "pass_env": list(config.pass_env),
     }  # fmt: skip
 
 
@@ -169,20 +172,24 @@ class _Process:
         self._child = child = await Child.start(
             [_find_python(self._config), str(WORKER)], kind="environment", log=self._log,
             max_answer_bytes=MAX_ANSWER_BYTES, on_end=self._on_unusable,
+            inherited=without_keys(os.environ, self._config.pass_env),
         )  # fmt: skip
         fields = {"operation": "describe", **self._spec, "timeout": self._config.timeout}
         answer = await self._call(fields, START_TIMEOUT_S)
         try:
             lines = [answer["error"]] if "error" in answer else answer.get("problems", ())
             problems = [redact(str(line)) for line in lines]
-            tools = () if problems else tuple(dict(tool) for tool in answer["result"]["tools"])
+            tools = () if problems else tuple(map(_clean, answer["result"]["tools"]))
         except (KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None
         if problems:
             child.kill(problems[0])
             # A server says itself why it ends.
             line = child.last_line() if self._config.mcp else ""
-            raise ConfigError([*problems, *([f"It printed: {line}"] if line else [])])
+            problems += [f"It printed: {line}"] if line else []
+            names = re.findall(r"KeyError: '(\w+)'", "\n".join(problems))
+            advice = (f"It gets that variable with --pass_env {n}." for n in names)
+            raise ConfigError([*problems, *(advice if {*names} & {*os.environ} else ())])
         return tools
 
     async def reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
@@ -198,11 +205,11 @@ class _Process:
         started = time.monotonic()
         result = await self._call_episode("step", episode, message=message)
         try:
-            tools = tuple((_clean(name), float(seconds)) for name, seconds in result["tools"])
-            rewards = {_clean(name): float(value) for name, value in result["rewards"].items()}
+            tools = tuple((str(name), float(seconds)) for name, seconds in result["tools"])
+            rewards = {name: float(value) for name, value in result["rewards"].items()}
             if not all(map(math.isfinite, rewards.values())):
                 raise ValueError
-            messages, error = _read_messages(result["messages"]), _clean(result["error"])
+            messages, error = _read_messages(result["messages"]), str(result["error"])
             reply = Reply(
                 messages, result["done"] is True, rewards, error, tools, time.monotonic() - started
             )
@@ -235,7 +242,7 @@ class _Process:
             raise _CallFailure(_one_line(answer["error"]), late=bool(answer.get("late")))
         if operation != "close" and not isinstance(result, dict):
             raise self._refuse_answer()
-        return result if isinstance(result, dict) else {}
+        return _clean(result) if isinstance(result, dict) else {}
 
     async def _call(self, fields: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Send a request and return its answer; raises EnvironmentFailure."""
@@ -428,19 +435,24 @@ class EnvironmentPool:
 
 def _read_messages(messages: Any) -> tuple[Message, ...]:
     """Return a process's messages; raises TypeError, ValueError or KeyError for anything else."""
-    cleaned = [_clean(dict(message)) for message in messages]
-    if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in cleaned):
+    read = tuple(dict(message) for message in messages)
+    if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in read):
         raise TypeError
-    return tuple(cleaned)
+    return read
 
 
 def _clean(value: Any) -> Any:
-    """Replace lone surrogates, which no tokenizer takes, in all texts of a JSON value."""
+    """Return a JSON value without keys and lone surrogates, which no tokenizer takes."""
+    return _replace_texts(value, Redactor())
+
+
+def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return replace(value.encode("utf-8", "replace").decode())
     if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list) else value
+        items = value.items()
+        return {_replace_texts(k, replace): _replace_texts(v, replace) for k, v in items}
+    return [_replace_texts(v, replace) for v in value] if isinstance(value, list) else value
 
 
 def _make_plain(value: Any) -> Any:

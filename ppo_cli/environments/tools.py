@@ -134,7 +134,7 @@ class Run:
 
 
 async def load(
-    spec: str | None, commands: list[str], timeout: float, worker: Any
+    spec: str | None, commands: list[str], timeout: float, worker: Any, passed: list[str]
 ) -> Callable[[], ToolEnvironment]:
     """Return what makes tool environments of FILE.py[:NAME,NAME] and of MCP servers.
 
@@ -142,7 +142,8 @@ async def load(
     """
     tools = await _load_functions(spec, worker) if spec else []
     if commands:
-        tools += await worker.load_sibling("mcp").load(commands, timeout, Tool, ToolError, worker)
+        servers = worker.load_sibling("mcp")
+        tools += await servers.load(commands, timeout, Tool, ToolError, worker, passed)
     by_name: dict[str, Tool] = {}
     problems = []
     for tool in tools:

@@ -383,7 +383,7 @@ class Worker:
 
     async def _describe(
         self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
-        max_reply_chars: int, timeout: float,
+        max_reply_chars: int, timeout: float, pass_env: list[str],
     ) -> dict[str, Any]:  # fmt: skip
         """Load the environment, construct one object of it, and return its tools."""
         self._max_reply_chars = max_reply_chars
@@ -391,7 +391,7 @@ class Worker:
         kind = (path or "").partition(":")[0]
         if path is None:
             calling = sys.modules[__name__]
-            self._make = await load_sibling("tools").load(tools, mcp, timeout, calling)
+            self._make = await load_sibling("tools").load(tools, mcp, timeout, calling, pass_env)
         elif kind in ADAPTERS:
             try:
                 adapter, calling = load_sibling(kind), sys.modules[__name__]

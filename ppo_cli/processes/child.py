@@ -68,13 +68,13 @@ class Child:
     @classmethod
     async def start(
         cls, command: Sequence[str], *, kind: str, environ: Mapping[str, str] | None = None,
-        log: Path | None = None, max_answer_bytes: int = MAX_ANSWER_BYTES,
-        on_end: Callable[[], None] = lambda: None,
+        inherited: Mapping[str, str] = os.environ, log: Path | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES, on_end: Callable[[], None] = lambda: None,
     ) -> Child:  # fmt: skip
         """Start a command, whose program uses a `Channel`.
 
-        `kind` names it in messages. `environ` is added to this process's. What it prints is written
-        to `log`. `on_end` is called once when it ends.
+        `kind` names it in messages. Its variables are `inherited` and `environ`. What it prints is
+        written to `log`. `on_end` is called once when it ends.
         """
         our_end, child_end = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=our_end)
@@ -83,7 +83,7 @@ class Child:
                 *supervised(command), stdin=child_end.fileno(),
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 # A fixed order of sets in all processes: the same input gives the same result.
-                env={**os.environ, "PYTHONHASHSEED": "0", **(environ or {})},
+                env={**inherited, "PYTHONHASHSEED": "0", **(environ or {})},
                 # A Ctrl-C at the terminal reaches the run only, which then finishes its step.
                 start_new_session=True,
             )  # fmt: skip

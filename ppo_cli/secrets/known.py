@@ -14,6 +14,11 @@ _SECRET_NAMES = re.compile(
     r"(?i)(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD"
     r"|PASSPHRASE)(?:_BEDROCK)?$"
 )
+# Variables that a child of the run does not get: those above, and others that sound like keys.
+WITHHELD_NAMES = re.compile(
+    r"(?i)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|JWT|DSN|WEBHOOK)(?=_|$)"
+    r"|(?:^|_)(?:AUTH|PAT|PASS|SIG|CREDS?)(?=_|$)|_PWD$"
+)
 # Settings such as `eos_token` are ordinary text, which must not vanish from responses.
 _KEYS_TO_HIDE = re.compile(
     r"(?i)(?:api[_-]?key|(?:^|api|auth|access|bearer|hub|hf)[_-]?token|secret|password)$"
@@ -25,6 +30,12 @@ URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 URL_LOGIN = re.compile(r"(?<=://)[^/?#]+(?=@)")
 URL_QUERY = re.compile(
     r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)([^&#]+)"
+)
+
+# A secret of a configured command, whatever it looks like: `--api-key KEY`, `env X_TOKEN=KEY`.
+_OPTION = re.compile(
+    r"""(?i)(?:^|[\s"'])(?:--?[\w-]*(?:api[_-]?key|token|secret|password)[=\s]+"""
+    r"""|[\w-]*(?:api_?key|access_key|token|secret|password)=)["']?(?![-$])([^\s"']+)"""
 )
 
 
@@ -40,14 +51,18 @@ def hide_settings(value: Any) -> None:
         for key, inner in value.items():
             if isinstance(inner, str) and _KEYS_TO_HIDE.search(str(key)):
                 hide_secret(inner)
+            if key == "key_env":
+                hide_secret(os.environ.get(str(inner), ""))
             hide_settings(inner)
     elif isinstance(value, list | tuple):
         for item in value:
             hide_settings(item)
-    elif isinstance(value, str) and URL.fullmatch(value):
-        for login in URL_LOGIN.findall(value):
+    elif isinstance(value, str):
+        for secret in _OPTION.findall(value):
+            hide_secret(secret)
+        for login in URL_LOGIN.findall(value) if URL.fullmatch(value) else ():
             hide_secret(login.partition(":")[2])
-        for _, secret in URL_QUERY.findall(value):
+        for _, secret in URL_QUERY.findall(value) if URL.fullmatch(value) else ():
             hide_secret(secret)
 
 

@@ -51,6 +51,29 @@ def _is_login(text: str) -> bool:
     return (user + password).isprintable() and len(password) >= MIN_SECRET
 
 
+def is_random(text: str) -> bool:
+    """Whether a value looks random: letters and digits alternate as in no name, path or hash call.
+
+    Stricter than `is_mixed`: what stands next to a secret name is often code.
+    """
+    parts = re.split(r"[-_./]", text)
+    words = all(re.fullmatch("[A-Za-z]*[0-9]{0,4}|[0-9]+", part) for part in parts)
+    if text[0] in "/.~" or (words and len(parts) > 1):
+        return False
+    changes = len(re.findall(r"[A-Za-z](?=[0-9])|[0-9](?=[A-Za-z])", text))
+    longest = max(map(len, parts))
+    return longest >= 12 and (changes >= 4 or (len(text) >= 32 and _has_cases(text)))
+
+
+def _is_random_path(text: str) -> bool:
+    """Whether a part of an address is a key; a hash or the id of a commit has one case only."""
+    return is_random(text) and _has_cases(text) and len(re.findall("[0-9]+", text)) > 1
+
+
+def _has_cases(text: str) -> bool:
+    return all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
+
+
 # Where a key may start. A letter may precede it only as the end of an escape of JSON in a text, of
 # a terminal's colour, or of a quoted-printable `=`.
 _START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])|(?<=[0-9\[]m)|(?<==3D))"
@@ -63,6 +86,12 @@ _PLACEHOLDER = re.compile(
 _KEY_NAME = (
     r"(?:[\w.-]*[_.-]|\w*[a-z](?=[A-Z])|(?i:api|app|auth|access|client|user|session|private))?"
     r"(?i:key|token|sig|signature|credentials?|secret|password|passwd|auth)"
+)
+# The end of a name of a secret in code, commands and prose: `API_KEY`, `authToken`, not `monkey`.
+SECRET_NAME = (
+    r"(?:(?<![A-Za-z])(?i:api|app|auth|access|client|user|session|private)?"
+    r"(?i:key|token|secret|credentials?|authorization|auth|cookie|pwd)"
+    r"|(?<=[a-z])(?:Key|Token|Secret|Auth)|(?i:password|passwd|passphrase))"
 )
 # (lower-case substrings, one of which the text must contain; the pattern, whose group is the
 # secret; a check of the secret). Models write the texts: each pattern takes linear time.
@@ -81,6 +110,22 @@ KEY_PATTERNS: tuple[KeyPattern, ...] = (
         re.compile(rf"[?&;#]{_KEY_NAME}=([\w.~+/=:%-]{{16,}})", re.A),
         _is_generated_value,
     ),
+    (
+        ("key", "token", "secret", "passw", "passphrase", "auth", "credential", "cookie", "pwd"),
+        re.compile(
+            SECRET_NAME + r"""[\s"'`\\:=,<>()\[\]]{1,12}"""
+            r"""(?:(?i:is|value|bearer|token|api-?key|basic|[a-z]{1,20}(?==))[\s"'\\:=]{1,8}){0,2}"""
+            r"""(?!3D)([\w.~+/=%-]{16,})""",  # 3D: of a quoted-printable `=`
+            re.A,
+        ),
+        is_random,
+    ),
+    (
+        ("://",),
+        re.compile(r"://[\w.:@-]+(?:/[\w.~%-]{0,23})*/([\w-]{24,})(?![\w.~%-])", re.A),
+        _is_random_path,
+    ),
+    (("wandb",), re.compile(r"wandb[^\n]{0,40}?\b([0-9a-f]{40})\b", re.A), is_mixed),
     (
         ("bearer", "api-key"),
         re.compile(

@@ -8,10 +8,10 @@ then serialise: see `run_folder.lines.to_json`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ppo_cli.secrets.known import URL, URL_LOGIN, URL_QUERY, list_known
+from ppo_cli.secrets.known import URL, URL_LOGIN, URL_QUERY, WITHHELD_NAMES, list_known
 from ppo_cli.secrets.patterns import KEY_PATTERNS, MIN_SECRET
 
 HIDDEN = "***"
@@ -110,6 +110,18 @@ def _origin(jumps: list[tuple[int, int]], place: int) -> int:
 
     decoded, origin = jumps[bisect_right(jumps, place, key=lambda jump: jump[0]) - 1]
     return origin + place - decoded
+
+
+def without_keys(environ: Mapping[str, str], passed: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables for a process that runs what a model asks for.
+
+    A variable whose name or value is that of a secret is left out, unless its name is in `passed`.
+    """
+    finds = Redactor(environ).finds
+    return {
+        name: value for name, value in environ.items()
+        if name in passed or not (WITHHELD_NAMES.search(name) or finds(f"{name}={value}"))
+    }  # fmt: skip
 
 
 def redact_url(url: str) -> str:

@@ -178,6 +178,9 @@ def test_no_reply_changes_a_role(name: str) -> None:
 
     texts = attacks(family)
     assert len(texts) >= 20
+    openings = [[OPENING[0], {"role": "user", "content": f"a {text} b"}] for text in ["", *texts]]
+    begun = [[i for i in chat.open(opening)[1] if i in control] for opening in openings]
+    assert all(tokens == begun[0] for tokens in begun)
     for turn, replies in zip(policy, family.replies, strict=True):
         expected = skeleton(turn, replies)
         for text in texts:
@@ -229,13 +232,17 @@ def test_the_template_can_render_an_episode_again(name: str) -> None:
         text = text.replace(old, new)
     rendered, _ = chat.open(messages)
     assert rendered == text
-    # Control words of replies are broken here too, and those of the opening are not.
-    hostile = {"role": "user", "content": family.ends[0]}
-    rendered, _ = chat.open([*messages[:2], chat.parse(policy[-1]), hostile])
-    assert f"{family.ends[0][0]} {family.ends[0][1:]}" in rendered
-    assert chat.open([hostile])[0].count(family.ends[0]) > chat.open([THANKS])[0].count(
-        family.ends[0]
-    )
+    # Control words are broken, whoever wrote them.
+    end, broken = family.ends[0], f"{family.ends[0][0]} {family.ends[0][1:]}"
+    hostile = {"role": "user", "content": end}
+    written = {"role": "assistant", "content": f"a {end} b"}
+    for begun in (
+        [hostile],
+        [*messages[:2], written, THANKS],
+        [*messages[:2], chat.parse(policy[-1]), hostile],
+    ):
+        assert broken in chat.open(begun)[0]
+    assert chat.open([hostile])[0].count(end) == chat.open([THANKS])[0].count(end)
 
 
 def test_mistral_common_writes_the_same_episode() -> None:

@@ -412,18 +412,48 @@ def test_a_process_that_does_not_start_gets_another_chance_later(start: Start, g
     assert time.monotonic() - failed > 1.5
 
 
-def test_keys_are_inherited_and_not_logged(
+CANARIES = {
+    name: f"{name.lower()[:6]}7Rk2LmX9vTb4NcW"
+    for name in (
+        "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MYSQL_PWD",
+        "PGPASSWORD", "GITHUB_PAT", "KAGGLE_KEY", "SENTRY_DSN", "AZURE_CREDENTIALS", "MY_AUTH",
+        "SLACK_WEBHOOK_URL", "WANDB_API_KEY", "SSH_KEY_DATA", "JUDGE_JWT",
+    )
+}  # fmt: skip
+CANARIES |= {"DATABASE": "postgres://me:q7Rk2LmX9v@db", "ODD_NAME": "sk-proj-Zr8Tq2LmNv5XbCw9KdHs"}
+
+
+def test_no_key_reaches_an_environment_and_a_named_one_is_never_shown(
     start: Start, game: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = "sk-proj-Zr8Tq2LmNv5XbCw9KdHs"
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    pool = start(path=f"{game}:Game")
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SEARCH_KEY", "Zr8Tq2LmNv5XbCw9KdHs")
+    monkeypatch.setenv("AN_ORDINARY", "value")
+    pool = start(path=f"{game}:Game", pass_env=("SEARCH_KEY",))
     open_episodes(pool, "a")
-    say(pool, "a", "do print('the key', os.environ['OPENAI_API_KEY'])")
-    reason = failure(pool, "a", "do raise ValueError(os.environ['OPENAI_API_KEY'])")
+    shown = say(pool, "a", "do reply = str({*os.environ})").messages[0]["content"]
+    assert "AN_ORDINARY" in shown and "SEARCH_KEY" in shown
+    assert not [name for name in CANARIES if f"'{name}'" in shown]
+    # Whatever else it finds, such as in the variables of the run's own process, is not read.
+    key = "open(f'/proc/{os.getpid()}/environ').read()"
+    assert "SEARCH_KEY=***" in say(pool, "a", f"do reply = {key}").messages[0]["content"]
+    code = f"do print('the key', {key}, flush=True); raise ValueError(os.environ['SEARCH_KEY'])"
+    reason = failure(pool, "a", code)
     log = tmp_path / "logs" / "environment_0.log"
     wait_until(lambda: "the key" in log.read_text())
-    assert key not in log.read_text() and key not in reason
+    assert "Zr8Tq2LmNv5XbCw9KdHs" not in log.read_text() + reason
+
+
+def test_a_variable_that_is_not_passed_on_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text("import os\nKEY = os.environ['SEARCH_KEY']\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEARCH_KEY", "x")
+        with pytest.raises(UserError, match="--pass_env SEARCH_KEY"):
+            check_environment(complete_environment(path=f"{file}:Game"))
+    with pytest.raises(UserError, match="there is no variable SEARCH_KEY"):
+        check_environment(complete_environment(path=f"{file}:Game", pass_env=("SEARCH_KEY",)))
 
 
 @pytest.mark.parametrize("version", ["3.9", "3.13"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from ppo_cli.environments.chat import Chat
 from ppo_cli.errors import ModelError
+from ppo_cli.thoughts import MARKS
 from tests.environments.families import (
     MISTRAL_WORDS,
     make_tokenizer,
@@ -159,6 +161,20 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
         assert "error" not in parsed and parsed["content"] == ""
         (read,) = (c["function"]["arguments"] for c in parsed["tool_calls"])
         assert repr(sort(read)) == repr(sort(arguments)), turn
+    # Texts of data and environments begin and end nothing.
+    control = set(tokenizer.convert_tokens_to_ids([end, *words]))
+    texts = [*words, f"a{end}\n{prompt}", turn, "\n".join(words), end.replace("|", "｜")]
+
+    def skeleton(text: str, role: str) -> list[int]:
+        other = user if role == "system" else {"role": "assistant", "content": "x"}
+        return [i for i in chat.open([{"role": role, "content": text}, other])[1] if i in control]
+
+    plain = skeleton("a", "user")
+    assert all(skeleton(f"a {text} b", "user") == plain for text in texts)
+    with suppress(ValueError):  # no system messages
+        plain = skeleton("a", "system")
+        texts = [MARKS.sub("", text) for text in texts]  # it may name the marks of thoughts
+        assert all(skeleton(f"a {text} b", "system") == plain for text in texts)
 
 
 def sort(value: Any) -> Any:

@@ -329,7 +329,11 @@ def test_an_mcp_server_has_tools(
     monkeypatch.setenv("ENVIRONMENT_TEST_KEY", "value")
     server = tmp_path / "server.py"
     server.write_text(SERVER)
-    pool = start(tools=f"{file}:wait", mcp=(f"{sys.executable} {server}",))
+    pool = start(
+        tools=f"{file}:wait",
+        mcp=(f"{sys.executable} {server}",),
+        pass_env=("ENVIRONMENT_TEST_KEY",),
+    )
     names = [schema["function"]["name"] for schema in pool.tools]
     assert names == ["wait", "add", "fail", "end", "forget", "key"]
     assert pool.tools[1]["function"]["description"] == "Add two numbers."

@@ -65,6 +65,18 @@ KEYS = (
         (f"https://h/callback#access_token={RANDOM}&state=1", "https://h/callback#access_token=***&state=1"),
         (f"https://h/?apiKey={RANDOM}&userToken={RANDOM}", "https://h/?apiKey=***&userToken=***"),
         ("postgres://me:my-dog-rex-9@db/x", "postgres://***@db/x"),
+        # The name of a secret next to a value.
+        *((text.format(RANDOM), text.format("***")) for text in (
+            "x --api-key {}", "x --token={}", "env X_API_KEY={} x", "api_key: {}", "apiKey => '{}'",
+            "Client(api_key='{}')", "f('MY_API_KEY', '{}')", "-H 'Authorization: Token {}'",
+            "environ['KEY'] = \"{}\"", "<api_key>{}</api_key>", "login me password {}",
+            "the token is {}", "AccountKey={};x", "//registry/:_authToken={}",
+            "https://h/api/{}/mcp", "PGPASSWORD={}",
+        )),
+        (f'{{"api_key": "{RANDOM}"}}', '{"api_key": "***"}'),
+        (f'{{\\"api_key\\": \\"{RANDOM}\\"}}', '{\\"api_key\\": \\"***\\"}'),
+        (f"wandb login {'3f9c1a7be0' * 4}", "wandb login ***"),
+        (f"AWS_SESSION_TOKEN={RANDOM}//{RANDOM}==", "AWS_SESSION_TOKEN=***"),
     ],
 )  # fmt: skip
 def test_secrets_are_hidden(text: str, clean: str) -> None:
@@ -91,6 +103,10 @@ def test_secrets_are_hidden(text: str, clean: str) -> None:
         '<img src="https://h/map?sig=YOUR_SIGNATURE_HERE_1&token=next-page-token-2024">',
         "postgres://user:password@localhost/db http://USER:PASS@h redis://me:your_password@h",
         "RFC 6750: a bearer internationalization_token_format2",
+        "key = base64.b64decode(t); token=model1.generate_tokens2(x); key=/data/v2checkpoint10step",
+        "https://github.com/a/b/commit/3f9c1a7be04d52e8816bc7f0a94d1e2c5b7780aa",
+        "foreign_key='Customer12OrderLine34'; key='layers.0.self_attn.q_proj'",
+        "monkey: ab1cd2ef3gh4ij5k",
         r"\frac{1}{2} \nabla \u00e9 100%25 &amp; C:\new\table",
     ],
 )
@@ -138,7 +154,9 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
     hide_settings({
         "function_kwargs": {"api_key": "key-of-a-function", "eos_token": "<|the end|>"},
         "path": "https://me:word-of-an-address@h/v1?key=lowercase-in-a-query&n=many-responses",
+        "mcp": ("x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x"),
     })  # fmt: skip
+    assert redact("word-of-a-flag word-of-a-variable", {}) == "*** ***"
     text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
     assert redact(text, {}) == "*** <|the end|> *** *** many-responses"
 

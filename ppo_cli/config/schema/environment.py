@@ -38,6 +38,11 @@ class Environment(Section):
         Chosen(choose_python, "the one that runs this program"),
         "Python that runs the environment.", identity="start",
     )  # fmt: skip
+    pass_env: tuple[str, ...] = setting(
+        (), "Variables with keys that the environment, its tools and MCP servers need. They get no "
+        "other key of this program; MCP servers get no other variable but PATH, HOME and the like.",
+        flag="--pass_env", identity="start",
+    )  # fmt: skip
     num_workers: int = setting(4, "Environment processes.", ge=1, identity="start")
     timeout: float = setting(
         30.0, "Limit of a call of the environment or of a tool, in seconds.", flag="--tool_timeout",
