@@ -18,7 +18,7 @@ from hypothesis import settings
 from tests.nvml import Machine
 
 # Set before anything imports torch: spinning OpenMP threads make a busy machine crawl.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # A busy machine misses a deadline that says nothing about the code.
@@ -53,7 +53,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order", type=int, metavar="SEED", help="files, and tests in them, at random"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left alone with one at the end.
 
     Where there is no GPU, tests that need one are skipped; so are those that are run once a week.
@@ -61,6 +67,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("weekly") and not os.environ.get("PPO_SWEEP"):
             item.add_marker(pytest.mark.skip(reason="weekly: PPO_SWEEP=1 runs it"))
+    if seed := config.getoption("--order"):
+        # By digest: the processes of xdist must agree, and files stay whole.
+        for name in (lambda item: item.nodeid, lambda item: item.location[0]):
+            items.sort(key=lambda item, name=name: crc32(f"{seed} {name(item)}".encode()))
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: (item.path.name not in ONE_AFTER_ANOTHER, item.path not in slow))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
