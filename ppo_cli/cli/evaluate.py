@@ -42,6 +42,7 @@ from ppo_cli.errors import (
     ppo,
     replace_path,
 )
+from ppo_cli.machine.machine import require_supported
 from ppo_cli.paths import user_path
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.records import Message, Prompt
@@ -211,6 +212,7 @@ def resolve_model_settings(arguments: Arguments, sources: Sequence[ModelSource])
     Settings of devices are not taken from the run. `data.train_max_samples` is read as
     `data.val_max_samples`, as nothing is trained.
     """
+    require_supported()
     run = next((source.run for source in sources if source.run is not None), None)
     flags = {**arguments.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
     preset = arguments.preset
@@ -434,6 +436,7 @@ def export(source: str, out: Path, json: bool, **options: Any) -> None:
     A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
     The model of a run gets a README.md: base model, data, reward, settings, results, cost.
     """
+    require_supported()
     from ppo_cli.cli.screen import print_result
     from ppo_cli.run.export import export as run_export
 

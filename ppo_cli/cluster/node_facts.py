@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import ppo_cli
 from ppo_cli.config.schema.keys import table, value_of
 from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.digests import digest_text
+from ppo_cli.machine.versions import installed_version
 from ppo_cli.planning.resolved import Resolved
 
 # Settings that may differ between nodes. The numbers of nodes and GPUs are compared as facts.
@@ -89,7 +89,7 @@ def collect_facts(
         ppo=ppo_cli.__version__,
         code=_digest_code(),
         python=f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}",
-        **{name: _package_version(name) for name in PACKAGES},
+        **{name: installed_version(name) or ABSENT for name in PACKAGES},
         slurm_job=environ.get("SLURM_JOB_ID", ""),
         settings=digest_settings(resolved.requested),
     )
@@ -175,18 +175,6 @@ def describe_node(node: NodeFacts) -> str:
 
 def _describe_version(name: str, version: str) -> str:
     return f"no {name}" if version == ABSENT else f"{name} {version}"
-
-
-def _package_version(package: str) -> str:
-    """Return the version of an installed package, or ABSENT."""
-    # The CPU build of vLLM is another distribution.
-    names = (package, f"{package}-cpu") if package == "vllm" else (package,)
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ABSENT
 
 
 def _digest_code() -> str:

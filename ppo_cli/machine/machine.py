@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Final, Literal
 
+from ppo_cli.errors import MissingPart
 from ppo_cli.machine.device_record import Feature, read_record
 from ppo_cli.machine.gpus import (
     NO_GPUS,
@@ -23,6 +24,7 @@ from ppo_cli.machine.gpus import (
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.machine.processor import count_cores, has_fast_bfloat16, matmul_library
 from ppo_cli.machine.torch_build import GpuFault, TorchBuild, find_gpu_fault, read_build
+from ppo_cli.machine.versions import VersionFault, find_version_faults
 
 # Optional packages that choices and checks of settings look for; none of them is imported.
 PACKAGES: Final = ("bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm")
@@ -44,6 +46,7 @@ class Machine:
     inventory: Inventory = NO_GPUS  # all GPUs and the driver; no fault if all are hidden
     hidden_gpus: str | None = None  # GPUs that a mistake in CUDA_VISIBLE_DEVICES hides
     torch: TorchBuild | None = None  # None: not installed
+    version_faults: tuple[VersionFault, ...] = ()  # of Python and the installed packages
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Machine:
@@ -62,6 +65,7 @@ class Machine:
             inventory=replace(inventory, fault=None) if hides_all_gpus(environ) else inventory,
             hidden_gpus=explain_hidden_gpus(environ),
             torch=read_build(),
+            version_faults=tuple(find_version_faults()),
         )
 
     def assume_memory(self, gpu_bytes: int) -> Machine:
@@ -75,6 +79,13 @@ class Machine:
     def gpu_fault(self, used: int) -> GpuFault | None:
         """Why torch cannot compute on the first `used` GPUs; None if it can, or there are none."""
         return find_gpu_fault(self.gpus[:used], self.inventory, self.torch)
+
+
+def require_supported(*packages: str) -> None:
+    """Raise MissingPart if Python, torch, transformers or a package has an unsupported version."""
+    for fault in find_version_faults():
+        if fault.package in ("python", "torch", "transformers", *packages):
+            raise MissingPart(str(fault))
 
 
 def _read_threads(environ: Mapping[str, str]) -> int | None:

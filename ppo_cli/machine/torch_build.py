@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from ppo_cli.machine.gpus import Gpu, Inventory
+from ppo_cli.machine.versions import setup_command
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-# What installs vLLM: the script of a checkout, or an extra of the package that pip installed.
-VLLM_SETUP: Final = (
-    "scripts/setup vllm" if (ROOT / "scripts/setup").is_file() else "pip install 'ppo-cli[vllm]'"
-)
 # The oldest driver that runs programs built with a major version of CUDA: CUDA's release notes,
 # table of minor version compatibility.
 DRIVERS: Final = {11: 450, 12: 525, 13: 580}
@@ -103,7 +99,7 @@ def _repair_command(build: TorchBuild, gpus: Sequence[Gpu], inventory: Inventory
     name = _choose_build(gpus, inventory)
     if name is None:
         return f"update NVIDIA's driver to {DRIVERS[13]} or newer"
-    if (setup := _setup_command()) is not None:
+    if (setup := setup_command()) is not None:
         return f"run `{setup}`"
     version = build.version.partition("+")[0]
     line = [sys.executable, "-m", "pip", "install", f"torch=={version}+{name}", "--index-url"]
@@ -132,17 +128,6 @@ def _choose_build(gpus: Sequence[Gpu], inventory: Inventory) -> str | None:
     if newest >= 13 and all(_capability(gpu) >= TURING for gpu in gpus):
         return "cu130"
     return "cu126" if newest >= 12 and all(_capability(gpu) < BLACKWELL for gpu in gpus) else None
-
-
-def _setup_command() -> str | None:
-    """Return the setup command that updates this environment; None if setup did not make it."""
-    prefix, script = Path(sys.prefix), ROOT / "scripts/setup"
-    if not script.exists() or not any(prefix.glob("ready.*")):
-        return None
-    arguments = ["scripts/setup" if Path.cwd() == ROOT else str(script)]
-    arguments += ["dev"] if (prefix / "ready.dev").exists() else []
-    where = "" if prefix == ROOT / ".venv" else f"PPO_VENV={shlex.quote(str(prefix))} "
-    return where + shlex.join(arguments)
 
 
 def _suggest_driver_fix(fault: str) -> str:

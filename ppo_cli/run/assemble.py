@@ -15,10 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,6 +45,7 @@ from ppo_cli.errors import (
     replace_flag,
 )
 from ppo_cli.loop import run
+from ppo_cli.machine.versions import SUPPORTED, installed_editions
 from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import DataSplit, describe_missing_rows, split_files
 from ppo_cli.planning.config_file import config_yaml
@@ -86,10 +86,9 @@ def describe_machine() -> str:
     """Return the versions that a run uses, and the machine that it starts on."""
     import torch
 
-    versions = [f"ppo-cli {read_version()}", f"Python {platform.python_version()}"]
-    for package in ("torch", "transformers", "ray", "vllm"):
-        with suppress(metadata.PackageNotFoundError):
-            versions.append(f"{package} {metadata.version(package)}")
+    versions = [f"ppo-cli {read_version()}"]
+    for package in SUPPORTED:
+        versions += [f"{name} {version}" for name, version in installed_editions(package).items()]
     # GPUs as torch counts them, because it computes on them.
     gpus = torch.cuda.device_count()
     devices = f"{os.cpu_count()} CPUs, {plural(gpus, 'GPU')}" if gpus else f"{os.cpu_count()} CPUs"

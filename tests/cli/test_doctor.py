@@ -20,6 +20,7 @@ from ppo_cli.machine.device_record import Feature
 from ppo_cli.machine.gpus import Gpu
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import TorchBuild
+from ppo_cli.machine.versions import VersionFault
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run.doctor import CHECKS, Subject, examine
 from tests import settings
@@ -113,12 +114,10 @@ def test_gpus_without_their_build_or_driver_are_told(
     assert old[0] == "warn" and old[1].startswith("Tesla T4 has no bfloat16")
     ((state, finding, _),) = check("torch")
     assert state == "fail" and "management library (NVML) does not show" in finding
-    versions = {"vllm": "0.32.0", "torch": "2.12.0+cu130"}
-    monkeypatch.setattr(metadata, "version", versions.__getitem__)
-    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==2.13.0"])
-    ((state, finding, fix),) = check("vllm", gpus=(H100,))
-    assert (state, fix) == ("fail", "scripts/setup vllm")
-    assert finding == "vllm 0.32.0 is built for torch 2.13.0, and 2.12.0 is here"
+    monkeypatch.setattr(metadata, "version", lambda name: f"of {name}")
+    for part in ("vllm", "python"):
+        here = Machine(version_faults=(VersionFault(part, "too old", "run `that`"),))
+        assert check(part, machine=here) == [("fail", "too old", "run `that`")]
 
 
 @pytest.mark.parametrize(

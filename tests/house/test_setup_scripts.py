@@ -25,6 +25,7 @@ echo "$*" >> "$CALLS"
 case "$*" in
     "-c import fcntl"*) exec "{python}" "$@" ;;
     "-c import sys"*) echo "${{VERSION:-3.11}}" ;;
+    "-I "*) exit "${{UNSUPPORTED:-0}}" ;;
     "-c import venv"*) exit "${{NO_VENV:-0}}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : > "$3/pyvenv.cfg" ;;
     "-m pip "*)
@@ -66,7 +67,9 @@ class House:
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = folder / "the house"
         (self.root / "scripts").mkdir(parents=True)
-        for name in ("train.sh", "scripts/setup", "pyproject.toml", "constraints.txt"):
+        (self.root / "ppo_cli" / "machine").mkdir(parents=True)
+        versions = [f"ppo_cli/machine/{name}" for name in ("supported.toml", "versions.py")]
+        for name in ("train.sh", "scripts/setup", "pyproject.toml", "constraints.txt", *versions):
             shutil.copy(root / name, self.root / name)
         self.venv, self.setup = self.root / ".venv", self.root / "scripts" / "setup"
         self.cwd = folder / "some where"
@@ -145,12 +148,15 @@ def test_runs_where_the_user_is_with_words_untouched(house: House) -> None:
     assert "Ready in" in done.stderr
 
 
-def test_a_second_start_installs_changed_pins_alone(house: House) -> None:
+def test_a_second_start_installs_changed_pins_and_unsupported_versions_alone(house: House) -> None:
     house.start()
     done = house.start("--help")
-    assert (done.returncode, done.stderr, house.calls.read_text()) == (0, "", "")
+    (call,) = house.calls.read_text().splitlines()
+    assert (done.returncode, done.stderr) == (0, "") and "machine/versions.py torch " in call
     house.change_pins()
     house.start()
+    assert house.pip_calls()
+    house.start(UNSUPPORTED="1")
     assert house.pip_calls()
 
 

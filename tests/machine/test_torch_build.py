@@ -52,7 +52,7 @@ def test_what_cannot_be_used_is_named_with_its_repair(
 ) -> None:  # fmt: skip
     machine.set(*lines)
     monkeypatch.setattr(machine_module, "read_build", lambda: build)
-    monkeypatch.setattr(torch_build, "_setup_command", lambda: None)
+    monkeypatch.setattr(torch_build, "setup_command", lambda: None)
     why = str(machine_module.Machine.here().gpu_fault(1))
     assert all(part in why for part in parts), why
     assert why.endswith('To compute on the CPU: `export CUDA_VISIBLE_DEVICES=""`.')

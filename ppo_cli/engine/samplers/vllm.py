@@ -52,7 +52,8 @@ from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
-from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.machine.machine import require_supported
+from ppo_cli.machine.versions import VLLM_SETUP
 from ppo_cli.planning.placement import shared_samplers
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.thoughts import Detokenize
@@ -80,12 +81,13 @@ WAKE_ADVICE = {
 
 
 def check_vllm() -> None:
-    """Raise MissingPart if vLLM is not installed."""
+    """Raise MissingPart if vLLM is not installed, or in a version that does not fit."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingPart(
             f"--rollout_name vllm needs vLLM, which is not installed: run `{VLLM_SETUP}`, or "
             "sample without it (--rollout_name hf)."
         )
+    require_supported("vllm")
 
 
 def set_environment() -> None:
@@ -560,7 +562,7 @@ CPU_BLOCK = 128  # tokens in a block of vLLM's CPU cache
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     """Build the sampler of a run's settings; it needs a separate process.
 
-    Raises MissingPart if vLLM is not installed.
+    Raises MissingPart if vLLM is not installed, or does not fit.
     """
     check_vllm()
     rollout, settings = config.rollout, config.model

@@ -14,7 +14,7 @@ from ppo_cli.errors import plural, ppo
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.machine.gpus import has_bfloat16
 from ppo_cli.machine.machine import Machine
-from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.machine.versions import VLLM_SETUP
 from ppo_cli.planning.findings.judge_server import check_judge_server
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.placement import (
@@ -29,7 +29,10 @@ from ppo_cli.plugins import runs_elsewhere
 
 
 def missing_packages(scene: Scene) -> Iterator[str]:
-    """Name the packages that this run needs and Python does not find; nothing is imported."""
+    """Name the packages that this run needs and that are absent or in an unsupported version.
+
+    Nothing is imported.
+    """
     config = scene.config
     if runs_elsewhere(config.trainer.engine):
         return  # the bridge names what verl needs
@@ -57,6 +60,9 @@ def missing_packages(scene: Scene) -> Iterator[str]:
     for name, needed, who, mend in needs:
         if needed and name not in scene.machine.packages:
             yield f"{who} the package {name}, which is not installed: {mend}."
+    # The others are always imported.
+    unneeded = {name for name, *_ in needs} - {name for name, needed, *_ in needs if needed}
+    yield from (str(f) for f in scene.machine.version_faults if f.package not in unneeded)
 
 
 def missing_gpus(scene: Scene) -> list[str]:

@@ -17,12 +17,8 @@ from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config
 from ppo_cli.machine.machine import Machine
-from ppo_cli.machine.torch_build import (
-    ROOT,
-    VLLM_SETUP,
-    GpuFault,
-    read_build,
-)
+from ppo_cli.machine.torch_build import GpuFault, read_build
+from ppo_cli.machine.versions import ROOT, VLLM_SETUP
 from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB, KV_GB, count_judge_server

@@ -28,7 +28,7 @@ from ppo_cli.errors import MissingPart, ModelError, RewardError
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import has_bfloat16
-from ppo_cli.machine.torch_build import VLLM_SETUP
+from ppo_cli.machine.versions import VLLM_SETUP
 from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.judge_server import (
     judge_fault,
