@@ -79,6 +79,7 @@ def test_an_honest_answer_gets_its_score(
     assert (score.info["passed"], score.info["total"], score.info["sandbox"]) == (4, 4, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WALLS)
 @pytest.mark.usefixtures("no_trace")
 def test_nothing_gets_out(
@@ -90,6 +91,7 @@ def test_nothing_gets_out(
     assert world.list_changes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("attacks", "limits"),
@@ -104,6 +106,7 @@ def test_nothing_goes_on_for_ever_and_no_trick_fools_the_judge(
     assert _attack_all(attacks, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WALLS)
 @pytest.mark.usefixtures("no_trace")
 def test_files_break_nothing_and_harm_no_neighbour(
@@ -121,6 +124,7 @@ def test_files_break_nothing_and_harm_no_neighbour(
     assert [score for score in neighbours if score.value != 1.0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux only; a disk takes minutes")
 def test_files_are_counted_where_no_file_system_can_be_made() -> None:
     """A machine that allows no namespaces, as most containers do."""
@@ -134,6 +138,7 @@ def test_files_are_counted_where_no_file_system_can_be_made() -> None:
         assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
     ["file_of_others", "write_outside", "overwrite", "tcp", "udp", "unix_socket", "delete"],

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,11 +115,6 @@ def test_what_becomes_of_a_failure_is_a_setting(server: JudgeServer, make: Make)
         score_all(make(max_failure_rate=0.0), rollouts)
 
 
-def test_a_cut_character_is_no_trouble(make: Make) -> None:
-    (score,) = score_all(make(), [sum_rollout(1, "It is 2 \ud83d")])
-    assert score.value == 1.0
-
-
 def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
     turns = (
         {"role": "user", "content": "Remember the word heron."},
@@ -173,27 +167,6 @@ def test_canaries_go_past_gate_and_cache(make: Make, server: JudgeServer) -> Non
         wait_until(lambda: server.count == {1: 1, 2: 5, 4: 9}[step])  # noqa: B023
     wait_until(lambda: reward.pop_metrics().get("judge/canary_max") == pytest.approx(8 / 9))
     assert server.count == 9  # one verdict, twice four canaries
-
-
-def test_a_budget_holds_for_the_monitor_too(make: Make, server: JudgeServer) -> None:
-    monitor = {"type": "openai", "model": "nobody-knows", "base_url": "http://example.com/v1",
-               "key_env": "OTHER_KEY"}  # fmt: skip
-    with pytest.raises(RewardError, match="nobody-knows"):
-        make(monitor=monitor, price_input=1.0, price_output=1.0, budget_usd=1.0)
-
-
-def test_what_was_spent_outlives_the_process(make: Make, tmp_path: Path) -> None:
-    prices = {"price_input": 1.0, "price_output": 2.0, "cache": "off"}
-    first = make(**prices)
-    first.attach(tmp_path)
-    score_all(first, [sum_rollout(1)])
-    cost = first.pop_metrics()["judge/cost_usd_total"]
-    first.close()
-    assert (tmp_path / "judge_calls.jsonl").exists()
-    second = make(**prices, budget_usd=cost * 1.01)
-    second.attach(tmp_path)
-    with pytest.raises(Interrupted, match="--rm_budget_usd"):
-        score_all(second, [sum_rollout(2)])
 
 
 def test_the_start_checks_key_model_and_form(make: Make, server: JudgeServer) -> None:
@@ -267,14 +240,6 @@ def test_closing_twice_is_fine_and_submitting_after_is_not(make: Make) -> None:
     reward.close()
     with pytest.raises(RuntimeError, match="closed"):
         reward.submit(sum_rollout(1))
-
-
-def test_a_judge_that_no_prompt_fits_is_refused_at_the_start(
-    make: Make, server: JudgeServer
-) -> None:
-    server.fail(400, message="prompt is too long: 900 tokens > 700 maximum")
-    with pytest.raises(RewardError, match="a lower --rm_max_tokens does not help"):
-        make(cache="off").start([sum_prompt(n) for n in range(5)])
 
 
 def test_a_page_in_place_of_a_judge_is_named_at_the_start(
