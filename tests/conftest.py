@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Where there is no GPU, tests that need one are skipped; so are those that are run once a week.
     """
     for item in items:
-        if item.get_closest_marker("weekly") and not os.environ.get("PPO_SWEEP"):
+        weekly = item.get_closest_marker("weekly") and not item.get_closest_marker("gpu")
+        if weekly and not os.environ.get("PPO_SWEEP"):
             item.add_marker(pytest.mark.skip(reason="weekly: PPO_SWEEP=1 runs it"))
     if seed := config.getoption("--order"):
         # By digest: the processes of xdist must agree, and files stay whole.

@@ -12,7 +12,8 @@ import pytest
 
 from tests.loop.runs import command
 
-pytestmark = pytest.mark.timeout(300)
+# Where there is no GPU: runs on the CPU are compared in tests/loop.
+pytestmark = [pytest.mark.weekly, pytest.mark.timeout(300)]
 SMALL = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
     "--max_response_length", "8", "--save_freq", "2", "--test_freq", "2",

@@ -13,7 +13,9 @@ import torch
 
 from tests.gpu.test_04_runs import SMALL, train
 
+# Where there is no GPU: tests/engine/test_vllm_sampler.py does this on the CPU.
 pytestmark = [
+    pytest.mark.weekly,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# Where there is no GPU: a CPU is always busy.
+pytestmark = pytest.mark.weekly
+
 LINE = re.compile(r"(padded|packed) (annotate|step) +(\d+) tokens/s +MFU +([\d.]+)%")
 
 

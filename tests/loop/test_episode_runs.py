@@ -155,7 +155,7 @@ def test_a_split_history_trains_a_row_for_each_turn(
 @pytest.mark.parametrize(
     "arrangement",
     [
-        ("model.packing=false",),
+        pytest.param(("model.packing=false",), marks=pytest.mark.weekly),
         ("--engine", "ray", "--num_workers", "2", "model.packing=true"),
         ("--rollout_name", "vllm"),
     ],

@@ -159,6 +159,7 @@ def test_it_ends_at_its_target_or_says_that_it_did_not(tmp_path: Path) -> None:
     assert ", below the target 0.9 (more steps: --critic_pretrain_steps)" in done.stdout
 
 
+@pytest.mark.weekly
 def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(tmp_path: Path) -> None:
     """With an adapter of the critic, and rollouts that are sampled ahead and in parts."""
     run = (
