@@ -187,7 +187,7 @@ def read_prompt(value: Any, column: str) -> str | tuple[Message, ...]:
 
 
 MESSAGE_LIST = re.compile(
-    r"\s*(?:array\()?\[\s*\{\s*(?=['\"](?:role|content)['\"]\s*:)(?=.*['\"]role['\"]\s*:).*\}\s*\]"
+    r"\s*(?:array\()?\[?\s*\{\s*(?=['\"](?:role|content)['\"]\s*:)(?=.*['\"]role['\"]\s*:).*\}\s*\]?"
     r"(?:\s*,\s*dtype=object)?\)?\s*",
     re.DOTALL,
 )

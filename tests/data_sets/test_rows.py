@@ -237,6 +237,7 @@ def test_columns_that_belong_to_the_question_are_told(tmp_path: Path) -> None:
     "text",
     [
         "[{'role': 'user', 'content': '1+1?'}]",
+        "{'role': 'user', 'content': '1+1?'}",
         "[{'content': 'Be brief.', 'role': 'system'}\n {'content': '1+1?', 'role': 'user'}]",
         "array([{'role': 'user', 'content': '1+1?'}], dtype=object)",
     ],

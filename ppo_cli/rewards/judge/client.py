@@ -150,7 +150,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
     async def probe(self, question: Question) -> Verdict:
         """Make one call, past cache, queue and breaker; raises its JudgeError unchanged."""
         call = _JudgeCall(original=question, question=question)
-        verdict = await self._attempt(call)
+        verdict = await self._attempt_first(call)
         self._ledger.check_output_limit()
         self._known_good = question
         return self._with_totals(call, verdict, call.last_attempt_s)

@@ -144,7 +144,7 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
 
     async def ask_witness(self) -> None:
         """Make one small request past the queue; raises RemoteError."""
-        await self._attempt(self._known_good_call())
+        await self._attempt_first(self._known_good_call())
 
     async def get(self, url: str) -> Any:
         """Fetch a JSON document from the server; raises RemoteError."""

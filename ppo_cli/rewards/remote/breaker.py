@@ -75,7 +75,7 @@ class Breaker:
         self._backoff_s = FIRST_WAIT_S
         self._requested_pause_s = 0.0
         self._error: RemoteError | None = None
-        self._always_server_error = True
+        self.always_server_error = True  # until the service answers, or fails in another way
 
     @property
     def confirms_fatal(self) -> bool:
@@ -85,7 +85,7 @@ class Breaker:
     @property
     def gives_up_at(self) -> float:
         """When the outage will have lasted too long; a fatal answer is confirmed first anyway."""
-        limit_s = SERVER_ERROR_S if self._always_server_error else math.inf
+        limit_s = SERVER_ERROR_S if self.always_server_error else math.inf
         return self._opened_at + min(self.outage_wait, limit_s)
 
     def open_seconds(self) -> float:
@@ -105,7 +105,7 @@ class Breaker:
         """Record an answered call and close the breaker; return whether it was open."""
         self.last_success = self._quiet_since = self._clock()
         self._failures_in_a_row = 0
-        self._always_server_error = False
+        self.always_server_error = False
         was_open, self.open = self.open, False
         if was_open:
             self._open_s_before += self._clock() - self._opened_at
@@ -122,7 +122,7 @@ class Breaker:
         if self.stop_reason or (self.open and not probe):
             return
         self._error = error
-        self._always_server_error &= error.status == SERVER_ERROR
+        self.always_server_error &= error.status == SERVER_ERROR
         if error.kind is Failure.FATAL:
             self._confirm_fatal(error, probe=probe)
         elif self.open:
@@ -146,7 +146,7 @@ class Breaker:
         if self.open and self._fatal_probes is None and self._clock() >= self.gives_up_at:
             pause = self._requested_pause_s
             request = f" and asked for a pause of {pause:,.0f} s" if pause else ""
-            problem = describe_outage(self.gives_up_at - self._opened_at, self._always_server_error)
+            problem = describe_outage(self.gives_up_at - self._opened_at, self.always_server_error)
             self.stop_reason = (
                 f"{self._subject} {self._name} {problem}{request} (last: {self._last_error})."
             )

@@ -92,6 +92,12 @@ class RemoteClient(ABC, Generic[Call, Result]):
         """Return one sentence about what the service is waited for, or None; from any thread."""
         return self._breaker.describe() or self._admission.describe_pause()
 
+    async def _attempt_first(self, call: Call) -> Result:
+        """Make one attempt, past the queue; the breaker learns that the service can answer."""
+        result = await self._attempt(call)
+        self._breaker.always_server_error = False
+        return result
+
     # --- one result -----------------------------------------------------------------------------
 
     async def _call(self, call: Call) -> Result:

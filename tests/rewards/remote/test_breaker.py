@@ -199,3 +199,21 @@ def test_bad_requests_in_a_row_on_different_texts_are_an_outage() -> None:
     assert row.is_outage("4") and row.is_outage("0")
     row.clear()
     assert not row.is_outage("5")
+
+
+@pytest.mark.parametrize(
+    ("answered", "others", "seconds"), [(False, 500, 45), (True, 500, 1800), (False, 503, 1800)]
+)
+def test_nothing_but_status_500_is_an_outage_of_a_service_that_has_answered(
+    answered: bool, others: int, seconds: float
+) -> None:
+    bench = Bench(window=1)
+    if answered:
+        bench.breaker.success()
+    for status in (*[500] * 5, others):
+        error = RemoteError(Failure.RETRYABLE, f"http_{status}", "no", status=status)
+        bench.fail(every=0.6, error=error) if not bench.breaker.open else bench.probe(error)
+    began = bench.breaker.gives_up_at - seconds
+    assert began <= bench.clock.now < began + 5.0
+    bench.clock.now = bench.breaker.gives_up_at
+    assert bench.breaker.has_given_up()

@@ -561,10 +561,12 @@ def is_verl_only(word: str) -> bool:
     if not equals:
         return False
     key = find_key(unwrapped)
+    known_there = bare in verl_names() or WRAPPER + unwrapped in verl_names()
     if key is not None:
         words = key.names.offered if key.names else offered_choices(key.choices)
         choices = [*words, "null", "none", ""]
-        return bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
+        other = bool(key.choices) and not key.is_list and value.strip("'\"").lower() not in choices
+        return other and known_there
     if unwrapped == "trainer.device" or unwrapped.startswith("rollout.multi_turn."):
         return True
     # Settings that we translate are ours, in their old names too.
@@ -576,8 +578,7 @@ def is_verl_only(word: str) -> bool:
         return False
     # Otherwise it is verl's if verl has the name, if the user adds it, or if it is of another
     # engine.
-    full = (bare, WRAPPER + unwrapped)
-    known_there = any(name in verl_names() for name in full) or bare == "model_engine"
+    known_there |= bare == "model_engine"
     return known_there or name.startswith("+") or any(f".{g}." in f".{unwrapped}." for g in GROUPS)
 
 
