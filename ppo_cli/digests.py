@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.errors import ModelError, replace_flag
+from ppo_cli.paths import load_json, read_text
 
 MANIFEST: Final = "digests.json"
 # The state of a run names the manifest, so that a missing manifest is noticed.
@@ -185,14 +186,14 @@ def _read_manifest(checkpoint: Path) -> Digests | None:
     path = checkpoint / MANIFEST
     if not path.is_file():
         return None
-    files: Digests = json.loads(path.read_text())["files"]
+    files: Digests = load_json(read_text(path))["files"]
     return {name: {key: entry[key] for key in ("bytes", "sha256")} for name, entry in files.items()}
 
 
 def _names_manifest(checkpoint: Path) -> bool:
     """Whether a checkpoint's state says that it was saved with digests."""
     try:
-        return "digests" in json.loads((checkpoint / NAMED_IN).read_text())
+        return "digests" in load_json(read_text(checkpoint / NAMED_IN))
     except (OSError, ValueError, TypeError):
         return False
 

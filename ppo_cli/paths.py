@@ -1,9 +1,13 @@
-"""Paths that a user writes: in flags, files of settings, variables and arguments of commands."""
+"""Paths that a user writes, in flags, settings and arguments of commands, and the files there."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ppo_cli.errors import UserError, shorten
 
@@ -42,3 +46,32 @@ def path_problem(path: str) -> str:
 def is_existing(text: str) -> bool:
     """Whether a text is the path of a file or a folder; any other text is not."""
     return os.path.exists(os.path.expanduser(text))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, with bytes that are not UTF-8 replaced.
+
+    OSError where there is none; so for a pipe or a device, which might never end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", str(path))
+    return path.read_text(encoding="utf-8-sig", errors="replace")
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return a JSON value; ValueError for other texts, and for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file; skips a line that a kill has cut off."""
+    lines = []
+    for row in read_text(path).split("\n"):
+        with suppress(ValueError):
+            line = load_json(row)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 
 SHOWN = 5  # causes in a message, and row numbers of each
 
@@ -145,7 +146,7 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     records, problems = BY_SUFFIX[suffix].read(path, at_most)
     if not records and not problems:
         raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
-    name = path.name
+    name = os.fsencode(path.name).decode("utf-8", "replace")
     return Records(str(path), name[: len(name) - len(suffix)], tuple(records), tuple(problems))
 
 
@@ -253,7 +254,7 @@ def _read_list(file: Path, name: str) -> list[Any]:
     """Return a list that `save_to_disk` wrote into one of its JSON files."""
     try:
         # Shuffled or filtered sets refer to an index file, which is not supported.
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = load_json(read_text(file))
         if facts.get("_indices_data_files"):
             raise ValueError("rows are chosen by a separate file of indices")
         return list(facts[name])

@@ -38,7 +38,7 @@ from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.pretrained import DAMAGED, load_config, load_part
 from ppo_cli.errors import ModelError, first_line
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
 BASE_FLAG = "--base"
@@ -100,7 +100,7 @@ def write_model(
 def _read_adapter_config(source: Path) -> dict[str, Any]:
     """Return an adapter's config."""
     try:
-        config: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
+        config: dict[str, Any] = dict(load_json(read_text(source / ADAPTER_CONFIG)))
         return config
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{source / ADAPTER_CONFIG} is damaged.") from error
@@ -218,7 +218,7 @@ def _describe(out: Path, base: str | None = None) -> WrittenModel:
 def _write_dtype(config_file: Path, dtype: str) -> None:
     """Write the dtype of the weights into the config, so that loading keeps it."""
     try:
-        config = json.loads(config_file.read_text())
+        config = load_json(read_text(config_file))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"The checkpoint is damaged: {config_file} ({first_line(error)})."

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ from ppo_cli.engine.pretrained import load_tokenizer
 from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.machine.machine import Machine
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
@@ -406,6 +406,14 @@ def _score_missing(
     return scoring.stopped, total_spending(scoring.metrics)
 
 
+def _read_noted(file: Path) -> dict[str, Any]:
+    """Return the settings of an earlier eval; ConfigError if the file does not hold them."""
+    with suppress(OSError, ValueError):
+        if isinstance(settings := load_json(read_text(file)), dict):
+            return settings
+    raise ConfigError(f"{file} does not hold the settings of an eval. Give --out another folder.")
+
+
 @contextmanager
 def _claim_folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
     """Claim the folder of an eval and write its settings; ConfigError if it has other ones."""
@@ -414,7 +422,7 @@ def _claim_folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
         folder.prepare()
         with folder.alone():
             # An existing eval must have the same settings.
-            before = json.loads(noted.read_bytes()) if noted.exists() else settings
+            before = _read_noted(noted) if noted.exists() else settings
             if before.get("reward.api.max_votes", 1) is None:  # of a version without these rules
                 before = drop_undecided(before, ())
             if other := describe_changes(before, settings):

@@ -48,7 +48,7 @@ from ppo_cli.errors import (
     replace_path,
     shell_name,
 )
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 from ppo_cli.planning.batches import train_rows, val_rows
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
 from ppo_cli.report.metrics import (
@@ -237,7 +237,7 @@ def _read_licence(folder: Path, path: str) -> str | None:
     if path in MODELS:
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError):
-        if licence := json.loads((folder / "config.json").read_bytes()).get("license"):
+        if licence := load_json(read_text(folder / "config.json")).get("license"):
             return str(licence)
     for file in sorted(folder.glob("LICEN[CS]E*")):
         head = file.read_text("utf-8", "replace")[:500]

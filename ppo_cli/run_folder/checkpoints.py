@@ -7,7 +7,6 @@ at a time.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -27,7 +26,7 @@ from ppo_cli.atomic import (
 )
 from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 
 if TYPE_CHECKING:
     pass
@@ -227,7 +226,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAMED_IN
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        state: dict[str, Any] = load_json(read_text(path))
         # The format comes first: other formats have other fields.
         saved_format = state.get("format", FORMAT_BEFORE_NUMBERS)
         if saved_format == FORMAT:
@@ -255,7 +254,7 @@ def refuse_late_pretraining(pretrain_steps: int, checkpoint: Path) -> None:
     saved = checkpoint / NAMED_IN
     if not pretrain_steps or not saved.is_file():
         return
-    run = json.loads(saved.read_text())["run"]
+    run = read_state(checkpoint)["run"]
     if run["step"] > 0 and not run.get("pretraining"):
         raise UserError(
             f"{checkpoint} has {plural(run['step'], 'step')} of training, and critic pretraining "

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ppo_cli.atomic import atomic_replace, sweep_unfinished
 from ppo_cli.errors import DataError, UserError
+from ppo_cli.paths import load_json, read_text
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.lines import (
     CRITIC_FILE,
@@ -106,7 +107,7 @@ def read_decisions(run: Path) -> dict[str, Any]:
     from ppo_cli.config.mixture import find_declaration
 
     try:
-        values = json.loads((run / PLAN_FILE).read_bytes())["values"]
+        values = load_json(read_text(run / PLAN_FILE))["values"]
         decisions = {
             key: fact["value"]
             for key, fact in values.items()

@@ -15,6 +15,7 @@ from typing import Any
 
 from ppo_cli.atomic import UNFINISHED, atomic_replace
 from ppo_cli.errors import DataError
+from ppo_cli.paths import read_json_lines
 from ppo_cli.secrets.redact import Redactor
 
 # Names in a run folder.
@@ -52,23 +53,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     Returns [] for a missing file; raises DataError for one that cannot be read.
     """
-    lines: list[dict[str, Any]] = []
     try:
-        # An editor may add a byte-order mark.
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        return read_json_lines(path)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    # A killed run may leave half a line.
-    for row in text.split("\n"):
-        try:
-            line = json.loads(row)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.errors import ModelError
 from ppo_cli.machine.device_record import cache_folder
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 
 DEADLINE_S = 3.0  # of the only attempt: names may take long to resolve behind a firewall
 HUB, TABLE = "the hub", "the bundled table"
@@ -56,7 +56,7 @@ def remote_config(name: str) -> tuple[dict[str, Any], str]:
         kept = folder and folder / "configs" / f"{name.replace('/', '--')}.json"
         with suppress(OSError, ValueError, TypeError):  # not fetched yet, or damaged
             if kept:
-                return dict(json.loads(kept.read_text(encoding="utf-8"))), HUB
+                return dict(load_json(read_text(kept))), HUB
         if fields := _fetch(name):
             with suppress(OSError):  # the next plan fetches it again
                 if kept:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppo_cli.errors import ModelError
+from ppo_cli.paths import load_json, read_text
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SAFETENSORS = ".safetensors"
@@ -145,8 +146,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        loaded = load_json(read_text(file))
+    except (OSError, ValueError) as error:
         raise _damaged_error(file, error) from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} should hold a JSON object and holds a {type(loaded).__name__}.")

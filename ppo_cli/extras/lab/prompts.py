@@ -25,6 +25,7 @@ from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import as_plain, find_columns
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
+from ppo_cli.paths import load_json, read_text
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import cache_key
@@ -278,10 +279,13 @@ def _cut_middle(text: str) -> str:
 def _read_earlier_drafts(out: Path) -> dict[str, dict[str, Any]]:
     """The rows of an earlier call by identity; a person may have edited the criteria."""
     rows = {}
-    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    for number, line in enumerate(lines, start=1):
+    try:
+        text = read_text(out) if out.exists() else ""
+    except OSError as error:
+        raise DataError(f"--out {out} cannot be read: {error.strerror}.") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = load_json(line)
             rows[_row_identity(row, row["extra_info"])] = row
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(

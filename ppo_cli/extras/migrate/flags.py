@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,7 +212,7 @@ def _open_file(argument: str, values: list[str] | None, done: Translation) -> It
     """Yield the flags of TRL's YAML file for `--config FILE`; any other argument as it is."""
     path = Path("".join(values or []))
     flags = None
-    if argument.partition("=")[0] == "--config" and path.is_file():
+    if argument.partition("=")[0] == "--config" and os.path.isfile(path):
         import yaml
 
         # Reported with our own files.

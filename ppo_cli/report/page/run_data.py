@@ -349,7 +349,7 @@ def read_run_config(folder: Path) -> tuple[Config | None, str]:
 def read_settings(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
     """Return (key, value that held, origin) of each setting of a run, and what wrote them."""
     file = folder / "config.yaml"
-    if not file.exists():
+    if not file.is_file():
         return [], ""
     settings, groups, written_by = [], list[tuple[int, str]](), ""
     decided = read_decisions(folder)

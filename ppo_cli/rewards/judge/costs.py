@@ -26,6 +26,7 @@ from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError
+from ppo_cli.paths import read_json_lines
 from ppo_cli.rewards.judge.calls import (
     Question,
     UnlimitedCost,
@@ -416,11 +417,4 @@ def share_ledger(
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON lines of a file; a line that a kill cut off is skipped."""
-    lines: list[dict[str, Any]] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for row in text.splitlines():
-        with suppress(ValueError):
-            line = json.loads(row)
-            if isinstance(line, dict):
-                lines.append(line)
-    return lines
+    return read_json_lines(path) if path.exists() else []
