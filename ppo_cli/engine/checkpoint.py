@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,21 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.atomic import atomic_replace, open_to_readers
 from ppo_cli.digests import write_rank_digests
-from ppo_cli.engine.pretrained import DAMAGED
 from ppo_cli.engine.ranks import Ranks, gather_objects, run_on_all_ranks
 from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor, scatter_from_rank0
 from ppo_cli.engine.training.optimizer import MOMENTS, Optimizer
-from ppo_cli.errors import ModelError, first_line
+from ppo_cli.errors import ModelError
 
 # The suffix of one of several files: its number, and how many there are.
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -59,13 +55,6 @@ def write_file(path: Path, content: bytes) -> None:
     """Write and sync a small file."""
     with atomic_replace(path) as fresh:
         fresh.write_bytes(content)
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write small files into a folder, subfolders included."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -349,73 +338,6 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
             seen.add(id(tensor))
             tensors[name] = tensor
     return tensors
-
-
-def model_files(model: Any, tokenizer: Any = None) -> dict[str, bytes]:
-    """Render the files of a Hugging Face folder except the weights, once before a run begins.
-
-    Without a tokenizer, only those of the model. Raises ModelError if one cannot be saved.
-    """
-
-    def write(folder: Path) -> None:
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
-        model.config.architectures = [type(model).__name__]
-        if model.is_remote_code():
-            custom_object_save(model, str(folder), config=model.config)
-        _save_config(model.config, folder, "config.json")
-        if model.can_generate():
-            _save_config(model.generation_config, folder, "generation_config.json")
-
-    # The config names the dtype and class of the weights that are saved.
-    what = f"config of {model.name_or_path}"
-    files = render_files(write, what)
-    return files if tokenizer is None else files | tokenizer_files(tokenizer)
-
-
-def _save_config(config: Any, folder: Path, name: str) -> None:
-    """Save a config; some that transformers loads but refuses to save are written directly."""
-    try:
-        config.save_pretrained(folder)
-    except (ValueError, StrictDataclassError):
-        config.to_json_file(folder / name)
-
-
-# Patterns of files that belong to a tokenizer.
-TOKENIZER_FILES = (
-    "*token*", "*vocab*", "merges*", "spiece*", "*.tiktoken", "chat_template*",
-    "additional_chat_templates/*",
-)  # fmt: skip
-
-
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a tokenizer: as transformers saves it, else copied from its folder."""
-    try:
-        return render_files(tokenizer.save_pretrained, f"tokenizer of {tokenizer.name_or_path}")
-    except ModelError:
-        folder = Path(tokenizer.name_or_path)
-        paths = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
-        if not folder.is_dir() or not paths:
-            raise
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def render_files(write: Callable[[Path], object], what: str) -> dict[str, bytes]:
-    """Return the contents of the files that `write` writes into a folder, by name.
-
-    Goes through a temporary folder, because tokenizers and configs only save into folders.
-    Raises ModelError that says why `what` cannot be saved.
-    """
-    with tempfile.TemporaryDirectory(prefix="ppo-") as folder:
-        root = Path(folder)
-        try:
-            write(root)
-        except DAMAGED as error:
-            raise ModelError(
-                f"The {what} loads but cannot be saved, so no checkpoint could be written: "
-                f"{first_line(error)}. Mend its file, or choose another model."
-            ) from error
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
-        return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def take_snapshot(

@@ -25,18 +25,21 @@ from transformers import (
 )
 
 from ppo_cli.atomic import open_to_readers
-from ppo_cli.engine.checkpoint import (
-    StoredTensors,
-    model_files,
-    stored_tensors,
-    to_file_layout,
-    tokenizer_files,
-    write_files,
-)
+from ppo_cli.engine.checkpoint import StoredTensors, stored_tensors, to_file_layout
 from ppo_cli.engine.models.loading import load_weights
 from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.pretrained import DAMAGED, load_config, load_part
+from ppo_cli.engine.saved_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    add_older_names,
+    model_files,
+    tokenizer_files,
+    write_files,
+)
 from ppo_cli.errors import ModelError, first_line
 from ppo_cli.paths import load_json, read_text, user_path
 
@@ -81,6 +84,8 @@ def write_model(
         if torch_dtype is not None:
             model = model.to(torch_dtype)
         files = model_files(model)
+        if (out / GENERATION_CONFIG).exists():  # of the adapter: it lists what ended its responses
+            del files[GENERATION_CONFIG]
         if not (source / "tokenizer_config.json").exists():
             tokenizer = load_part(
                 AutoTokenizer, name, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code
@@ -88,12 +93,13 @@ def write_model(
             files |= tokenizer_files(tokenizer)
         write_files(out, files)
         write_weights(model, out)
-        return _describe(out, base=name)
-    if base is not None:
+        written = _describe(out, base=name)
+    elif base is not None:
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
-    _cast_weights(source, out, torch_dtype)
-    written = _describe(out)
-    _write_dtype(out / "config.json", written.dtype)
+    else:
+        _cast_weights(source, out, torch_dtype)
+        written = _describe(out)
+    _rewrite_configs(out, written.dtype)
     return written
 
 
@@ -215,15 +221,14 @@ def _describe(out: Path, base: str | None = None) -> WrittenModel:
     return WrittenModel(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
 
 
-def _write_dtype(config_file: Path, dtype: str) -> None:
-    """Write the dtype of the weights into the config, so that loading keeps it."""
+def _rewrite_configs(out: Path, dtype: str) -> None:
+    """Write the dtype of the weights into the config, and the names that older readers know."""
+    names = (CONFIG, TOKENIZER_CONFIG, TOKENIZER)
     try:
-        config = load_json(read_text(config_file))
-    except (OSError, ValueError) as error:
+        files = {name: (out / name).read_bytes() for name in names if (out / name).exists()}
+        files[CONFIG] = json.dumps(load_json(files[CONFIG].decode()) | {"dtype": dtype}).encode()
+        write_files(out, add_older_names(files))
+    except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"The checkpoint is damaged: {config_file} ({first_line(error)})."
+            f"The checkpoint is damaged: {out / CONFIG} ({first_line(error)})."
         ) from error
-    # The older name of the same field.
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -42,12 +42,9 @@ from ppo_cli.engine.checkpoint import (
     TrainedModel,
     convert_layers,
     describe_full_model,
-    model_files,
-    render_files,
     restore,
     stored_tensors,
     take_snapshot,
-    tokenizer_files,
 )
 from ppo_cli.engine.cpu.prepare import Preparation
 from ppo_cli.engine.cpu.products import set_matmul_library
@@ -61,13 +58,15 @@ from ppo_cli.engine.models.lora import (
     reference_of,
     write_adapter_config,
 )
-from ppo_cli.engine.models.policy import Adapt, adapted
+from ppo_cli.engine.models.policy import Adapt, adapted, stop_token_ids
 from ppo_cli.engine.models.value_models import CRITIC_FLAG, load_value_model
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
 from ppo_cli.engine.samplers.hf import build_shared_sampler
 from ppo_cli.engine.samplers.kv_cache import plan_cache
+from ppo_cli.engine.samplers.text import run_end_ids
+from ppo_cli.engine.saved_files import generation_files, model_files, render_files, tokenizer_files
 from ppo_cli.engine.sharding.load import load_sharded
 from ppo_cli.engine.sharding.tensors import gather_copy, gather_tensor
 from ppo_cli.engine.training.actor_critic import (
@@ -295,11 +294,16 @@ class Learner:
             write_adapter_config(folder, model, model_folder(path))
 
         if self._ranks.rank == 0 and name not in self._files:
+            end_ids: frozenset[int] = frozenset()
+            if name == "actor":
+                listed = stop_token_ids(model, self._tokenizer)
+                end_ids = run_end_ids(listed, self._config, self._tokenizer)
             self._files[name] = (
                 render_files(write_adapter_files, "config of the adapter")
+                | generation_files(model, end_ids)
                 | tokenizer_files(self._tokenizer)
                 if lora
-                else model_files(model, self._tokenizer)
+                else model_files(model, self._tokenizer, end_ids)
             )
         files = self._files.get(name, {})
         if lora:

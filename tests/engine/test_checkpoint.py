@@ -32,16 +32,14 @@ from ppo_cli.engine.checkpoint import (
     assign_owners,
     build_rank_share,
     describe_full_model,
-    model_files,
     restore,
     stored_tensors,
     take_snapshot,
-    tokenizer_files,
-    write_files,
 )
 from ppo_cli.engine.models import load_policy, load_tokenizer, pad_token_id
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.saved_files import add_older_names, model_files, tokenizer_files, write_files
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
 from tests.engine.packed_steps import build_optimizer
@@ -107,6 +105,7 @@ def test_the_folder_is_what_hugging_face_itself_writes(tmp_path: Path, family: s
     model.save_pretrained(tmp_path / "theirs")
     AutoTokenizer.from_pretrained(TIED).save_pretrained(tmp_path / "theirs")
     expected_files = {p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir()}
+    expected_files = add_older_names(expected_files)  # the only difference
     assert {p.name: p.read_bytes() for p in (tmp_path / "ours/actor").iterdir()} == expected_files
     assert not list(tmp_path.rglob(".unfinished*"))
 

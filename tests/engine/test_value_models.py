@@ -22,13 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
-from ppo_cli.engine.checkpoint import (
-    describe_full_model,
-    model_files,
-    restore,
-    stored_tensors,
-    take_snapshot,
-)
+from ppo_cli.engine.checkpoint import describe_full_model, restore, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
@@ -36,6 +30,7 @@ from ppo_cli.engine.models.lora import adapt, merged_tensors
 from ppo_cli.engine.models.policy import adapted
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
+from ppo_cli.engine.saved_files import model_files
 from ppo_cli.errors import ModelError
 from ppo_cli.planning.findings.models import broken_models, critic_remarks
 from tests.engine.adapted_models import save_adapter, trained

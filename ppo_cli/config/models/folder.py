@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def check_folder(path: str, flag: str) -> None:
     if local.exists() and not local.is_dir():
         raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
     if local.is_dir() and not (local / "config.json").exists():
+        if (local / "adapter_config.json").is_file():
+            raise ModelError(
+                f"The folder {path} is a LoRA adapter, not a whole model. Merge it into its base "
+                f"with `ppo export {shlex.quote(path)} --out DIR`, and give DIR with {flag}."
+            )
         raise ModelError(
             f"The folder {path} holds no config.json, so it is not a model. Give a folder written "
             "by save_pretrained, such as RUN/checkpoints/latest/actor."

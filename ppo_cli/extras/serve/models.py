@@ -26,13 +26,14 @@ from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.engine.base import MiniBatch, Sampling, merge_sums
 from ppo_cli.engine.batches.micro_batches import Budget, plan_micro_batches
-from ppo_cli.engine.checkpoint import to_file_layout, write_files, write_tensors
+from ppo_cli.engine.checkpoint import to_file_layout, write_tensors
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models.lora import ADAPTER_WEIGHTS, load_adapter
 from ppo_cli.engine.models.policy import stop_token_ids
 from ppo_cli.engine.pretrained import pad_token_id
 from ppo_cli.engine.samplers.hf import build_shared_sampler
+from ppo_cli.engine.saved_files import write_files
 from ppo_cli.errors import UserError
 from ppo_cli.extras.serve.wire import Datum
 from ppo_cli.planning.memory.model import LOGIT_CHUNK

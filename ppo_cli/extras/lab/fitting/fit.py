@@ -23,11 +23,11 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.base import Sampling, build_sampler
-from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.engine.export import write_weights
 from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.saved_files import model_files, write_files
 from ppo_cli.errors import (
     ConfigError,
     DataError,

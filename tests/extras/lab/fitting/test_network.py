@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
-from ppo_cli.engine.checkpoint import model_files, write_files
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.export import write_weights
+from ppo_cli.engine.saved_files import model_files, write_files
 from ppo_cli.errors import ModelError
 from ppo_cli.extras.lab.fitting.training import ScoreNetwork, load_to_fit, set_template
 from ppo_cli.rewards.models.base import Encoded
