@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 from ppo_cli.config.schema.run import Config, Data
-from ppo_cli.estimates import LEVEL, Estimate, estimate_mean
+from ppo_cli.estimates import LEVEL, Estimate, estimate_best, estimate_mean
 from ppo_cli.planning.batches import val_rows
 from ppo_cli.run_folder.lines import read_lines, rollout_file
 
@@ -73,12 +73,7 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     before, after = (_read_prompt_scores(run_dir, int(line["step"])) for line in (first, last))
     both = [uid for uid in before if uid in after]
     if both:
-        gaps = estimate_mean([after[uid] - before[uid] for uid in both])
-        # Equal changes of all prompts have an interval without width, few prompts have none.
-        low, high = (gaps.value if end is None else end for end in (gaps.low, gaps.high))
-        enough = len(both) >= MIN_PROMPTS
-        change = Estimate(gaps.value, low, high) if enough else Estimate(gaps.value)
-        return Comparison(change, f"on the same {len(both):,} prompts")
+        return _compare_prompts([[after[uid] - before[uid] for uid in both]])
     difference = float(last["val/reward_mean"]) - float(first["val/reward_mean"])
     count = (val_rows(config) or 0) * config.rollout.val_kwargs.n
     if not count:
@@ -91,6 +86,32 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     )
 
 
+def compare_best(config: Config, run_dir: Path, validations: Sequence[Line]) -> Comparison:
+    """Return the change from the first validation to the best one, without the luck of choosing it.
+
+    `estimate_best` corrects it with the responses on the disk; without those it is not corrected,
+    and the basis says so.
+    """
+    scores = [_read_prompt_scores(run_dir, int(line["step"])) for line in validations]
+    both = [uid for uid in scores[0] if all(uid in later for later in scores[1:])]
+    if both:
+        return _compare_prompts([[s[uid] - scores[0][uid] for uid in both] for s in scores[1:]])
+    best = find_best(validations)
+    comparison = compare_validations(config, run_dir, validations[0], best)
+    if len(validations) == 2:
+        return comparison
+    luck = f", the luck of the best of {len(validations) - 1} included"
+    return Comparison(comparison.change, comparison.basis + luck)
+
+
+def _compare_prompts(gains: Sequence[Sequence[float]]) -> Comparison:
+    """Return the comparison of gains by validation and prompt; few prompts have no interval."""
+    count = len(gains[0])
+    few = count < MIN_PROMPTS
+    change = Estimate(max(map(fmean, gains))) if few else estimate_best(gains)
+    return Comparison(change, f"on the same {count:,} prompts")
+
+
 def _read_prompt_scores(run_dir: Path, step: int) -> Mapping[str, float]:
     """Return the mean score of each prompt of a validation; empty without its responses."""
     file = rollout_file(run_dir, step, "val")
@@ -101,7 +122,7 @@ def _read_prompt_scores(run_dir: Path, step: int) -> Mapping[str, float]:
 
 
 # A page compares the same validations several times, and again after each step of a live run.
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _read_scores(file: Path, version: tuple[int, int]) -> Mapping[str, float]:
     """Return the mean score of each prompt in one version (time, size) of a rollout file."""
     scores: dict[str, list[float]] = defaultdict(list)
@@ -136,14 +157,18 @@ def describe_gain(
 ) -> str:
     """Return in words whether the step to keep is better than the first by more than chance.
 
-    If the first validation is the best, the last one is compared. With `doubtful`, the reward that
-    measures it seems to be exploited.
+    The best of several is corrected for having been chosen. If the first validation is the best,
+    the last one is compared. With `doubtful`, the reward that measures it seems to be exploited.
     """
     if len(validations) < 2:
         return "not known without a second validation"
     first, best = validations[0], find_best(validations)
     last = validations[-1] if best is first else best
-    comparison = compare_validations(config, run_dir, first, last)
+    comparison = (
+        compare_validations(config, run_dir, first, last)
+        if best is first
+        else compare_best(config, run_dir, validations)
+    )
     verdicts = {1: "yes", -1: "no, it fell", 0: "it may be chance"}
     verdict = verdicts[comparison.sign]
     if doubtful and comparison.sign > 0:
