@@ -53,7 +53,7 @@ def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
 def test_the_best_of_several_is_not_taken_for_better_than_it_is() -> None:
     """Of eight candidates that gain 0.1 in 64 rows; the plain mean of the best says 0.16."""
     dice = np.random.default_rng(1)
-    held = falsely = 0
+    inside = false_gains = 0
     values = []
     for _ in range(400):
         ease = dice.beta(1, 1, 64)
@@ -62,19 +62,21 @@ def test_the_best_of_several_is_not_taken_for_better_than_it_is() -> None:
         estimate = estimates.estimate_best(later - start.astype(float))
         truth = float((np.minimum(1, ease + 0.1) - ease).mean())
         assert estimate.value is not None and estimate.low is not None and estimate.high is not None
-        held += estimate.low <= truth <= estimate.high
+        inside += estimate.low <= truth <= estimate.high
         values.append(estimate.value - truth)
         nothing = estimates.estimate_best((dice.random((8, 64)) < ease) - start.astype(float))
-        falsely += nothing.low is not None and nothing.low > 0
-    assert 0.92 < held / 400 < 0.985 and falsely / 400 < 0.045
+        false_gains += nothing.low is not None and nothing.low > 0
+    assert 0.92 < inside / 400 < 0.985 and false_gains / 400 < 0.045
     assert np.mean(values) == pytest.approx(0, abs=0.01)
 
 
 def test_a_share_of_single_rows_has_an_interval_that_holds_near_its_ends() -> None:
     dice = np.random.default_rng(2)
     intervals = [estimates.estimate_mean(dice.random(32) < 0.03, share=True) for _ in range(500)]
-    held = [i.low <= 0.03 <= i.high for i in intervals if i.low is not None and i.high is not None]
-    assert len(held) == 500 and np.mean(held) > 0.93
+    contains = [
+        i.low <= 0.03 <= i.high for i in intervals if i.low is not None and i.high is not None
+    ]
+    assert len(contains) == 500 and np.mean(contains) > 0.93
 
 
 def test_bootstrap_keeps_rows_together() -> None:
