@@ -231,7 +231,7 @@ def _format_change(before: float | None, after: float, arrow: str, declined: boo
     first, last = format_number(before), format_number(after)
     if before is None or math.isnan(before):
         return last
-    return f"{first} {arrow} {last}{' (declined)' if declined else ''}"
+    return f"{first} {arrow} {last}{' (declined)' if declined and first != last else ''}"
 
 
 def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.schedule import describe_lr_jumps
@@ -28,13 +28,14 @@ from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import compare_validations, list_validations, name_measure
+from ppo_cli.report.validation import (
+    ROUNDING,
+    compare_validations,
+    list_validations,
+    name_measure,
+)
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
-
-if TYPE_CHECKING:
-    pass
-
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -242,7 +243,6 @@ def format_explained(value: float | None) -> str:
     return "unknown" if value is None or math.isnan(value) else f"{value:z.2f}"
 
 
-ROUNDING = 1e-6  # the mean of z-scores is 0 up to this
 MIN_TREND_STEPS = 6  # with fewer, a change cannot be distinguished from noise
 DOUBTFUL = "Doubtful"  # the verdict on a run whose reward seems to be exploited
 VALIDATION_MEASURES = ("validation accuracy", "validation reward")

@@ -20,6 +20,7 @@ from ppo_cli.planning.batches import val_rows
 from ppo_cli.run_folder.lines import read_lines, rollout_file
 
 Line = Mapping[str, Any]  # of metrics.jsonl
+ROUNDING = 1e-6  # means of equal scores, and of z-scores, differ by up to this
 MIN_PROMPTS = 6  # five prompts change in the same direction by chance in 1 of 16 cases
 
 
@@ -34,7 +35,9 @@ class Comparison:
     def sign(self) -> int:
         """1 or -1 if the interval is on one side of 0; else 0: the change may be chance."""
         low, high = self.change.low, self.change.high
-        return 0 if low is None or high is None else int(low > 0) - int(high < 0)
+        if low is None or high is None:
+            return 0
+        return int(low > ROUNDING) - int(high < -ROUNDING)
 
 
 def list_validations(history: Sequence[Line]) -> list[Line]:

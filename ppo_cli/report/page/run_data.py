@@ -24,7 +24,6 @@ from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.metrics import (
     DOUBTFUL,
-    ROUNDING,
     describe_pretraining,
     format_duration,
     read_limits,
@@ -32,7 +31,12 @@ from ppo_cli.report.metrics import (
     summarise,
 )
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import describe_choice, describe_gain, list_validations
+from ppo_cli.report.validation import (
+    ROUNDING,
+    describe_choice,
+    describe_gain,
+    list_validations,
+)
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.folder import (
     SPENT,
