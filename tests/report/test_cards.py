@@ -50,13 +50,13 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
         "environment/cut_turns_share": 0.5, "explained_variance": -177.75,
         "reward/judge": 0.4, "reward/judge/std": 0.1, "reward/format": 0.1, "score/std": 0.2,
     }  # fmt: skip
-    kept = draw(st.sets(st.sampled_from(sorted(optional))))
+    measured = draw(st.sets(st.sampled_from(sorted(optional))))
     lines: list[dict[str, Any]] = []
     for step in range(draw(st.integers(1, 12)) + 1):
         line: dict[str, Any] = {"step": step}
         if step:
             line["reward_mean"] = start + slope * step
-            line |= {key: optional[key] for key in kept}
+            line |= {key: optional[key] for key in measured}
         if step % every == 0:
             line["val/reward_mean"] = draw(VALUES)
             line |= {"val/accuracy": line["val/reward_mean"]} if is_accuracy else {}
@@ -79,11 +79,11 @@ def check_totals(text: str, calls: list[str], history: list[dict[str, Any]]) -> 
     groups = {"in flight": {"in_flight"}, "failed": {"timeout", "http_500"},
               "not read": {"truncated", "ambiguous"}}  # fmt: skip
     counts = Counter(calls)
-    for words, names in groups.items():
-        match = re.search(rf"{N} {words}(?: \(([^)]*)\))?", text)
+    for clause, names in groups.items():
+        match = re.search(rf"{N} {clause}(?: \(([^)]*)\))?", text)
         expected = sum(counts[name] for name in names)
         assert (int(match[1]) if match else 0) == expected, text
-        if match and words != "in flight":
+        if match and clause != "in flight":
             causes = {c.split()[0]: int(c.split()[1]) for c in match[2].split(", ")}
             assert causes == {name: counts[name] for name in names if counts[name]}, text
     reused = sum(line.get("judge/cached", 0) for line in history)
@@ -143,14 +143,14 @@ def test_cards_and_summary_say_what_their_numbers_say(
             interval = re.search(r"interval ([+-]\S+) to ([+-]\S+?),", gain)
             sign = compare_validations(config, run, validations[0], next(
                 v for v in validations if v["step"] == end)).sign  # fmt: skip
-            word = {1: ("yes", "doubtful"), -1: ("no, it fell",), 0: ("it may be chance",)}[sign]
-            assert gain.startswith(word) and (sign == 0 or interval), gain
+            answer = {1: ("yes", "doubtful"), -1: ("no, it fell",), 0: ("it may be chance",)}[sign]
+            assert gain.startswith(answer) and (sign == 0 or interval), gain
             if interval and sign:
                 assert float(interval[1]) * sign > 0 and float(interval[2]) * sign > 0, gain
         else:
             assert "not known without" in keep and "not known without" in gain
-        words = "".join(text for text, _ in describe_verdict(summary, 20, validations, [], 0.0))
-        assert "Nothing to check." in words and words.startswith(summary.verdict)
+        verdict = "".join(text for text, _ in describe_verdict(summary, 20, validations, [], 0.0))
+        assert "Nothing to check." in verdict and verdict.startswith(summary.verdict)
         assert (summary.verdict == DOUBTFUL) <= bool(summary.warnings)
 
 

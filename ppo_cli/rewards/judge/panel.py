@@ -27,6 +27,10 @@ from ppo_cli.rewards.remote.failures import Failure
 _COSTS = ("judge_tokens", "judge_calls", "cost_usd")
 
 
+# Errors after which a judge may give a verdict when it is asked again, the most hopeful first.
+_HOPE = {Failure.RETRYABLE: 0, Failure.UNPARSED: 1}
+
+
 class PanelReward(JudgeReward):
     """Scores by several judges; the filter for empty replies is that of the first."""
 
@@ -60,9 +64,12 @@ class PanelReward(JudgeReward):
         lost = {name: {"failure": error.summary} for name, error in errors.items()}
         entry.info = {"panel": verdicts | lost}
         if len(entry.verdicts) < self._least:
-            first = min(errors.values(), key=lambda error: error.kind is not Failure.RETRYABLE)
+            # So many more verdicts are needed: the least hopeful of the errors that would have to
+            # pass says whether asking again may help.
+            needed = self._least - len(entry.verdicts)
+            hopeful = sorted(errors.values(), key=lambda error: _HOPE.get(error.kind, 2))
             judges = ", ".join(f"{name}: {error}" for name, error in errors.items())
-            return None, first.rewritten(
+            return None, hopeful[needed - 1].rewritten(
                 f"{len(entry.verdicts)} of {len(self._panel)} judges gave a verdict, "
                 f"{self._least} are needed by --rm_panel_least ({judges})"
             )

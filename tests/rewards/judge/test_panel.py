@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo_cli.errors import Interrupted
 from ppo_cli.estimates import correlate
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
@@ -182,6 +183,21 @@ def test_only_judges_without_a_verdict_are_asked_again(
     assert [future.result(60).value for future in futures] == pytest.approx([4 / 9] * 2)
     assert server.count == 2
     assert not reward._loop.call(reward.is_up(), timeout=60)  # one of three is not
+
+
+def test_a_judge_that_is_down_is_not_waited_for_where_the_others_refuse_the_text(
+    make: Make, server: JudgeServer, others: list[JudgeServer]
+) -> None:
+    for judge in (server, others[0]):
+        judge.fail(400, code="content_filter", said="What is 2 +")
+    others[1].fail(500, said="What is 2 +")
+    reward = make(cache="off", max_failure_rate=0.0, deadline=0.001)
+    futures = [reward.submit(sum_rollout(2))]
+    wait_until(lambda: others[1].count)
+    futures.append(reward.submit(sum_rollout(1)))  # its answer shows that the judge is not down
+    reward.end_round()
+    with pytest.raises(Interrupted, match="0 of 3 judges gave a verdict"):
+        futures[0].result(60)
 
 
 def test_a_panel_is_as_new_and_as_slow_as_its_last_verdict(
