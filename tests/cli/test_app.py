@@ -24,6 +24,7 @@ from ppo_cli.cli.flags import UNKNOWN_FLAGS
 from ppo_cli.cli.help import HelpGroup
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart
+from ppo_cli.errors import exit_code_of as node_exit_code
 from ppo_cli.planning.resolved import Resolved
 
 PRESET = ["--preset", "embedded"]
@@ -263,6 +264,14 @@ def test_too_little_address_space_is_a_matter_of_memory(limit_kib: int) -> None:
     assert "out of memory" in done.stderr.lower()
     assert f"limited to {limit_kib / 2**20:.2f} GiB here: run `ulimit -v unlimited`" in done.stderr
     assert "bug" not in done.stderr
+
+
+def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+        assert print_error(error) == node_exit_code(error) == 2
+        output = capsys.readouterr().err
+        assert output.startswith("error: out of memory") and "a smaller model" in output
+    assert print_error(RuntimeError("could not create a primitive")) == 1
 
 
 @pytest.mark.parametrize(

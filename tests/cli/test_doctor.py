@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from ppo_cli.cli.app import main
 from ppo_cli.cli.doctor import FINDING_STATES
 from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import WorkerLost
 from ppo_cli.machine import machine as machine_module
 from ppo_cli.machine.device_record import Feature
 from ppo_cli.machine.gpus import Gpu
@@ -220,3 +221,19 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = "the check failed: OSError: libcudart.so.13: no such file (key"
     torch = findings["torch"]
     assert torch.kind == "missing" and torch.text.startswith(failure) and SECRET not in torch.text
+
+
+def test_a_run_names_the_doctor_where_it_may_be_the_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_cli.cli.app import print_error
+
+    monkeypatch.setenv("PPO_COMMAND", "ppo")
+    for error, named in (
+        (WorkerLost("Learner 1 died."), True),
+        (RuntimeError("CUDA error: no kernel image is available"), True),
+        (ImportError("libnccl.so.2: cannot open shared object file"), True),
+        (ValueError("7 is no number"), False),
+    ):
+        print_error(error)
+        assert ("`ppo doctor`" in capsys.readouterr().err) is named, error

@@ -28,11 +28,14 @@ from ppo_cli.cli.screen import (
     OutputClosed,
     PlainScreen,
     draw_sparkline,
+    format_end,
     format_number,
     format_step,
+    format_summary,
     make_printable,
     make_screen,
 )
+from ppo_cli.report.metrics import format_duration
 from ppo_cli.report.tracker import Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
@@ -327,6 +330,13 @@ def test_a_key_that_the_terminal_echoes_leaves_no_second_row(
     view.end()
 
 
+def test_clock_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.mktime((2026, 11, 26, 17, 40, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "localtime", lambda at=now, real=time.localtime: real(at))
+    assert format_end(130) == "17:42" and format_end(8 * 3600) == "Fri 01:40"
+
+
 def test_quiet_prints_warnings_and_the_summary() -> None:
     out = io.StringIO()
     screen = make_screen(out, quiet=True)
@@ -435,6 +445,29 @@ def test_a_step_line_fits_into_a_terminal() -> None:
     assert line == f"{fields}  val 0.500  39.0 s"
 
 
+def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
+    lines = "\n".join(
+        format_summary(
+            Summary(
+                12,
+                [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
+                (0.453, 0.0), None, Path("r"), 400.0, averaged=4,
+                session=(2, 8.0), judge=(("qwen-plus", "3 calls, $0.0021"),),
+                critic="explained variance 0.37", declined=frozenset({"reward"}),
+                warnings=("The policy has collapsed.",),
+            )
+        )
+    )  # fmt: skip
+    for fragment in (
+        "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined) (means of 4 steps)",
+        "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
+        "judge: qwen-plus     3 calls, $0.0021\n", "critic               explained variance 0.37\n",
+        "warning: The policy has collapsed.",
+    ):  # fmt: skip
+        assert fragment in lines, fragment
+    assert lines.count("declined") == 1
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -453,6 +486,12 @@ def test_sparkline() -> None:
     assert draw_sparkline([]) == ""
     long = draw_sparkline([float(n) for n in range(1003)])
     assert len(long) == 40 and long[0] == "▁" and long[-1] == "█" and list(long) == sorted(long)
+
+
+def test_durations() -> None:
+    assert [format_duration(s) for s in (0.4, 59.6, 61, 3600, 7800)] == [
+        "0 s", "1 min 0 s", "1 min 1 s", "1 h 0 min", "2 h 10 min",
+    ]  # fmt: skip
 
 
 def test_shown_text_has_no_control_codes_secrets_or_halves(monkeypatch: pytest.MonkeyPatch) -> None:
