@@ -184,6 +184,18 @@ def test_a_model_without_a_template_is_told_of(
         assert f"The tokenizer in {name} has no chat template" in capfd.readouterr().out
 
 
+def test_training_without_a_template_says_so(desk: Path) -> None:
+    from ppo_cli.data_sets.prompts import load_prompts
+    from ppo_cli.engine.models import load_tokenizer
+
+    tokenizer = load_tokenizer(str(make_model("model")))
+    notes = []
+    for template in (tokenizer.chat_template, None, ""):
+        tokenizer.chat_template = template
+        notes.append(" ".join(load_prompts(["good.jsonl"], tokenizer, max_prompt_length=64).notes))
+    assert ["no chat template" in note for note in notes] == [False, True, True]
+
+
 def test_run_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("good", "odd", "shut"):
         (desk / "all" / name).mkdir(parents=True)

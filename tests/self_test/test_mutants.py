@@ -228,6 +228,7 @@ def check_vllm_with_old_weights(folder: Path) -> Outcome:
     return run("vLLM sampler", folder)
 
 
+@pytest.mark.weekly
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup vllm)"
 )
