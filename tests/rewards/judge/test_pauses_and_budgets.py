@@ -13,11 +13,12 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import JudgeError, Verdict, estimate_tokens, worst_case
+from ppo_cli.rewards.judge.calls import JudgeError, Usage, Verdict, estimate_tokens, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger
+from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
-from tests.judge_server.clients import ask_all, ask_for, questions, run
+from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 
 
 def in_an_hour() -> str:
@@ -110,6 +111,29 @@ def test_a_budget_holds_with_a_server_that_tells_no_usage(server: JudgeServer) -
     assert 1500 < usage.input + usage.output <= 2000
     assert done[0].usage.input == worst_case(ask_for("number 0")).input
     assert done[0].usage.output == 64
+
+
+BOOKED = {"cut": True, 503: True, 429: False, "down": False}
+
+
+@pytest.mark.parametrize(("fault", "booked"), BOOKED.items())
+def test_a_failed_call_is_booked_when_it_may_have_been_billed(
+    server: JudgeServer, fault: str | int, booked: bool
+) -> None:
+    # A connection that was never made costs nothing.
+    server.pause() if fault == "down" else server.fail(fault, times=1)
+    ledger = free()
+
+    async def work(client: JudgeClient) -> JudgeError:
+        client._limits = Limits(timeout=0.5)
+        with pytest.raises(JudgeError) as met:
+            await client.probe(ask_for("x"))
+        return met.value
+
+    error = run(server, work, ledger=ledger)
+    assert ("ConnectionRefused" in str(error)) is (fault == "down")
+    assert ledger.total.usage == (worst_case(ask_for("x")) if booked else Usage())
+    assert ledger.total.calls == 1
 
 
 def test_a_long_text_is_measured_once_however_many_tries(
