@@ -256,6 +256,9 @@ def test_both_kls_are_noted_in_a_line_of_verl() -> None:
     loss, reward = f"{WRAPPER}actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"
     assert "counts twice" in remarks_of(settle(FILES, loss, reward))
     assert "counts twice" not in remarks_of(settle(FILES, loss))
+    grpo = settle(FILES, reward, "algorithm.adv_estimator=grpo", f"{WRAPPER}rollout.n=4")
+    assert "the scores alone are compared" in remarks_of(grpo)
+    assert "the scores alone are compared" not in remarks_of(settle(FILES, reward))
 
 
 def test_token_budgets_leave_the_sizes_of_micro_batches_out_of_account() -> None:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.layers import (
     DEFAULT,
     Entry,
@@ -239,6 +240,14 @@ def _compare_with_verl(entries: Mapping[str, Entry]) -> Iterator[str]:
 
     if text("trainer.save_freq") == "-1":
         yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
+    estimator = text("algorithm.adv_estimator")
+    is_grouped = estimator in ESTIMATORS and ESTIMATORS[estimator].grouped
+    if is_grouped and text("algorithm.use_kl_in_reward") == "true":
+        yield (
+            f"algorithm.use_kl_in_reward: verl's {estimator} compares scores from which the KL was "
+            "subtracted; here the scores alone are compared, and the KL is subtracted from the "
+            "advantages, unscaled."
+        )
     # clip_ratio_low and clip_ratio_high of verl's defaults win over a set clip_ratio.
     clip = entries.get("actor.clip_ratio")
     sides = [entries.get(f"actor.clip_ratio_{side}") for side in ("low", "high")]
