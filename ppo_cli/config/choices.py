@@ -372,6 +372,13 @@ def choose_threads(settings: Settings) -> Choice:
     return Choice(None, "one per core, which torch counts when it is loaded")
 
 
+def choose_isolation(settings: Settings) -> Choice:
+    """Choose one process for verifiers, whose server and tasks are shared by its episodes."""
+    if str(settings["environment.path"] or "").startswith("verifiers:"):
+        return Choice("process", "verifiers shares a server between episodes")
+    return Choice("episode", "a call harms its own episode alone")
+
+
 def choose_python(settings: Settings) -> Choice:
     """Choose the Python of environments: this one."""
     return Choice(os.path.abspath(sys.executable), "it runs this program")

@@ -1,26 +1,31 @@
-"""Tools of MCP servers: a connection per server and environment process, shared by its episodes.
+"""Tools of MCP servers: a server per command and environment process, shared by its episodes.
 
-Inside the environment process, whose Python needs the package `mcp`. When a server ends, or has
-forgotten the session, so does the process: the pool replaces it, with new connections.
+Inside the environment process, whose Python needs the package `mcp`. A call that takes too long or
+ends its server costs its own episode: the server is replaced, and calls that waited beside it are
+asked again, each alone. A server that does not start again ends the process, which the pool
+replaces.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-# How servers that were started again say that they do not know a client, and how the package says
-# that the connection is lost.
-LOST = re.compile(
-    "Connection closed|SSE stream |Session (not found|terminated)"
-    "|(Not Found|Bad Request): .*(session|initialized)"
-)
+START_S = 30.0  # a server has this long to start again
+SPARES = 4  # servers at once for calls that are asked again
+
+
+class ServerEnded(Exception):
+    """A server has ended, or has forgotten the session."""
 
 
 async def load(
@@ -41,7 +46,8 @@ async def load(
         ) from None
     tools = []
     for command in commands:
-        client = await _start(mcp, command, timeout, worker, passed)
+        server = Server(mcp, command, timeout, worker, passed, tool_error)
+        client = await server.start()
         cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -50,7 +56,7 @@ async def load(
                     "name": tool.name, "description": tool.description or tool.title or tool.name,
                     "parameters": tool.input_schema,
                 }  # fmt: skip
-                run = _make_call(mcp, client, tool.name, command, tool_error)
+                run = functools.partial(server.call, tool.name)
                 schema = {"type": "function", "function": function}
                 tools.append(make_tool(schema, run, None, f"--mcp {command!r}"))
             cursor = page.next_cursor
@@ -59,52 +65,142 @@ async def load(
     return tools
 
 
-async def _start(mcp: Any, command: str, timeout: float, worker: Any, passed: list[str]) -> Any:
-    """Return a connected client of a server."""
-    remote = re.match("https?://", command)
-    try:
-        server: Any = command
-        if not remote:
-            program, *arguments = shlex.split(command)
-            # The package adds HOME, PATH and the like.
-            env = {name: os.environ[name] for name in passed}
-            server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
-        # A command may download packages before it answers.
-        return await asyncio.wait_for(worker.enter(mcp.Client(server)), timeout if remote else None)
-    except BaseException as error:
-        while getattr(error, "exceptions", None):  # the package wraps errors in groups
-            error = error.exceptions[0]  # type: ignore[attr-defined]
-        text = worker.describe_error(error)
-        if remote:
-            raise worker.Problems(
-                f"--mcp {command!r} does not answer: {text}. Start the server, and write its "
-                "address with its path, as in http://127.0.0.1:8000/mcp."
-            ) from error
-        raise worker.Problems(
-            f"--mcp {command!r} does not start: {text}. Name the command of a server that speaks "
-            "MCP over stdin and stdout, or its http:// address."
-        ) from error
+@dataclass(eq=False)
+class Connection:
+    """A client of a started server, and what closes it."""
+
+    client: Any
+    close: Callable[[], None]
 
 
-def _make_call(
-    mcp: Any, client: Any, name: str, command: str, tool_error: type[Exception]
-) -> Callable[..., Any]:
-    async def call(**arguments: Any) -> str:
+@dataclass(eq=False)
+class Open:
+    """A call under way; `shared`: others were under way with it."""
+
+    connection: Connection
+    started: float
+    shared: bool
+
+
+class Server:
+    """A server: its clients, and which calls are under way."""
+
+    def __init__(
+        self, mcp: Any, command: str, timeout: float, worker: Any, passed: list[str],
+        tool_error: type[Exception],
+    ) -> None:  # fmt: skip
+        self._mcp, self._command, self._timeout = mcp, command, timeout
+        self._worker, self._passed, self._tool_error = worker, passed, tool_error
+        self._current: Connection
+        self._open: set[Open] = set()
+        self._newest_answered = 0.0
+        self._lock = asyncio.Lock()
+        self._slots, self._spares = asyncio.Semaphore(SPARES), list[Connection]()
+
+    async def start(self) -> Any:
+        """Connect; returns the client, or raises the worker's Problems."""
+        self._current = await self._connect()
+        return self._current.client
+
+    async def call(self, name: str, /, **arguments: Any) -> str:
+        """Return the text of a result, or raise what the policy reads."""
+        async with self._lock:  # while it starts again
+            pass
+        call = Open(self._current, time.monotonic(), bool(self._open))
+        for other in self._open:
+            other.shared = True
+        self._open.add(call)
         try:
-            result = await client.call_tool(name, arguments)
-        except mcp.MCPError as error:
-            if LOST.match(error.message):
-                print(f"the MCP server {command} has ended", file=sys.stderr, flush=True)
-                os._exit(1)
-            raise tool_error(error.message) from None
+            result = await self._ask(call.connection.client, name, arguments)
+            self._newest_answered = max(self._newest_answered, call.started)
+        except (self._worker.TimedOut, ServerEnded):
+            await self._replace(call.connection)
+            # Another call may be the reason, unless the server has answered a later one.
+            if not call.shared or self._newest_answered > call.started:
+                raise
+            result = await self._ask_alone(name, arguments)
+        finally:
+            self._open.discard(call)
         text = "\n".join(_read_block(block) for block in result.content)
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
-            raise tool_error(text)
+            raise self._tool_error(text)
         return text
 
-    return call
+    async def _ask(self, client: Any, name: str, arguments: dict[str, Any]) -> Any:
+        """Return a result; an error is the tool's if the server still answers."""
+        call = functools.partial(client.call_tool, name, arguments)
+        try:
+            return await self._worker.run_call(call, timeout=self._timeout)
+        except self._mcp.MCPError as error:
+            try:
+                listing = functools.partial(client.list_tools, cache_mode="bypass")
+                await self._worker.run_call(listing, timeout=self._timeout)
+            except self._mcp.MCPError:
+                raise ServerEnded("the call ended its MCP server") from None
+            raise self._tool_error(error.message) from None
+
+    async def _ask_alone(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Ask a server that nobody else asks."""
+        try:
+            await asyncio.wait_for(self._slots.acquire(), self._timeout + START_S)
+        except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
+            raise ServerEnded("other calls ended its MCP server") from None
+        try:
+            spare = self._spares.pop() if self._spares else await self._connect()
+            keeps = True
+            try:
+                return await self._ask(spare.client, name, arguments)
+            except (self._worker.TimedOut, ServerEnded):
+                keeps = False
+                spare.close()
+                raise
+            finally:
+                self._spares += [spare] if keeps else []
+        finally:
+            self._slots.release()
+
+    async def _replace(self, connection: Connection) -> None:
+        """Start the server again, if this connection, which failed, is still in use."""
+        async with self._lock:
+            if connection is not self._current:
+                return
+            self._worker.RESTARTS.append(self._command)
+            asyncio.get_running_loop().call_later(self._timeout, connection.close)
+            try:
+                await self.start()
+            except self._worker.Problems as problems:
+                print(*problems.lines, file=sys.stderr, flush=True)
+                os._exit(1)
+
+    async def _connect(self) -> Connection:
+        command, worker = self._command, self._worker
+        remote = re.match("https?://", command)
+        try:
+            server: Any = command
+            if not remote:
+                program, *arguments = shlex.split(command)
+                # The package adds HOME, PATH and the like.
+                env = {name: os.environ[name] for name in self._passed}
+                server = self._mcp.StdioServerParameters(command=program, args=arguments, env=env)
+            # A command may download packages before it answers.
+            limit = self._timeout if remote else None
+            entering = worker.enter(self._mcp.Client(server))
+            return Connection(*await asyncio.wait_for(entering, limit))
+        except BaseException as error:
+            while getattr(error, "exceptions", None):  # the package wraps errors in groups
+                error = error.exceptions[0]  # type: ignore[attr-defined]
+            text = worker.describe_error(error)
+            if remote:
+                raise worker.Problems(
+                    f"--mcp {command!r} does not answer: {text}. Start the server, and write its "
+                    "address with its path, as in http://127.0.0.1:8000/mcp."
+                ) from error
+            raise worker.Problems(
+                f"--mcp {command!r} does not start: {text}. Name the command of a server that "
+                "speaks MCP over stdin and stdout, or its http:// address."
+            ) from error
 
 
 def _read_block(block: Any) -> str:

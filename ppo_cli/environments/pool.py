@@ -1,7 +1,7 @@
 """The environment processes: starts them, deals episodes to them, and replaces those that fail.
 
-Each is a child that runs `worker.py`. It may die, hang, or write what is not an answer: only its
-own episodes fail then.
+Each is a child that runs `worker.py`, and forks itself for each episode: what a fork does harms its
+episode alone. The child too may die, hang, or write what is not an answer: its episodes fail then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ CHECK_TIMEOUT_S = 10.0
 ANSWER_GRACE_S = 5.0
 MAX_DEATHS = 3  # of a process, one after another, before any answer
 MAX_REASON_CHARS = 500
-METRICS = ("environment/restarts", "environment/timeouts")
+# Calls of tools that took too long or ended a process, and servers that were started again.
+EVENTS = ("timeouts", "crashes", "restarts")
+# A call to a server may wait, and is asked again.
+MCP_ATTEMPTS, MCP_START_S = 3, 90.0
 
 
 def check_environment(config: Environment) -> tuple[Schema, ...]:
@@ -100,6 +103,7 @@ def _build_spec(config: Environment) -> dict[str, Any]:
     return {
         "path": path, "tools": tools, "mcp": list(config.mcp), "kwargs": config.kwargs,
         "max_reply_chars": config.max_reply_chars, "pass_env": list(config.pass_env),
+        "memory": int(config.memory_gb * 2**30) if config.isolation == "episode" else 0,
     }  # fmt: skip
 
 
@@ -125,11 +129,11 @@ def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:
 
 
 class _CallFailure(EnvironmentFailure):
-    """The failure of one call, whose process may live on; `late` says that it took too long."""
+    """The failure of one call, which took too long or ended the process of its episode."""
 
-    def __init__(self, reason: str, *, late: bool = False) -> None:
+    def __init__(self, reason: str, *, late: bool = False, crashed: bool = False) -> None:
         super().__init__(reason)
-        self.late = late
+        self.late, self.crashed = late, crashed
 
 
 class _Process:
@@ -149,7 +153,6 @@ class _Process:
         self._started: asyncio.Task[tuple[Schema, ...]] | None = None
         self.episodes: set[str] = set()
         self.answered = False  # a reset or a step
-        self.draining = False  # takes no more episodes
 
     @property
     def ended(self) -> str:
@@ -181,7 +184,7 @@ class _Process:
             problems = [redact(str(line)) for line in lines]
             tools = () if problems else tuple(map(_clean, answer["result"]["tools"]))
         except (KeyError, TypeError, ValueError):
-            raise self._refuse_answer() from None
+            raise EnvironmentFailure(str(child.refuse_answer())) from None
         if problems:
             child.kill(problems[0])
             # A server says itself why it ends.
@@ -200,8 +203,8 @@ class _Process:
         except (KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None
 
-    async def step(self, episode: str, message: Message) -> tuple[Reply, int]:
-        """Return the reply to a message, and how many tools took too long."""
+    async def step(self, episode: str, message: Message) -> tuple[Reply, dict[str, int]]:
+        """Return the reply to a message, and what happened to its calls."""
         started = time.monotonic()
         result = await self._call_episode("step", episode, message=message)
         try:
@@ -213,7 +216,7 @@ class _Process:
             reply = Reply(
                 messages, result["done"] is True, rewards, error, tools, time.monotonic() - started
             )
-            return reply, int(result["timeouts"])
+            return reply, {event: int(result[event]) for event in EVENTS}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None
 
@@ -223,23 +226,20 @@ class _Process:
         if self._started and self._started.done() and not self.ended:
             with suppress(EnvironmentFailure):
                 await self._call_episode("close", episode)
-        if self.draining and not self.episodes:
-            self.kill("it had a call that did not end")
 
     async def _call_episode(self, operation: str, episode: str, **fields: Any) -> dict[str, Any]:
         """Return the result of an operation; raises EnvironmentFailure."""
         timeout = self._config.timeout
         fields = {"operation": operation, "episode": episode, **fields, "timeout": timeout}
         async with self._slots:
-            answer = await self._call(fields, timeout + ANSWER_GRACE_S)
+            limit = timeout + ANSWER_GRACE_S
+            limit += (MCP_ATTEMPTS * timeout + MCP_START_S) if self._config.mcp else 0
+            answer = await self._call(fields, limit)
         self.answered = self.answered or operation != "close"
         result = answer.get("result")
-        stuck = answer.get("stuck") or (isinstance(result, dict) and result.get("stuck"))
-        if stuck and not self.draining:
-            self.draining = True
-            self._on_unusable()
         if "error" in answer:
-            raise _CallFailure(_one_line(answer["error"]), late=bool(answer.get("late")))
+            late, crashed = bool(answer.get("late")), bool(answer.get("crashed"))
+            raise _CallFailure(_one_line(answer["error"]), late=late, crashed=crashed)
         if operation != "close" and not isinstance(result, dict):
             raise self._refuse_answer()
         return _clean(result) if isinstance(result, dict) else {}
@@ -267,6 +267,8 @@ class _Process:
     def _refuse_answer(self) -> EnvironmentFailure:
         """End a process that does not keep to the protocol; returns the failure of its call."""
         assert self._child is not None
+        if self._config.isolation == "episode":  # that of the episode alone
+            return _CallFailure("its process wrote what is not an answer", crashed=True)
         return EnvironmentFailure(str(self._child.refuse_answer()))
 
     def kill(self, reason: str) -> None:
@@ -292,7 +294,6 @@ class EnvironmentPool:
         self._logs = logs
         self._spec = _build_spec(config)
         self._processes: list[_Process] = []
-        self._draining: set[_Process] = set()
         self._deaths = [0] * config.num_workers  # of each, one after another without an answer
         self._episodes: dict[str, _Process] = {}
         self._endings: set[asyncio.Task[None]] = set()
@@ -325,17 +326,11 @@ class EnvironmentPool:
         return process
 
     def _replace(self, index: int, process: _Process) -> None:
-        """Start another process for one that has ended or takes no more episodes.
+        """Start another process for one that has ended.
 
         After MAX_DEATHS in a row without an answer, the run is to stop.
         """
-        if process.ended:
-            self._draining.discard(process)
-            self._run_later(process.close())
-        else:
-            self._draining.add(process)
-        if self._processes[index] is not process:  # it was replaced when it began to drain
-            return
+        self._run_later(process.close())
         self._deaths[index] = 0 if process.answered else self._deaths[index] + 1
         if self._deaths[index] == MAX_DEATHS:
             self._error = UserError(_describe_broken(self._config, process.ended, self._logs))
@@ -380,10 +375,10 @@ class EnvironmentPool:
         if process is None:
             raise EnvironmentFailure("the episode has ended")
         try:
-            reply, timeouts = await process.step(episode, message)
+            reply, events = await process.step(episode, message)
         except EnvironmentFailure as error:
             raise self._end_failed(episode, error) from None
-        self._metrics["environment/timeouts"] += timeouts
+        self._metrics.update({f"environment/{event}": n for event, n in events.items()})
         if reply.done:
             self._end_episode(episode)
         return reply
@@ -392,6 +387,7 @@ class EnvironmentPool:
         """End an episode because of an error, and return its failure."""
         if isinstance(error, _CallFailure):
             self._metrics["environment/timeouts"] += error.late
+            self._metrics["environment/crashes"] += error.crashed
         self._end_episode(episode)
         return EnvironmentFailure(_one_line(str(error)))
 
@@ -415,9 +411,9 @@ class EnvironmentPool:
         task.add_done_callback(self._endings.discard)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the number of restarted processes and of calls that took too long."""
+        """Return the numbers of restarts, and of calls that took too long or crashed."""
         metrics, self._metrics = self._metrics, Counter()
-        return {name: float(metrics[name]) for name in METRICS}
+        return {name: float(metrics[name]) for name in (f"environment/{e}" for e in EVENTS)}
 
     def close(self) -> None:
         """End all processes. Safe to call twice."""
@@ -429,8 +425,7 @@ class EnvironmentPool:
 
     async def _close(self) -> None:
         endings = list(self._endings)
-        processes = [*self._processes, *self._draining]
-        await asyncio.gather(*(process.close() for process in processes), *endings)
+        await asyncio.gather(*(process.close() for process in self._processes), *endings)
 
 
 def _read_messages(messages: Any) -> tuple[Message, ...]:

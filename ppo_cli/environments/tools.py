@@ -21,8 +21,8 @@ import time
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, cast
 
 SEQUENCE = collections.abc.Sequence
 KINDS: dict[Any, str] = {
@@ -67,11 +67,15 @@ class ToolEnvironment:
 
     limits_calls = True
 
-    def __init__(self, tools: dict[str, Tool], timeout: float, worker: Any) -> None:
+    def __init__(
+        self, tools: dict[str, Tool], timeout: float, worker: Any, fork: Any, limit: int
+    ) -> None:
         self.tools = [tool.schema for tool in tools.values()]
         self._tools = tools
         self._timeout = timeout
         self._worker = worker
+        self._make_fork, self._fork = fork, cast("Any", None)
+        self._limit = limit
 
     def reset(self, row: dict[str, Any]) -> None:
         """Begin with the messages of the row."""
@@ -82,7 +86,12 @@ class ToolEnvironment:
             reply = {"role": "tool", "content": f"Error: {error}"}
             return {"messages": [reply], "done": False, "error": error}
         calls = message.get("tool_calls") or []
-        runs = await asyncio.gather(*(self._run(call) for call in calls))
+        run = self._run_in_fork if self._make_fork else self._run_here
+        functions = [call for call in calls if self._is_function(call)]
+        others = [call for call in calls if not self._is_function(call)]
+        done = await asyncio.gather(run(functions), self._run_here(others))
+        done_of = {True: iter(done[0]), False: iter(done[1])}
+        runs = [next(done_of[self._is_function(call)]) for call in calls]
         replies = [
             {"role": "tool", "content": run.text, "name": run.name, "tool_call_id": call.get("id")}
             for call, run in zip(calls, runs)  # noqa: B905  (strict is newer than Python 3.9)
@@ -92,13 +101,57 @@ class ToolEnvironment:
             "error": "; ".join(run.text for run in runs if run.failed),
             # A name that is no tool's has run nothing.
             "tools": [(run.name, run.seconds) for run in runs if run.name in self._tools],
-            "timeouts": sum(run.late for run in runs), "stuck": any(run.stuck for run in runs),
+            "timeouts": sum(run.late for run in runs), "crashes": sum(run.crashed for run in runs),
+            "restarts": self._pop_restarts(),
         }  # fmt: skip
+
+    def _pop_restarts(self) -> int:
+        number = len(self._worker.RESTARTS)
+        del self._worker.RESTARTS[:]
+        return number
+
+    def close(self) -> None:
+        """End the process of the functions."""
+        if self._fork is not None:
+            self._fork.kill("the episode has ended")
+
+    def _is_function(self, call: dict[str, Any]) -> bool:
+        tool = self._tools.get(call["function"]["name"])
+        return tool is not None and tool.hints is not None
+
+    async def _run_here(self, calls: list[dict[str, Any]]) -> list[Run]:
+        return await asyncio.gather(*map(self._run, calls))
+
+    async def _run_in_fork(self, calls: list[dict[str, Any]]) -> list[Run]:
+        """Run calls of functions in the episode's fork; one that ends there ends them all."""
+        if not calls:
+            return []
+        started, late = time.monotonic(), False
+        if self._fork is None:
+            self._fork = self._make_fork(self._answer_in_fork)
+        try:
+            timeout = self._timeout + self._worker.FORK_GRACE_S
+            answer = await self._fork.request(json.dumps(calls).encode(), timeout)
+            return [Run(*fields) for fields in json.loads(answer)]
+        except TimeoutError:
+            text, late = f"timeout: took longer than {self._timeout:g} s", True
+        except self._worker.forks.ForkEnded as end:
+            text = str(end)
+        except (TypeError, ValueError):
+            text = "its process wrote what is not an answer"
+        self.close()
+        self._fork = None
+        seconds = time.monotonic() - started
+        names = [call["function"]["name"] for call in calls]
+        return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
+
+    async def _answer_in_fork(self, data: bytes) -> bytes:
+        return json.dumps([astuple(run) for run in await self._run_here(json.loads(data))]).encode()
 
     async def _run(self, call: dict[str, Any]) -> Run:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         started = time.monotonic()
-        failed, late, stuck = True, False, False
+        failed, late, crashed = True, False, False
         try:
             tool = self._tools.get(name)
             if tool is None:
@@ -110,35 +163,41 @@ class ToolEnvironment:
             if tool.hints is not None:
                 arguments = read_arguments(tool, arguments, tool.hints)
             run = functools.partial(tool.run, **arguments)
-            value = await self._worker.run_call(run, timeout=self._timeout)
-            text, failed = write_value(value), False
+            # Servers limit their calls themselves.
+            limit = None if tool.hints is None else self._timeout
+            value = await self._worker.run_call(run, timeout=limit)
+            text, failed = self._worker.shorten(write_value(value), self._limit), False
         except ToolError as error:
             text = f"Error: {error}"
         except self._worker.TimedOut as error:
-            text, late, stuck = f"Error: {error}", True, error.stuck
+            text, late = f"Error: {error}", True
         except BaseException as error:
             text = f"Error: {self._worker.describe_error(error)}"
-        return Run(name, text, time.monotonic() - started, failed, late, stuck)
+            crashed = type(error).__name__ == "ServerEnded"
+        return Run(name, text, time.monotonic() - started, failed, late, crashed)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A call that was run, and its text; `stuck`: its thread still runs."""
+    """A call that was run, and its text; `crashed`: it ended its process, or one beside it did."""
 
     name: str
     text: str
     seconds: float
     failed: bool
     late: bool
-    stuck: bool
+    crashed: bool = False
 
 
 async def load(
-    spec: str | None, commands: list[str], timeout: float, worker: Any, passed: list[str]
-) -> Callable[[], ToolEnvironment]:
+    spec: str | None, commands: list[str], timeout: float, worker: Any, passed: list[str],
+    fork: Any, limit: int,
+) -> Callable[[], ToolEnvironment]:  # fmt: skip
     """Return what makes tool environments of FILE.py[:NAME,NAME] and of MCP servers.
 
-    `worker` is the module that runs the process. Raises its Problems, with all mistakes.
+    `worker` is the module that runs the process; `fork` makes the process of an episode's
+    functions, if they have one. Results have at most `limit` characters. Raises the worker's
+    Problems, with all mistakes.
     """
     tools = await _load_functions(spec, worker) if spec else []
     if commands:
@@ -157,7 +216,7 @@ async def load(
         raise worker.Problems(*problems)
     if not tools:
         raise worker.Problems(f"--mcp: no tools are offered by {', '.join(commands)}.")
-    return lambda: ToolEnvironment(by_name, timeout, worker)
+    return lambda: ToolEnvironment(by_name, timeout, worker, fork, limit)
 
 
 async def _load_functions(spec: str, worker: Any) -> list[Tool]:

@@ -2,8 +2,9 @@
 
 `pool.py` starts it by path with `environment.python`, which may lack this package and may be as old
 as 3.9: it imports the standard library alone. Requests have an operation and its arguments. One
-object plays one episode, many episodes share the process: methods run in threads, async ones on the
-event loop.
+object plays one episode, in a fork of this process that answers the episode's requests as this
+process would; with `environment.isolation=process` all episodes share the process. Methods run in
+threads, async ones on the event loop.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import gc
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import random
+import resource
 import sys
 import time
 import traceback
@@ -27,6 +31,7 @@ from typing import Any
 MAX_ANSWER_BYTES = 8 << 20
 CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
 CLOSE_TIMEOUT_S = 1.0
+FORK_GRACE_S = 1.0  # tools limit each call themselves; their fork is killed after this
 # What to do where the package of an adapter is missing.
 ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
@@ -35,7 +40,7 @@ ADAPTERS = {
 PLUGIN = "plugin:"  # before the entry point of a package, MODULE:NAME
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
-STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "stuck")
+STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "crashes", "restarts")
 STEP_ADVICE = "step returns (messages, done, reward), or a dict with these keys"
 # How a class plays an environment of Gymnasium, whose actions are numbers, in `self.env`.
 GYM_RESET = 'def reset(self, row): return str(self.env.reset(seed=row["seed"])[0])'
@@ -57,6 +62,9 @@ def load_file(path: Path) -> Any:
 
 PROCESSES = Path(__file__).parents[1] / "processes"
 user_code = load_file(PROCESSES / "user_code.py")
+channels = load_file(PROCESSES / "channel.py")
+reaper = load_file(PROCESSES / "reaper.py")
+forks = load_file(PROCESSES / "forks.py")
 describe_error: Callable[..., str] = user_code.describe_error
 
 
@@ -73,11 +81,10 @@ class BadReply(Exception):
 
 
 class TimedOut(Exception):
-    """A call took too long. `stuck`: its thread still runs, and cannot be stopped."""
+    """A call took too long; its thread, which cannot be stopped, may go on."""
 
-    def __init__(self, timeout: float, *, stuck: bool) -> None:
+    def __init__(self, timeout: float) -> None:
         super().__init__(f"timeout: took longer than {timeout:g} s")
-        self.stuck = stuck
 
 
 async def run_call(
@@ -109,39 +116,43 @@ async def run_call(
     work = asyncio.ensure_future(run())
     await asyncio.wait([work], timeout=timeout)
     if not work.done():
-        stuck = thread is not None and not thread.done()
         work.cancel()
-        raise TimedOut(timeout or 0, stuck=stuck)
+        raise TimedOut(timeout or 0)
     value, error = work.result()
     if error is not None:
         raise error
     return value
 
 
+RESTARTS: list[str] = []  # of MCP servers, since the last reply
+KEPT: set[int] = set()  # the files that the user's code opened when it was loaded
 _HOLDERS: list[asyncio.Future[None]] = []  # the event loop does not keep its tasks
 
 
-async def enter(context: Any) -> Any:
-    """Enter an async context for as long as the process lives; returns its value, or raises."""
+async def enter(context: Any) -> tuple[Any, Callable[[], None]]:
+    """Enter an async context; returns its value, and what leaves it, or raises."""
+    left = asyncio.Event()
     entered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     # A task of its own: some contexts must end in the task that entered them.
     async def hold() -> None:
         try:
             async with context as value:
-                entered.set_result(value)
-                await asyncio.Event().wait()
+                entered.set_result((value, left.set))
+                await left.wait()
         except BaseException as error:
             if entered.done():
                 raise
             entered.set_exception(error)
 
     _HOLDERS.append(asyncio.ensure_future(hold()))
-    return await entered
+    value, leave = await entered
+    return value, leave
 
 
 def import_file(file: str, label: str) -> Any:
     """Import a user's file; Problems if it does not load."""
+    before = forks.open_files()
     try:
         return user_code.import_file(file)
     except BaseException as error:
@@ -159,6 +170,8 @@ def import_file(file: str, label: str) -> Any:
         raise Problems(
             f"{label}: the file does not load: {describe_error(error, file)}.{advice}"
         ) from error
+    finally:
+        KEPT.update(forks.open_files() - before)
 
 
 def import_module(name: str, label: str) -> Any:
@@ -313,8 +326,12 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
     return {
         "messages": messages, "done": bool(done), "rewards": rewards,
         "error": str(fields.get("error") or ""), "tools": fields.get("tools", []),
-        "timeouts": fields.get("timeouts", 0), "stuck": bool(fields.get("stuck")),
+        **{event: fields.get(event, 0) for event in ("timeouts", "crashes", "restarts")},
     }  # fmt: skip
+
+
+async def _wait(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def shorten(text: str, limit: int) -> str:
@@ -341,36 +358,86 @@ class Worker:
         self._make: Callable[[], Any] = lambda: None
         self._file = ""
         self._max_reply_chars = 0
+        self._memory = 0  # bytes of a fork; 0: the episodes share this process
+        self._relays, self._is_fork = False, False  # it relays requests to forks, or is one
+        self._awaits = False  # the environment has async methods
+        self._forks: dict[str, Any] = {}
 
     async def serve(self, channel: Any) -> None:
         """Answer requests until the channel ends, then close the environments."""
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_CALLS))
         await channel.serve(self._answer)
-        await asyncio.wait_for(
-            asyncio.gather(*map(self._close, list(self._episodes.values()))), CLOSE_TIMEOUT_S
-        )
+        closing: list[Awaitable[Any]] = [
+            self._close(environment) for environment in self._episodes.values()
+        ]
+        closing += [self._relay("close", name, CLOSE_TIMEOUT_S, b"") for name in self._forks]
+        await asyncio.wait_for(asyncio.gather(*closing), CLOSE_TIMEOUT_S)
+
+    def fork(self, answer: Callable[[bytes], Any], *, awaits: bool = True) -> Any:
+        """Return a fork of this process."""
+        return forks.Fork(
+            answer, awaits=awaits, kept=KEPT, memory=self._memory, max_answer=MAX_ANSWER_BYTES,
+            channel=channels, reaper=reaper,
+        )  # fmt: skip
+
+    async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
+        """Let the fork of an episode answer a request; its reset makes the fork."""
+        answer: dict[str, Any] = {"result": None}
+        try:
+            if operation == "reset":
+                self._forks[episode] = self.fork(self._answer_in_fork, awaits=self._awaits)
+            if operation != "close":
+                return bytes(await self._forks[episode].request(data, timeout))
+            if fork := self._forks.pop(episode, None):
+                last = {"operation": operation, "episode": episode, "timeout": timeout}
+                await fork.close(json.dumps(last).encode(), timeout)
+        except forks.ForkEnded as end:
+            answer = {"error": str(end), "crashed": True}
+        except TimeoutError:
+            answer = {"error": f"timeout: took longer than {timeout:g} s", "late": True}
+        return json.dumps(answer).encode()
+
+    async def _answer_in_fork(self, data: bytes) -> bytes:
+        self._relays, self._is_fork = False, True
+        return await self._answer(data)
+
+    async def _call(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float | None
+    ) -> Any:
+        """Call a method of the user's; a fork needs no thread for it, since it can be killed."""
+        if not self._is_fork:
+            return await run_call(function, *arguments, timeout=timeout)
+        value = function(*arguments)
+        if inspect.isawaitable(value):
+            # A decorator may hide an async method.
+            return await value if self._awaits else asyncio.run(_wait(value))
+        return value
 
     async def _answer(self, data: bytes) -> bytes:
-        """Run one request; returns its answer: `result`, `problems`, or `error` (and `stuck`)."""
+        """Run one request; returns its answer: `result`, `problems`, or `error`."""
         operations: dict[str, Callable[..., Awaitable[Any]]] = {
             "describe": self._describe, "reset": self._reset, "step": self._step,
             "close": self._close_episode,
         }  # fmt: skip
         request = json.loads(data)
-        operation = operations[request.pop("operation")]
+        name = request.pop("operation")
+        if self._relays and name != "describe":
+            return await self._relay(name, request["episode"], request["timeout"], data)
+        operation = operations[name]
         answer: dict[str, Any]
         try:
             answer = {"result": await operation(**request)}
         except Problems as error:
             answer = {"problems": list(error.lines)}
-        except TimedOut as error:
+        except TimedOut:
             text = f"timeout: took longer than {request['timeout']:g} s"
-            answer = {"error": text, "stuck": error.stuck, "late": True}
+            answer = {"error": text, "late": True}
         except BadReply as error:
             answer = {"error": str(error)}
         except BaseException as error:
-            answer = {"error": f"raised {describe_error(error, self._file)}"}
+            advice = " (see environment.memory_gb)" if isinstance(error, MemoryError) else ""
+            answer = {"error": f"raised {describe_error(error, self._file)}{advice}"}
         try:
             written = json.dumps(answer).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -383,15 +450,16 @@ class Worker:
 
     async def _describe(
         self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
-        max_reply_chars: int, timeout: float, pass_env: list[str],
+        max_reply_chars: int, timeout: float, pass_env: list[str], memory: int,
     ) -> dict[str, Any]:  # fmt: skip
         """Load the environment, construct one object of it, and return its tools."""
-        self._max_reply_chars = max_reply_chars
+        self._max_reply_chars, self._memory = max_reply_chars, memory
         label = f"--environment {path}" if path else "--tools"
         kind = (path or "").partition(":")[0]
         if path is None:
             calling = sys.modules[__name__]
-            self._make = await load_sibling("tools").load(tools, mcp, timeout, calling, pass_env)
+            load, fork = load_sibling("tools").load, self.fork if memory else None
+            self._make = await load(tools, mcp, timeout, calling, pass_env, fork, max_reply_chars)
         elif kind in ADAPTERS:
             try:
                 adapter, calling = load_sibling(kind), sys.modules[__name__]
@@ -402,9 +470,12 @@ class Worker:
                 ) from error
         else:
             self._make, label, self._file = await load_class(path, kwargs)
+        before = forks.open_files()
         try:
             environment = await run_call(self._make)
             check_methods(environment, label)
+            methods = (getattr(environment, name, None) for name in ("reset", "step", "close"))
+            self._awaits = any(map(inspect.iscoroutinefunction, methods))
             schemas = getattr(environment, "tools", None)
             schemas = await run_call(schemas) if callable(schemas) else schemas
             await self._close(environment)
@@ -420,13 +491,22 @@ class Worker:
         except BaseException as error:
             text = describe_error(error, self._file)
             raise Problems(f"{label}: constructing it raised {text}.") from error
+        KEPT.update(forks.open_files() - before)
+        # Tools fork for the calls of functions alone: connections to servers cannot be forked.
+        self._relays = bool(memory and path)
+        gc.collect()
+        gc.freeze()  # what a fork does not collect stays shared
         return {"tools": list(schemas or [])}
 
     async def _reset(self, episode: str, row: dict[str, Any], timeout: float) -> dict[str, Any]:
         ends = time.monotonic() + timeout
-        environment = self._episodes[episode] = await run_call(self._make, timeout=timeout)
+        if self._is_fork:  # they begin with the same state of generators
+            random.seed(row["seed"])
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(row["seed"])
+        environment = self._episodes[episode] = await self._call(self._make, timeout=timeout)
         remaining = max(0.0, ends - time.monotonic())
-        value = await run_call(environment.reset, row, timeout=remaining)
+        value = await self._call(environment.reset, row, timeout=remaining)
         messages = read_messages(value, "reset")
         return {"messages": messages or row["messages"]}
 
@@ -434,7 +514,7 @@ class Worker:
         environment = self._episodes[episode]
         # Tools limit each of their calls themselves.
         limit = None if getattr(environment, "limits_calls", False) else timeout
-        value = await run_call(environment.step, message, timeout=limit)
+        value = await self._call(environment.step, message, timeout=limit)
         return read_step(value, self._max_reply_chars)
 
     async def _close_episode(self, episode: str, timeout: float) -> None:
@@ -445,12 +525,15 @@ class Worker:
     async def _close(self, environment: Any, timeout: float | None = None) -> None:
         close = getattr(environment, "close", None)
         if callable(close):
-            await run_call(close, timeout=timeout)
+            await self._call(close, timeout=timeout)
 
 
 def main() -> None:
     """Serve requests; the stdin of the user's code is empty."""
-    channel = load_file(PROCESSES / "channel.py").Channel()
+    channel = channels.Channel()
+    # Two files for each fork.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]

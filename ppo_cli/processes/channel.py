@@ -8,11 +8,10 @@ imports the standard library alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
 
 # In front of each message: a mark, its size in bytes, and the number of the request.
@@ -51,22 +50,20 @@ class Channel:
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer requests side by side, so that a slow one delays no other."""
-        loop = asyncio.get_running_loop()
-        requests: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
-        # A thread for sending: the parent may not read for a moment.
-        sender = ThreadPoolExecutor(1)
-
-        def read_requests() -> None:
-            for request in self:
-                loop.call_soon_threadsafe(requests.put_nowait, request)
-            loop.call_soon_threadsafe(requests.put_nowait, None)
+        reader, writer = await asyncio.open_connection(sock=self._socket)
 
         async def respond(number: int, data: bytes) -> None:
-            await loop.run_in_executor(sender, self.send, number, await answer(data))
+            data = await answer(data)
+            writer.write(HEADER.pack(MARK, len(data), number) + data)
+            await writer.drain()
 
-        threading.Thread(target=read_requests, daemon=True).start()
         tasks = set()
-        while (request := await requests.get()) is not None:
-            task = asyncio.ensure_future(respond(*request))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # the parent has closed
+            while True:
+                mark, size, number = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if mark == GIVEN_UP:
+                    self.given_up.add(number)
+                    continue
+                task = asyncio.ensure_future(respond(number, await reader.readexactly(size)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)

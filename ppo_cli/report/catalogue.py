@@ -207,9 +207,10 @@ DETAILS = (
     # Episodes.
     Metric("environment/seconds_mean", "Time of the environment", "Mean time of its calls in an "
            "episode.", unit="s", **COUNT),
-    Metric("environment/restarts", "Environment processes", "Restarts and time-outs in a step.",
-           **COUNT),
-    Metric("environment/timeouts", "Environment processes", **COUNT),
+    Metric("environment/restarts", "Environment processes", "Restarts, time-outs and "
+           "crashes in a step.", **COUNT),
+    *(Metric(f"environment/{event}", "Environment processes", **COUNT)
+      for event in ("timeouts", "crashes")),
     # Time and speed.
     *(Metric(f"time/{phase}_s", "Time by phase", "Where a step spends its time.", unit="s",
              label=label, stacked=True, **COUNT) for phase, label in PHASES.items()),

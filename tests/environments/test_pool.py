@@ -154,20 +154,72 @@ def test_an_exception_fails_its_episode_alone(start: Start, game: Path) -> None:
     )
     assert failure(pool, "b", "do sys.exit(3)") == "raised SystemExit: 3 (game.py, line 29)"
     assert say(pool, "c", "1").messages
-    assert pool.pop_metrics() == {"environment/restarts": 0, "environment/timeouts": 0}
+    assert not any(pool.pop_metrics().values())
+
+
+# How an episode ends, and a part of its reason; the others go on.
+WAYS = {
+    "do os._exit(5)": "its process ended with exit code 5",
+    "do print('bye', flush=True); os.killpg(0, 9)": "ended by signal SIGKILL: bye",
+    "do __import__('ctypes').string_at(0)": "ended by signal SIGSEGV",
+    "do os.fork() or time.sleep(4321); os._exit(1)": "ended with exit code 1",
+    "do subprocess.Popen(['sleep', '4321'], start_new_session=True); time.sleep(4321)": "timeout",
+    "do 9**9**9": "timeout: took longer than 3 s",
+    "do re.match('(a+)+$', 'a' * 50 + 'b')": "timeout: took longer than 3 s",
+    "do os.kill(os.getpid(), signal.SIGSTOP)": "timeout: took longer than 3 s",
+    "do bytearray(2 << 30)": r"MemoryError .* \(see environment.memory_gb\)",
+    "do [print('z' * 1000000) for _ in range(10**6)]": "printed more than|timeout",
+    "do [os.fork() for _ in range(4)]; time.sleep(4321)": "timeout: took longer than 3 s",
+    "do os.closerange(0, 99); time.sleep(4321)": "closed its channel",
+    # The descriptor of the answers, found by trying.
+    "do write_answer(b'x' * 100000, 5)": "wrote what is not an answer of at most 8 MiB",
+    "do write_answer(b'[1]', number=0)": "wrote what is not an answer",
+    "do write_answer(b'[' * 100000, number=0)": "wrote what is not an answer",
+    """do write_answer(b'{"result": {"messages": 7}}', number=0)""": "wrote what is not an answer",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_call_that_goes_wrong_costs_its_episode_alone(start: Start, game: Path) -> None:
+    game.write_text(f"import signal\n{GAME}".replace("import signal\n\n", "import signal; "))
+    pool = start(path=f"{game}:Game", timeout=3.0)
+    others = [f"other {number}" for number in range(6)]
+    open_episodes(pool, *WAYS, *others)
+    replies = {code: pool.step(code, {"role": "assistant", "content": code}) for code in WAYS}
+    assert all(say(pool, name, "1").messages for name in others)
+    for code, parts in WAYS.items():
+        with pytest.raises(EnvironmentFailure) as error:
+            replies[code].result(60)
+        assert re.search(parts, str(error.value)), (code, error.value)
+    assert all(say(pool, name, "2").messages for name in others)
+    pool.release(list(WAYS) + others)
+    wait_until(lambda: not any(b"4321" in read_command(pid) for pid in descendants(os.getpid())))
+    events = pool.pop_metrics()
+    assert events["environment/restarts"] == 0
+    assert events["environment/timeouts"] + events["environment/crashes"] >= len(WAYS) - 2
+
+
+def read_command(pid: int) -> bytes:
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.read_bytes() if file.exists() else b""
+
+
+def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -> None:
+    game.write_text("import random\nTURNS = []\n" + GAME)
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a", "b")
+    code = "do TURNS.append(1); reply = f'{len(TURNS)} {random.random()}'"
+    first, second = (say(pool, name, code).messages for name in "ab")
+    # Of equal seeds; nothing is shared with the other.
+    assert first == second and first[0]["content"].startswith("1 ")
 
 
 DEATHS = {
     "do os.kill(os.getpid(), 9)": "the environment process ended by signal SIGKILL",
     "do print('bye', flush=True); os._exit(5)": "ended with exit code 5: bye",
-    # Its children end with it.
-    "do subprocess.Popen(['sleep', '4321'], start_new_session=True); os._exit(1)": "exit code 1",
-    "do os.fork() or time.sleep(4321); os._exit(1)": "exit code 1",
-    # The descriptor of the answers, found by trying: no message, an answer to nobody, no JSON, and
-    # JSON that is no answer of a step.
+    # The descriptor of the answers: no message, an answer to nobody, and JSON of something else.
     "do write_answer(b'[1]')": "wrote what is not an answer of at most 8 MiB",
     "do write_answer(b'{}', number=4321)": "wrote what is not an answer of at most 8 MiB",
-    "do write_answer(b'[' * 100000, number=4)": "wrote what is not an answer of at most 8 MiB",
     """do write_answer(b'{"result": {"messages": 7}}', number=4)""": "wrote what is not an answer",
 }  # fmt: skip
 
@@ -176,7 +228,7 @@ DEATHS = {
 def test_a_process_that_dies_is_replaced(start: Start, game: Path, code: str) -> None:
     # Other tests in this process may have left processes that end later.
     others = set(descendants(os.getpid()))
-    pool = start(path=f"{game}:Game")
+    pool = start(path=f"{game}:Game", isolation="process")
     open_episodes(pool, "a", "b")
     say(pool, "b", "1")
     before = set(descendants(os.getpid())) - others
@@ -188,50 +240,39 @@ def test_a_process_that_dies_is_replaced(start: Start, game: Path, code: str) ->
     assert pool.pop_metrics()["environment/restarts"] == 1
 
 
-def test_a_hanging_call_costs_its_episode_and_the_process_ends_later(
-    start: Start, game: Path
+def test_a_call_that_hangs_in_a_shared_process_costs_its_episode(
+    start: Start, tmp_path: Path
 ) -> None:
-    pool = start(path=f"{game}:Game", timeout=3.0)
-    open_episodes(pool, "a", "b")
-    (process,) = worker_pids()
-    hang = "do __import__('threading').Event().wait()"
-    assert failure(pool, "a", hang) == "timeout: took longer than 3 s"
-    # The other episode goes on in the same process; a new one gets another process.
-    assert say(pool, "b", "1").messages
-    open_episodes(pool, "c")
-    assert process in worker_pids() and len(worker_pids()) == 2
-    pool.release(["b"])
-    wait_until(lambda: process not in worker_pids())
-    assert say(pool, "c", "1").messages
-    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
-
-
-def test_an_async_call_that_hangs_is_cancelled(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "slow.py"
     file.write_text(
         "import asyncio, time\nclass Slow:\n    async def reset(self, row): return 'go'\n"
         "    async def step(self, message): return await asyncio.sleep(float(message['content']))\n"
+        "class Blocking(Slow):\n    def step(self, message): return time.sleep(4321)\n"
     )
-    pool = start(path=f"{file}:Slow", timeout=2.0)
-    open_episodes(pool, "a")
-    before = worker_pids()
-    assert failure(pool, "a", "4321") == "timeout: took longer than 2 s"
-    open_episodes(pool, "b")
-    assert worker_pids() == before
+    for name in ("Slow", "Blocking"):
+        pool = start(path=f"{file}:{name}", timeout=2.0, isolation="process")
+        open_episodes(pool, "a", "b")
+        before = worker_pids()
+        assert failure(pool, "a", "4321") == "timeout: took longer than 2 s"
+        open_episodes(pool, "c")
+        assert worker_pids() == before
+        assert pool.pop_metrics()["environment/timeouts"] == 1
 
 
 def test_a_process_that_does_not_answer_is_killed(
     start: Start, game: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo_cli.environments.pool.ANSWER_GRACE_S", 0.5)
-    pool = start(path=f"{game}:Game", timeout=1.0)
+    pool = start(path=f"{game}:Game", isolation="process", timeout=1.0)
     open_episodes(pool, "a", "b")
     # This search holds the interpreter's lock: no other thread of the process runs.
     reason = failure(pool, "a", "do re.match('(a+)+$', 'a' * 50 + 'b')")
     assert reason == "timeout: the environment process did not answer for 1.5 s"
     assert failure(pool, "b", "1") == reason
     open_episodes(pool, "c")
-    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
+    assert pool.pop_metrics() == {
+        "environment/restarts": 1, "environment/timeouts": 1, "environment/crashes": 0,
+    }  # fmt: skip
 
 
 def peak_growth_mb(work: Callable[[], object]) -> float:
@@ -278,7 +319,7 @@ def test_a_flood_takes_little_memory_and_disk(
 
 def test_calls_run_side_by_side(start: Start, game: Path) -> None:
     game.write_text(f"{GAME}\nall_run = threading.Barrier(64)\n")
-    pool = start(path=f"{game}:Game")
+    pool = start(path=f"{game}:Game", isolation="process")
     message = {"role": "assistant", "content": "do all_run.wait()"}
     episodes = [str(number) for number in range(64)]
     open_episodes(pool, *episodes)
@@ -289,7 +330,7 @@ def test_calls_run_side_by_side(start: Start, game: Path) -> None:
 def test_episodes_are_dealt_evenly(start: Start, game: Path) -> None:
     pool = start(path=f"{game}:Game", num_workers=2)
     open_episodes(pool, *"abcd")
-    code = "do raise ValueError(os.getpid())"
+    code = "do raise ValueError(os.getppid())"
     pids = [failure(pool, episode, code) for episode in "abcd"]
     assert sorted(map(pids.count, set(pids))) == [2, 2]
 
@@ -299,7 +340,8 @@ import json, os, sys, time
 from pathlib import Path
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.pool import EnvironmentPool
-settings = Environment(path=sys.argv[1], python=sys.executable, max_turn_tokens=9, num_workers=2)
+settings = Environment(path=sys.argv[1], python=sys.executable, max_turn_tokens=9, num_workers=2,
+                       isolation="episode")
 pool = EnvironmentPool(settings, Path(sys.argv[2]))
 pool.start()
 row = json.loads(sys.argv[3])
@@ -324,8 +366,8 @@ def test_nothing_survives_a_killed_run(game: Path, tmp_path: Path) -> None:
             family = descendants(run.pid)
         finally:
             os.kill(run.pid, signal.SIGKILL)
-    # Two reapers, two workers, a process in a session of its own and a fork.
-    assert len(family) == 6
+    # Two reapers, two workers, four episodes, a process in a session of its own and a fork.
+    assert len(family) == 10
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
 
 
@@ -387,7 +429,7 @@ LAST_PRINT = '{"id": 0, "result": 1}'
 
 
 def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
-    pool = start(path=f"{game}:Game")
+    pool = start(path=f"{game}:Game", isolation="process")
     reasons = []
     with pytest.raises(UserError, match="does not run: the environment process ended with exit"):
         for number in range(10):
@@ -399,7 +441,7 @@ def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
 
 
 def test_a_process_that_does_not_start_gets_another_chance_later(start: Start, game: Path) -> None:
-    pool = start(path=f"{game}:Game", timeout=5.0)
+    pool = start(path=f"{game}:Game", isolation="process", timeout=5.0)
     open_episodes(pool, "a")
     source = game.read_text()
     game.write_text("raise OSError('a server that it needs is away')")

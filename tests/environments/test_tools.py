@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.environments.base import EnvironmentFailure, Reply
+from ppo_cli.environments.base import Reply
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW
@@ -50,6 +50,15 @@ def block(seconds: float):
     """Block a thread."""
     time.sleep(seconds)
 
+def spin(seconds: float):
+    """Hold the lock of the interpreter."""
+    return 9**9**9
+
+def leave():
+    """End the process."""
+    print("bye", flush=True)
+    os._exit(4)
+
 def fail(kind: int):
     """Fail in one of several ways."""
     if kind == 0:
@@ -86,17 +95,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def call(pool: EnvironmentPool, *calls: tuple[str, dict[str, Any]], episode: str = "a") -> Reply:
+    return pool.step(episode, make_message(*calls)).result(60)
+
+
+def make_message(*calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     tool_calls = [
         {"id": f"id{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
-    message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-    return pool.step(episode, message).result(60)
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def test_schemas_are_read(start: Start, file: Path) -> None:
     pool = start(tools=str(file))
-    assert [t["function"]["name"] for t in pool.tools] == ["route", "wait", "block", "fail"]
+    assert [t["function"]["name"] for t in pool.tools] == [
+        "route", "wait", "block", "spin", "leave", "fail",
+    ]  # fmt: skip
     assert pool.tools[0] == {
         "type": "function",
         "function": {
@@ -169,7 +183,7 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     )
     assert contents[1] == (
         "Error: there is no tool 'rout'. Did you mean 'route'? The tools are: route, wait, block, "
-        "fail."
+        "spin, leave, fail."
     )
     assert "'seconds' must be a number, not \"0.1\"" in contents[2]
     assert "rout" not in dict(reply.tools)
@@ -252,12 +266,20 @@ def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> Non
     reply = call(pool, ("wait", {"seconds": 4321}), ("wait", {"seconds": 0}))
     assert reply.messages[0]["content"] == "Error: timeout: took longer than 2 s"
     assert reply.messages[1]["content"] == "waited 0.0"
-    assert pool.pop_metrics() == {"environment/restarts": 0, "environment/timeouts": 1}
-    # A thread goes on: the episode does so too, but its process takes no other.
-    reply = call(pool, ("block", {"seconds": 4321}))
-    assert reply.messages[0]["content"] == "Error: timeout: took longer than 2 s"
-    assert call(pool, ("wait", {"seconds": 0})).messages[0]["content"] == "waited 0.0"
-    assert pool.pop_metrics() == {"environment/restarts": 1, "environment/timeouts": 1}
+    # A thread goes on, and so does the episode; the last one holds the interpreter's lock.
+    for tool, value in {"block": 4321, "spin": 0}.items():
+        reply = call(pool, (tool, {"seconds": value}))
+        assert reply.messages[0]["content"] == "Error: timeout: took longer than 2 s"
+        assert call(pool, ("wait", {"seconds": 0})).messages[0]["content"] == "waited 0.0"
+    # Who ends the process ends it for the calls of the same message.
+    reply = call(pool, ("leave", {}), ("wait", {"seconds": 4321}), ("nothing", {}))
+    errors = [message["content"] for message in reply.messages]
+    assert errors[:2] == ["Error: its process ended with exit code 4: bye"] * 2
+    assert errors[2].startswith("Error: there is no tool 'nothing'")
+    assert call(pool, ("wait", {"seconds": 0}), episode="b").messages[0]["content"] == "waited 0.0"
+    assert pool.pop_metrics() == {
+        "environment/restarts": 0, "environment/timeouts": 3, "environment/crashes": 2,
+    }  # fmt: skip
 
 
 def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> None:
@@ -314,6 +336,12 @@ def forget() -> str:
     raise MCPError(code=-32600, message="Session not found")
 
 @server.tool()
+def stop() -> str:
+    \"\"\"Stop the process.\"\"\"
+    os.kill(os.getpid(), 19)
+    return "gone on"
+
+@server.tool()
 def key() -> str:
     \"\"\"Read a variable.\"\"\"
     return os.environ["ENVIRONMENT_TEST_KEY"]
@@ -322,6 +350,7 @@ server.run("stdio")
 """
 
 
+@pytest.mark.slow
 def test_an_mcp_server_has_tools(
     start: Start, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +364,7 @@ def test_an_mcp_server_has_tools(
         pass_env=("ENVIRONMENT_TEST_KEY",),
     )
     names = [schema["function"]["name"] for schema in pool.tools]
-    assert names == ["wait", "add", "fail", "end", "forget", "key"]
+    assert names == ["wait", "add", "fail", "end", "forget", "stop", "key"]
     assert pool.tools[1]["function"]["description"] == "Add two numbers."
     assert pool.tools[1]["function"]["parameters"]["required"] == ["a", "b"]
     open_episodes(pool, "a", "b")
@@ -346,12 +375,24 @@ def test_an_mcp_server_has_tools(
     assert contents[0] == "5" and contents[3] == "value"
     assert contents[1] == "Error: Error executing tool fail"
     assert contents[2].startswith("Error: ") and "valid integer" in contents[2]
-    # A server that ends: its process is replaced, and another one starts with a new server.
-    for episode, tool in {"a": "end", "c": "forget"}.items():
-        with pytest.raises(EnvironmentFailure, match=r"the MCP server .* has ended"):
-            call(pool, (tool, {}), episode=episode)
-        open_episodes(pool, "c" if tool == "end" else "d")
-    assert call(pool, ("add", {"a": 1, "b": 1}), episode="d").messages[0]["content"] == "2"
+    # An error is no end, whatever it says.
+    assert call(pool, ("forget", {})).messages[0]["content"] == "Error: Session not found"
+    assert not any(pool.pop_metrics().values())
+    # Calls that end the server, or stop it, cost their own episodes.
+    names = [str(number) for number in range(6)]
+    open_episodes(pool, *names)
+    for tool in ("end", "stop"):
+        calls = {name: (tool, {}) if name in "24" else ("add", {"a": 1, "b": 1}) for name in names}
+        waiting = [pool.step(name, make_message(one)) for name, one in calls.items()]
+        answers = [reply.result(200).messages[0]["content"] for reply in waiting]
+        error = "ended its MCP server" if tool == "end" else "timeout"
+        assert [answer if answer == "2" else error in answer for answer in answers] == [
+            "2", "2", True, "2", True, "2",
+        ]  # fmt: skip
+        events = pool.pop_metrics()
+        assert events["environment/crashes" if tool == "end" else "environment/timeouts"] == 2
+        assert events["environment/restarts"] == 1
+    assert call(pool, ("add", {"a": 1, "b": 1})).messages[0]["content"] == "2"
 
 
 def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:

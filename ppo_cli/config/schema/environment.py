@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from ppo_cli.addresses import refuse_address
-from ppo_cli.config.choices import choose_python
+from ppo_cli.config.choices import choose_isolation, choose_python
 from ppo_cli.config.schema.algorithm import Conflict, LocalPath, Section, checked, setting
 from ppo_cli.config.schema.unset import Chosen, Follows
 
@@ -44,6 +44,15 @@ class Environment(Section):
         flag="--pass_env", identity="start",
     )  # fmt: skip
     num_workers: int = setting(4, "Environment processes.", ge=1, identity="start")
+    isolation: Literal["episode", "process"] = setting(
+        Chosen(choose_isolation, "episode, and process for verifiers"),
+        "What shares a process: the calls of an episode, whose process is forked; or all episodes "
+        "(process), for code that starts threads or uses a GPU when it is imported. There a call "
+        "that hangs or crashes takes other episodes along.",
+    )  # fmt: skip
+    memory_gb: float = setting(
+        1.0, "Memory of an episode's process, in GiB, beyond what importing takes.", gt=0,
+    )  # fmt: skip
     timeout: float = setting(
         30.0, "Limit of a call of the environment or of a tool, in seconds.", flag="--tool_timeout",
         gt=0,

@@ -1,0 +1,203 @@
+"""Forks of a process that has loaded a user's code: each may hang, crash or flood by itself.
+
+A fork has its own session, limits and prints, and none of the parent's connections. Programs load
+this file by its path with any Python of 3.9 or newer: it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+MAX_PRINTS = 1 << 28  # bytes that a fork may print; LOGGED of them are passed on
+LOGGED = 1 << 20
+LOOK_S = 0.5  # between two looks at a fork that does not answer
+EXIT_S = 0.5  # from the end of a channel to that of the fork
+CHUNK_BYTES = 1 << 16
+TAIL_BYTES = 500
+
+
+class ForkEnded(Exception):
+    """The fork has ended; the message says how."""
+
+
+def open_files() -> set[int]:
+    """Return the open file descriptors of this process."""
+    return {int(name) for name in os.listdir("/dev/fd")}
+
+
+class Fork:
+    """A fork that answers requests, one after another.
+
+    `answer` runs in the fork, on an event loop if it `awaits`: one takes a megabyte. `kept` are the
+    files of the user's code that stay open in it, `memory` the bytes that it may use beyond those
+    of its parent, `max_answer` those of an answer. `channel` and `reaper` are modules of this
+    package.
+    """
+
+    def __init__(
+        self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool,
+        kept: set[int], memory: int, max_answer: int, channel: Any, reaper: Any,
+    ) -> None:  # fmt: skip
+        self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
+        self._ended, self._printed, self._tail = "", 0, b""
+        self._socket, theirs = socket.socketpair()
+        self._prints, prints = os.pipe()
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            self._become(answer, awaits, theirs.fileno(), prints, kept, memory)
+        theirs.close()
+        os.close(prints)
+        self._socket.setblocking(False)
+        os.set_blocking(self._prints, False)
+        asyncio.get_running_loop().add_reader(self._prints, self._pass_on)
+
+    def _become(
+        self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], awaits: bool, channel: int,
+        prints: int, kept: set[int], memory: int,
+    ) -> None:  # fmt: skip
+        """Run the fork: never returns."""
+        try:
+            os.setsid()
+            for source, target in ((channel, 0), (prints, 1), (prints, 2)):
+                os.dup2(source, target)
+            for number in open_files() - kept - {0, 1, 2}:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            # What it uses now is shared with the parent.
+            with open("/proc/self/statm") as file:
+                used = int(file.read().split()[5]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        except OSError:  # a system without /proc, or a lower limit of its own
+            pass
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            requests = self._channel.Channel()
+            if awaits:
+                asyncio.new_event_loop().run_until_complete(requests.serve(answer))
+            for number, data in requests:
+                try:
+                    answer(data).send(None)
+                except StopIteration as end:
+                    requests.send(number, end.value)
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    async def request(self, data: bytes, timeout: float) -> bytes:
+        """Return the answer; raises ForkEnded, and TimeoutError after the fork was killed."""
+        if self._ended:
+            raise ForkEnded(self._ended)
+        header, loop = self._channel.HEADER, asyncio.get_running_loop()
+
+        async def ask() -> bytes:
+            await loop.sock_sendall(
+                self._socket, header.pack(self._channel.MARK, len(data), 0) + data
+            )
+            mark, size, _ = header.unpack(await self._receive(header.size))
+            if mark != self._channel.MARK or size > self._max_answer:
+                limit = self._max_answer >> 20
+                self.kill(f"it wrote what is not an answer of at most {limit} MiB")
+                raise ForkEnded(self._ended)
+            return await self._receive(size)
+
+        asking, ends = asyncio.ensure_future(ask()), loop.time() + timeout
+        try:
+            while not asking.done() and loop.time() < ends and not self._find_exit():
+                # A process that it has forked may hold its channel after its end.
+                await asyncio.wait([asking], timeout=min(LOOK_S, ends - loop.time()))
+            if asking.done():
+                return asking.result()
+        except (OSError, EOFError):
+            await self._describe_end()
+        finally:
+            asking.cancel()
+        if not self._find_exit():
+            self.kill(f"timeout: did not answer for {timeout:g} s")
+            raise TimeoutError
+        await self._describe_end()
+        raise ForkEnded(self._ended)
+
+    async def _receive(self, size: int) -> bytes:
+        loop, pieces = asyncio.get_running_loop(), bytearray()
+        while len(pieces) < size:
+            chunk = await loop.sock_recv(self._socket, min(size - len(pieces), 1 << 20))
+            if not chunk:
+                raise EOFError
+            pieces += chunk
+        return bytes(pieces)
+
+    async def close(self, data: bytes, timeout: float) -> None:
+        """Send a last request, then end the fork and everything that it has started."""
+        with contextlib.suppress(ForkEnded, TimeoutError):
+            await self.request(data, timeout)
+        self.kill("it has ended")
+
+    def kill(self, reason: str) -> None:
+        """End the fork and everything that it has started; its requests fail with the reason."""
+        if self._ended:
+            return
+        self._ended = reason
+        children = f"/proc/{self._pid}/task/{self._pid}/children"
+        with contextlib.suppress(OSError), open(children) as file:
+            if file.read():  # some may have left its session
+                self._reaper.kill_below(self._pid)
+        for end in (os.killpg, os.kill):  # it may not lead its session yet
+            with contextlib.suppress(OSError):
+                end(self._pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.waitpid(self._pid, 0)
+        self._pass_on()
+        asyncio.get_running_loop().remove_reader(self._prints)
+        os.close(self._prints)
+        with contextlib.suppress(OSError):  # a request that waits ends with it
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def _describe_end(self) -> None:
+        """Say how a fork whose channel has ended did so, and end what it has left."""
+        for _ in range(50):
+            if how := self._find_exit():
+                break
+            await asyncio.sleep(EXIT_S / 50)
+        if not self._ended:
+            self._pass_on()
+            line = self._tail.decode(errors="replace").strip().rpartition("\n")[2]
+            how = how or "closed its channel"
+            self.kill(f"its process {how}" + (f": {line}" if line else ""))
+
+    def _find_exit(self) -> str:
+        """Return how the process has ended, "" while it lives."""
+        if self._ended:
+            return self._ended
+        dead = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if dead is None:
+            return ""
+        if dead.si_code == os.CLD_EXITED:
+            return f"ended with exit code {dead.si_status}"
+        return f"ended by signal {signal.Signals(dead.si_status).name}"
+
+    def _pass_on(self) -> None:
+        """Print what the fork has printed, up to LOGGED bytes."""
+        with contextlib.suppress(BlockingIOError):
+            for chunk in iter(lambda: os.read(self._prints, CHUNK_BYTES), b""):
+                self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+                os.write(1, chunk[: max(0, LOGGED - self._printed)])
+                self._printed += len(chunk)
+                if self._printed > MAX_PRINTS and not self._ended:
+                    self.kill(f"printed more than {MAX_PRINTS >> 20} MiB")
+                    return
+                if not self._ended:
+                    return  # others want to be read too
+            asyncio.get_running_loop().remove_reader(self._prints)
