@@ -317,20 +317,20 @@ class Chat:
         """Whether messages have control words."""
         return any(self._escape(message) != message for message in messages)
 
-    def _escape(self, value: Any, words: re.Pattern[str] | None = None) -> Any:
-        """Return a message, or a part of it, as texts without control words, or these `words`."""
+    def _escape(self, value: Any, pattern: re.Pattern[str] | None = None) -> Any:
+        """Return a message, or a part of it, without control words, or those of a `pattern`."""
         if isinstance(value, Mapping):
-            return {self._escape(k, words): self._escape(v, words) for k, v in value.items()}
+            return {self._escape(k, pattern): self._escape(v, pattern) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._escape(inner, words) for inner in value]
+            return [self._escape(inner, pattern) for inner in value]
         if not isinstance(value, str):
             return value
-        words = words or self._forbidden
+        pattern = pattern or self._forbidden
         # Half of a surrogate pair cannot be tokenised.
-        text = _break_words(value.encode("utf-8", "replace").decode(), words)
+        text = _break_words(value.encode("utf-8", "replace").decode(), pattern)
         # Tokenizers may normalise before they look for control words.
         normal = unicodedata.normalize("NFKC", text)
-        return _break_words(normal, words) if words.search(normal) else text
+        return _break_words(normal, pattern) if pattern.search(normal) else text
 
     def _find_end(self, messages: Sequence[Message], continued: bool) -> str:
         """Return the control word after the assistant's message, "" if there is none."""
@@ -353,14 +353,14 @@ class Chat:
         )
 
 
-def _compile(words: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(words, key=len, reverse=True)
+def _compile(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _break_words(text: str, words: re.Pattern[str]) -> str:
-    while words.search(text):
-        text = words.sub(lambda m: f"{m[0][0]} {m[0][1:]}" * (len(m[0]) > 1), text)
+def _break_words(text: str, pattern: re.Pattern[str]) -> str:
+    while pattern.search(text):
+        text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}" * (len(m[0]) > 1), text)
     return text
 
 

@@ -12,6 +12,7 @@ and the tokens of an episode are those of the policy alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -60,10 +61,12 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     finish_reason: str = "length"  # of the last turn
     reply: Future[Reply] = field(default_factory=Future)
+    ended: str = ""  # the limit that ended it
 
-    def finish(self, failure: str = "", ended: str = "") -> Rollout:
+    def finish(self, failure: str = "") -> Rollout:
         """Return the episode as a finished rollout."""
         reason: Any = "stop" if self.finish_reason == "stop" else "length"
+        ended = "" if failure else self.ended
         return replace(self.played, finish_reason=reason, failure=failure, ended=ended)
 
 
@@ -133,14 +136,17 @@ class Episodes:
                     message = self._end_turn(episode, rollout)
                     episode.reply = self.environments.step(episode.name, message)
                     version = rollout.weight_version
-            going_on = []
+            ended = set[Episode]()
             for episode in playing:
                 finished = self._receive(episode, sampling)
-                if finished is None:
-                    going_on.append(episode)
-                else:
+                if finished is not None:
+                    ended.add(episode)
                     yield episode, finished
-            playing = going_on
+            for episode in playing:  # asked side by side
+                if episode.ended:
+                    ended.add(episode)
+                    yield episode, self._finish_cut(episode)
+            playing = [episode for episode in playing if episode not in ended]
         # Those that never began count as being of the same weights.
         for episode, rollout in failed:
             yield episode, replace(rollout, weight_version=version)
@@ -200,9 +206,9 @@ class Episodes:
         return received
 
     def _receive(self, episode: Episode, sampling: Sampling) -> Rollout | None:
-        """Wait for the reply to the last turn; return the rollout if the episode is over.
+        """Wait for the reply to the last turn; return the rollout if the environment is done.
 
-        Otherwise the next turn is prepared.
+        Otherwise the next turn is prepared, or the environment is told that a limit ends it.
         """
         *earlier, turn = episode.played.turns
         try:
@@ -214,16 +220,32 @@ class Episodes:
             episode.played = replace(episode.played, turns=(*earlier, turn))
             if reply.done:
                 return episode.finish()
-            if episode.finish_reason == "length" and not self._splits:
-                return episode.finish(ended="tokens")
-            if len(episode.played.turns) == self._settings.max_turns:
-                return episode.finish(ended="turns")
             continue_episode = self._split if self._splits else self._append
-            if not continue_episode(episode, turn, sampling):
-                return episode.finish(ended="tokens")
+            ended = ""
+            if episode.finish_reason == "length" and not self._splits:
+                ended = "tokens"
+            elif len(episode.played.turns) == self._settings.max_turns:
+                ended = "turns"
+            elif not continue_episode(episode, turn, sampling):
+                ended = "tokens"
         except (EnvironmentFailure, ValueError) as error:
             return episode.finish(str(error))
+        if ended:
+            episode.ended, episode.reply = ended, self.environments.finish(episode.name)
         return None
+
+    def _finish_cut(self, episode: Episode) -> Rollout:
+        """Return an episode that a limit has ended, with the rewards that were still due."""
+        *earlier, turn = episode.played.turns
+        try:
+            reply = episode.reply.result()
+        except EnvironmentFailure as error:
+            return episode.finish(str(error))
+        rewards = Counter(turn.rewards)
+        rewards.update(reply.rewards)
+        turn = replace(turn, rewards=dict(rewards), seconds=turn.seconds + reply.seconds)
+        episode.played = replace(episode.played, turns=(*earlier, turn))
+        return episode.finish()
 
     def _append(self, episode: Episode, turn: Turn, sampling: Sampling) -> bool:
         """Append the reply to an episode; returns whether there is room for another turn."""

@@ -203,10 +203,12 @@ class _Process:
         except (KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None
 
-    async def step(self, episode: str, message: Message) -> tuple[Reply, dict[str, int]]:
-        """Return the reply to a message, and what happened to its calls."""
+    async def step(self, episode: str, message: Message | None) -> tuple[Reply, dict[str, int]]:
+        """Return the reply to a message, or to the end of the episode, and what its calls did."""
         started = time.monotonic()
-        result = await self._call_episode("step", episode, message=message)
+        fields = {"message": message} if message is not None else {}
+        operation = "step" if message is not None else "finish"
+        result = await self._call_episode(operation, episode, **fields)
         try:
             tools = tuple((str(name), float(seconds)) for name, seconds in result["tools"])
             rewards = {name: float(value) for name, value in result["rewards"].items()}
@@ -368,7 +370,11 @@ class EnvironmentPool:
         """
         return self._loop.submit(self._step(episode, message))
 
-    async def _step(self, episode: str, message: Message) -> Reply:
+    def finish(self, episode: str) -> Future[Reply]:
+        """End an episode at a limit of the run; the reply has the rewards that are still due."""
+        return self._loop.submit(self._step(episode, None))
+
+    async def _step(self, episode: str, message: Message | None) -> Reply:
         if self._error is not None:
             raise self._error
         process = self._episodes.get(episode)

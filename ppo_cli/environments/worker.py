@@ -125,21 +125,21 @@ async def run_call(
 
 
 RESTARTS: list[str] = []  # of MCP servers, since the last reply
-KEPT: set[int] = set()  # the files that the user's code opened when it was loaded
+USER_FILES: set[int] = set()  # the files that the user's code opened when it was loaded
 _HOLDERS: list[asyncio.Future[None]] = []  # the event loop does not keep its tasks
 
 
 async def enter(context: Any) -> tuple[Any, Callable[[], None]]:
     """Enter an async context; returns its value, and what leaves it, or raises."""
-    left = asyncio.Event()
+    leaving = asyncio.Event()
     entered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     # A task of its own: some contexts must end in the task that entered them.
     async def hold() -> None:
         try:
             async with context as value:
-                entered.set_result((value, left.set))
-                await left.wait()
+                entered.set_result((value, leaving.set))
+                await leaving.wait()
         except BaseException as error:
             if entered.done():
                 raise
@@ -171,7 +171,7 @@ def import_file(file: str, label: str) -> Any:
             f"{label}: the file does not load: {describe_error(error, file)}.{advice}"
         ) from error
     finally:
-        KEPT.update(forks.open_files() - before)
+        USER_FILES.update(forks.open_files() - before)
 
 
 def import_module(name: str, label: str) -> Any:
@@ -377,8 +377,8 @@ class Worker:
     def fork(self, answer: Callable[[bytes], Any], *, awaits: bool = True) -> Any:
         """Return a fork of this process."""
         return forks.Fork(
-            answer, awaits=awaits, kept=KEPT, memory=self._memory, max_answer=MAX_ANSWER_BYTES,
-            channel=channels, reaper=reaper,
+            answer, awaits=awaits, files=USER_FILES, memory=self._memory,
+            max_answer=MAX_ANSWER_BYTES, channel=channels, reaper=reaper,
         )  # fmt: skip
 
     async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
@@ -418,7 +418,7 @@ class Worker:
         """Run one request; returns its answer: `result`, `problems`, or `error`."""
         operations: dict[str, Callable[..., Awaitable[Any]]] = {
             "describe": self._describe, "reset": self._reset, "step": self._step,
-            "close": self._close_episode,
+            "finish": self._finish, "close": self._close_episode,
         }  # fmt: skip
         request = json.loads(data)
         name = request.pop("operation")
@@ -474,7 +474,9 @@ class Worker:
         try:
             environment = await run_call(self._make)
             check_methods(environment, label)
-            methods = (getattr(environment, name, None) for name in ("reset", "step", "close"))
+            methods = (
+                getattr(environment, name, None) for name in ("reset", "step", "finish", "close")
+            )
             self._awaits = any(map(inspect.iscoroutinefunction, methods))
             schemas = getattr(environment, "tools", None)
             schemas = await run_call(schemas) if callable(schemas) else schemas
@@ -491,7 +493,7 @@ class Worker:
         except BaseException as error:
             text = describe_error(error, self._file)
             raise Problems(f"{label}: constructing it raised {text}.") from error
-        KEPT.update(forks.open_files() - before)
+        USER_FILES.update(forks.open_files() - before)
         # Tools fork for the calls of functions alone: connections to servers cannot be forked.
         self._relays = bool(memory and path)
         gc.collect()
@@ -516,6 +518,12 @@ class Worker:
         limit = None if getattr(environment, "limits_calls", False) else timeout
         value = await self._call(environment.step, message, timeout=limit)
         return read_step(value, self._max_reply_chars)
+
+    async def _finish(self, episode: str, timeout: float) -> dict[str, Any]:
+        """Ask for the reward that is still due when a limit of the run ends an episode."""
+        finish = getattr(self._episodes[episode], "finish", None)
+        reward = await self._call(finish, timeout=timeout) if callable(finish) else None
+        return read_step({"done": True, "reward": reward}, self._max_reply_chars)
 
     async def _close_episode(self, episode: str, timeout: float) -> None:
         environment = self._episodes.pop(episode, None)

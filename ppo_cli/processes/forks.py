@@ -37,25 +37,24 @@ def open_files() -> set[int]:
 class Fork:
     """A fork that answers requests, one after another.
 
-    `answer` runs in the fork, on an event loop if it `awaits`: one takes a megabyte. `kept` are the
-    files of the user's code that stay open in it, `memory` the bytes that it may use beyond those
-    of its parent, `max_answer` those of an answer. `channel` and `reaper` are modules of this
-    package.
+    `answer` runs in the fork, on an event loop if it `awaits`: one takes a megabyte. `files` of the
+    user's code stay open in it. `memory` are the bytes that it may use beyond those of its parent,
+    `max_answer` those of an answer. `channel` and `reaper` are modules of this package.
     """
 
     def __init__(
         self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool,
-        kept: set[int], memory: int, max_answer: int, channel: Any, reaper: Any,
+        files: set[int], memory: int, max_answer: int, channel: Any, reaper: Any,
     ) -> None:  # fmt: skip
         self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
         self._ended, self._printed, self._tail = "", 0, b""
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         self._prints, prints = os.pipe()
         sys.stdout.flush()
         self._pid = os.fork()
         if not self._pid:
-            self._become(answer, awaits, theirs.fileno(), prints, kept, memory)
-        theirs.close()
+            self._become(answer, awaits, child_end.fileno(), prints, files, memory)
+        child_end.close()
         os.close(prints)
         self._socket.setblocking(False)
         os.set_blocking(self._prints, False)
@@ -63,14 +62,14 @@ class Fork:
 
     def _become(
         self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], awaits: bool, channel: int,
-        prints: int, kept: set[int], memory: int,
+        prints: int, files: set[int], memory: int,
     ) -> None:  # fmt: skip
         """Run the fork: never returns."""
         try:
             os.setsid()
             for source, target in ((channel, 0), (prints, 1), (prints, 2)):
                 os.dup2(source, target)
-            for number in open_files() - kept - {0, 1, 2}:
+            for number in open_files() - files - {0, 1, 2}:
                 with contextlib.suppress(OSError):
                     os.close(number)
             # What it uses now is shared with the parent.

@@ -57,8 +57,8 @@ def is_random(text: str) -> bool:
     Stricter than `is_mixed`: what stands next to a secret name is often code.
     """
     parts = re.split(r"[-_./]", text)
-    words = all(re.fullmatch("[A-Za-z]*[0-9]{0,4}|[0-9]+", part) for part in parts)
-    if text[0] in "/.~" or (words and len(parts) > 1):
+    is_name = all(re.fullmatch("[A-Za-z]*[0-9]{0,4}|[0-9]+", part) for part in parts)
+    if text[0] in "/.~" or (is_name and len(parts) > 1):
         return False
     changes = len(re.findall(r"[A-Za-z](?=[0-9])|[0-9](?=[A-Za-z])", text))
     longest = max(map(len, parts))

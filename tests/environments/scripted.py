@@ -60,6 +60,9 @@ class Scripted:
     def step(self, episode: str, message: Message) -> Future[Reply]:
         return self._threads.submit(self._call, lambda: self._step(episode, message))
 
+    def finish(self, episode: str) -> Future[Reply]:
+        return self._threads.submit(self._call, lambda: self._finish(episode))
+
     def release(self, episodes: Sequence[str]) -> None:
         for episode in episodes:
             assert self.episodes.pop(episode, None) is not None, "released twice"
@@ -80,6 +83,10 @@ class Scripted:
 
     def _open(self, episode: str, row: Mapping[str, Any]) -> Opening:
         return Opening(tuple(self.episodes[episode].reset(row) or ()))
+
+    def _finish(self, episode: str) -> Reply:
+        finish = getattr(self.episodes[episode], "finish", dict)
+        return Reply(done=True, rewards=finish())
 
     def _step(self, episode: str, message: Message) -> Reply:
         messages, done, rewards = self.episodes[episode].step(message)

@@ -96,11 +96,20 @@ def test_limits(limit: str) -> None:
             messages, _, rewards = super().step(message)
             return messages, self.turn == 6, rewards
 
+        def finish(self) -> dict[str, float]:
+            if self.seed % 3 == 0:
+                raise ValueError("no score")
+            return {"turns": 0.5, "due": 1.0}
+
     sampling = Sampling(n=2, max_tokens=60 if limit == "episode tokens" else 120, seed=5)
     rollouts = play(Scripted(Endless), sampling, environment=settings)
     if limit == "turns":
-        assert {(r.ended, len(r.turns)) for r in rollouts} == {("turns", 3)}
-        assert all(r.turns[-1].rewards for r in rollouts)  # the last turn was played
+        assert {len(r.turns) for r in rollouts} == {3}
+        # The last turn was played, and the environment asked for what was due.
+        due = [r.turns[-1].rewards for r in rollouts if r.ended == "turns"]
+        assert due and all(parts["turns"] == 1.5 and parts["due"] == 1.0 for parts in due)
+        failed = {r.failure for r in rollouts if not r.ended}
+        assert failed == {"raised ValueError: no score"}
     elif limit == "turn tokens":
         turns = [turn for r in rollouts for turn in r.turns]
         assert {r.finish_reason for r in rollouts if r.turns[-1].cut} == {"length"}
