@@ -28,6 +28,10 @@ from ppo_cli.report.limits import Limits
 
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
+SETTLED_STEPS = 8  # after which a criterion that hardly any response meets is told
+SAME_CREDIT = 0.05  # mean credit of such a criterion, or its distance from 1
+MANY_TOOL_ERRORS = 0.25  # share of turns with a tool error
+MANY_CUT_EPISODES = 0.1  # share of episodes that a limit cuts
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
 SAME_STEPS = 3  # steps of equal rewards after which there is nothing to learn from
 NO_TREND = 0.38  # correlation with time below which 9 of 10 series of 20 random numbers are
@@ -103,7 +107,12 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
         return {}
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
     if findings["kl_high"] and is_kl_worth_it(steps, limits, findings["hacking"]):
-        findings["kl_high"] = ""
+        # What a rule pays for is a gain; what a judge pays for has to be looked at.
+        findings["kl_high"] = limits.can_be_gamed * (
+            f"kl {_format_beyond(steps[-1]['kl_divergence'], limits.kl[1])} is above "
+            f"{limits.kl[1]:g} while the reward rises: read responses of the last step, or ask a "
+            f"second judge, before you trust the gain. {limits.kl_setting} holds it back."
+        )
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     if findings["hacking"]:  # it explains long responses: other advice would be wrong
@@ -180,7 +189,8 @@ def _check_collapse(steps: History, limits: Limits) -> str:
     if best <= floor or reward - floor > LOST_REWARD * (best - floor):
         return ""
     # Advise to resume from the last checkpoint before the best reward.
-    signs = [f"kl is {kl:.2g}"] * far + [f"entropy fell from {had:.2g} to {entropy:.2g}"] * silent
+    signs = [f"kl is {kl:.2g}"] if far else []
+    signs += [f"entropy fell from {had:.2g} to {entropy:.2g}"] if silent else []
     good = max(s["step"] for s in earlier if s.get("reward_mean") == best)
     saved = max((step for step in limits.saved if step <= good), default=None)
     restart = "start from scratch with --resume never"
@@ -405,6 +415,33 @@ def _check_unclosed_thoughts(steps: History, limits: Limits) -> str:
     )
 
 
+def _check_tool_errors(steps: History, limits: Limits) -> str:
+    """Warn if many turns of three steps have a tool error."""
+    errors = _last_values(steps, "environment/tool_error_share", 3)
+    if not errors or min(errors) <= MANY_TOOL_ERRORS:
+        return ""
+    return (
+        f"{errors[-1]:.0%} of the turns have a tool error. `error` in the responses of the last "
+        "step says which: describe the tool's arguments, or raise --tool_timeout if it is slow."
+    )
+
+
+def _check_cut_episodes(steps: History, limits: Limits) -> str:
+    """Warn if a limit cuts many episodes of three steps."""
+    for key in steps[-1]:
+        limit = key.removeprefix("environment/cut_").removesuffix("_share")
+        if f"environment/cut_{limit}_share" != key:
+            continue
+        cut = _last_values(steps, key, 3)
+        if cut and min(cut) > MANY_CUT_EPISODES:
+            return (
+                f"{cut[-1]:.0%} of the episodes are cut by the limit of {limit.replace('_', ' ')}: "
+                "they end before the task does. Raise --max_turns, --max_turn_tokens or "
+                "--max_response_length."
+            )
+    return ""
+
+
 def _check_failed_scores(steps: History, limits: Limits) -> str:
     """Warn about responses without a score."""
     failed = int(steps[-1].get("score/failed") or 0)
@@ -526,30 +563,35 @@ def _check_dominated_part(steps: History, limits: Limits) -> str:
     return ""
 
 
-def _criterion_credits(steps: History) -> dict[str, list[float]]:
-    """Return the mean credits of each rubric criterion in the last 20 steps."""
+def _criterion_credits(steps: History, count: int) -> dict[str, list[float]]:
+    """Return the mean credits of each rubric criterion in the last `count` steps."""
     # The share of missed hurdles is not a criterion.
     keys = [k for k in steps[-1] if k.startswith("rubric/") and k != "rubric/hurdle_missed"]
-    return {key[7:]: values for key in keys if (values := _last_values(steps, key, STUCK_STEPS))}
+    return {key[7:]: values for key in keys if (values := _last_values(steps, key, count))}
 
 
 def _check_stuck_criterion(steps: History, limits: Limits) -> str:
-    """Warn about a criterion that every response meets, or none."""
-    for name, values in _criterion_credits(steps).items():
-        if min(values) == max(values) and values[0] in (0.0, 1.0):
-            credit = "had its full credit" if values[0] else "had no credit"
-            return (
-                f"The criterion '{name}' {credit} in every response of the last {STUCK_STEPS} "
-                "steps, so it does not distinguish responses. Reword it in --rm_rubric, or "
-                "remove it."
-            )
-    return ""
+    """Warn about criteria that hardly any response meets, or nearly all from the start."""
+    unmet, always = [], []
+    for name, values in _criterion_credits(steps, SETTLED_STEPS).items():
+        credits = [float(line.get(f"rubric/{name}") or 0.0) for line in steps]
+        if fmean(values) < SAME_CREDIT:
+            unmet.append(f"'{name}' is hardly ever met (mean credit {fmean(values):.2g})")
+        elif min(credits) > 1 - SAME_CREDIT:
+            always.append(f"'{name}' was nearly always met from the start ({fmean(credits):.3g})")
+    if not unmet and not always:
+        return ""
+    return (
+        f"Criteria that tell no responses apart in the last {SETTLED_STEPS} steps: "
+        f"{', '.join([*unmet, *always])}. Reword them in --rm_rubric, give them levels, or remove "
+        "them."
+    )
 
 
 def _check_opposed_criterion(steps: History, limits: Limits) -> str:
     """Warn about a criterion whose credit falls while the reward rises."""
     rewards = _last_values(steps, "reward_mean", STUCK_STEPS)
-    for name, values in _criterion_credits(steps).items():
+    for name, values in _criterion_credits(steps, STUCK_STEPS).items():
         # Means of the first and of the last quarter say which of the two rises.
         few = STUCK_STEPS // 4
         fall = fmean(values[:few]) - fmean(values[-few:])
@@ -628,6 +670,8 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     # Responses and scores.
     "too_long": _check_cut_off,
     "never_answers": _check_unclosed_thoughts,
+    "tool_errors": _check_tool_errors,
+    "cut_episodes": _check_cut_episodes,
     "failed": _check_failed_scores,
     "hacking": find_hacking,
     # Judges.

@@ -91,6 +91,8 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
     "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
+    "tool_errors": (3, always(environment__tool_error_share=0.4), "--tool_timeout"),
+    "cut_episodes": (3, always(environment__cut_turns_share=0.2), "the limit of turns"),
     "failed": (1, always(score__failed=3.0), "ppo show outputs --failed"),
     "hacking": (
         4,
@@ -108,7 +110,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
-    "criterion_stuck": (20, always(rubric__brief=1.0), "'brief' had its full credit"),
+    "criterion_stuck": (8, always(rubric__brief=0.02), "'brief' is hardly ever met"),
     "criterion_against": (20, lambda s: {"rubric/brief": 1 - 0.02 * s}, "'brief' falls while"),
     "prompts_cut": (1, always(model__prompts_cut=3.0), "--reward_model_max_length"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),

@@ -30,7 +30,7 @@ COMPARISONS: list[tuple[str, Callable[..., bool]]] = [
     (rf"fell by {N}", lambda a: a >= 0),
     (rf"rose by only {N}", lambda a: a >= 0),
     (rf"\({N} failed in this step\)", lambda a: a > 0),
-    (rf"{N}% of the (?:responses|episodes|judge)", lambda a: a > 0),
+    (rf"{N}% of the (?:responses|episodes|turns|judge)", lambda a: a > 0),
     (rf"{N} responses have no score", lambda a: a > 0),
     (rf"not finite in {N} of", lambda a: a > 0),
     (rf"makes {N}% of the total's spread, its weight says {N}%", lambda a, b: a < b),
@@ -68,9 +68,15 @@ def is_opposed_right(steps: Lines, text: str) -> bool:
 
 
 def is_stuck_right(steps: Lines, text: str) -> bool:
-    name = re.search(r"criterion '(\w+)'", text)[1]  # type: ignore[index]
-    credit = 1.0 if "full credit" in text else 0.0
-    return set(column(steps, f"rubric/{name}", STUCK_STEPS)) == {credit}
+    rare = re.findall(rf"'(\w+)' is hardly ever met \(mean credit {N}\)", text)
+    usual = re.findall(rf"'(\w+)' was nearly always met from the start \({N}\)", text)
+    shown = [
+        abs(fmean(column(steps, f"rubric/{name}", count)) - float(credit)) < 0.005
+        and (float(credit) < 0.05 if count == 8 else float(credit) > 0.95)
+        for criteria, count in ((rare, 8), (usual, len(steps)))
+        for name, credit in criteria
+    ]
+    return bool(shown) and all(shown)
 
 
 def is_monitor_right(steps: Lines, text: str) -> bool:

@@ -319,7 +319,7 @@ JUDGE = {"api": {"enable": True, "model": "m"}}
         ("padded", {"function": "f.py"}, "Doubtful", ["hacking", "kl_high"], [7]),
         ("flattered", JUDGE, "Doubtful", ["hacking", "kl_high"], [23]),
         # Honest: what a sentence says, which makes it longer too; and the digits of sums.
-        ("honest", {"function": "f.py"}, "No clear change", [], []),
+        ("honest", {"function": "f.py"}, "No clear change", ["kl_high"], []),
         ("digits", {"function": "f.py"}, "Learned", [], []),
     ],
 )

@@ -64,6 +64,7 @@ METRIC_OF_TROUBLE = {
     "clip_low": "clip_fraction", "ratio": "ppo_ratio", "entropy": "entropy",
     "critic": "explained_variance", "grad_norm": "grad_norm", "failed": "score/failed_share",
     "too_long": "response_length/clip_ratio", "never_answers": "thought/unclosed_share",
+    "tool_errors": "environment/tool_error_share", "fewer_pieces": "pieces/count_mean",
     "sampler": "rollout/logprob_diff", "judge_changed": "judge/label_drift",
 }  # fmt: skip
 # A line of config.yaml: indentation, key, value, and the origin as a comment.
