@@ -44,7 +44,8 @@ def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     environ = {"PPO_VLLM_PYTHON": "/py"}
     assert missing_for_judge_server(Scene(resolve(f"{ON}embedded"), environ)) == []
     assert missing_for_judge_server(Scene(resolve(f"{ON}Qwen/Qwen3-8B"), environ)) == []
-    (lost,) = missing_for_judge_server(Scene(resolve(f"{ON}{tmp_path}"), environ))
+    monkeypatch.chdir(tmp_path)
+    (lost,) = missing_for_judge_server(Scene(resolve(f"{ON}."), environ))
     assert "no model folder" in lost
     monkeypatch.setattr("ppo_cli.planning.findings.judge_server.find_spec", lambda name: None)
     judge = tmp_path / "bin" / "python"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: 
     b = tmp_path / "b.jsonl"
     b.write_text("no\n")
     lines = refusal(tokenizer, a, str(b)).splitlines()
-    check = f"`ppo data check {a} {b}`"
+    check = f"`ppo data check {shlex.quote(a)} {shlex.quote(str(b))}`"
     assert lines == [
         "8 bad rows:",
         f"{a} line 2, column prompt: is empty (also line 3, 4, 5, 6 and 2 more)",

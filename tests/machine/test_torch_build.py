@@ -85,11 +85,12 @@ def test_an_environment_of_the_set_up_is_repaired_by_it(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (tmp_path / "ready.run").touch()
     monkeypatch.chdir(tmp_path)
-    line = f"PPO_VENV={tmp_path} {ROOT}/scripts/setup"
+    folder = shlex.quote(str(tmp_path))
+    line = f"PPO_VENV={folder} {shlex.quote(f'{ROOT}/scripts/setup')}"
     assert f"Run `{line}`." in str(machine_module.Machine.here().gpu_fault(1))
     (tmp_path / "ready.dev").touch()
     monkeypatch.chdir(ROOT)
-    assert f"Run `PPO_VENV={tmp_path} scripts/setup dev`." in str(
+    assert f"Run `PPO_VENV={folder} scripts/setup dev`." in str(
         machine_module.Machine.here().gpu_fault(1)
     )
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
