@@ -1,9 +1,18 @@
 """`python -m ppo_cli` is `ppo`."""
 
+import signal
 import sys
 
-from ppo_cli.cli.app import main
+
+def run() -> int:
+    """Run `ppo`. Until its modules are imported, Ctrl-C ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ppo_cli.cli.app import main
+
+    return main()
+
 
 # The exit code of the command is that of the process.
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

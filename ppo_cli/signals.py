@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +15,18 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import EXIT_STOPPED, Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # All waits on something foreign end within this time after the first signal, and at once after the
 # second. The rest of ten seconds is for saving and for ending child processes.
-LEAVE_S = 5.0
+LEAVE_S = 4.0
 _received: list[float] = []  # when signals asked this run to stop
+
+
+def note_signal() -> None:
+    """Note that a signal asks this run to stop: waits become short."""
+    _received.append(time.monotonic())
 
 
 def time_left() -> float:
@@ -32,6 +39,63 @@ def time_left() -> float:
 def shorten_wait(seconds: float, least: float = 0.5) -> float:
     """Return how long something that ends may still take: `seconds`, less after a signal."""
     return min(seconds, max(time_left(), least))
+
+
+AT_ONCE_S = 5.0  # from a second signal to the end of the process, whatever it waits for
+_repeated = 0  # interrupts that `_raise_again` has raised, which are not signals of the user
+
+
+def watch_interrupts() -> None:
+    """Let each Ctrl-C count in this process; it is called once, by a command.
+
+    Python ignores an exception in a finaliser or a callback, so an interrupt there is raised again.
+    After a second signal the process ends, also inside a call that does not return to Python.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _raise_again
+    # The system writes the number of each signal into a pipe, whatever this thread does.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget_pipe)
+    threading.Thread(target=_end_after_second, args=(reading,), daemon=True).start()
+
+
+def _forget_pipe() -> None:
+    signal.set_wakeup_fd(-1)  # a child's signals are not ours
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    note_signal()
+    raise KeyboardInterrupt
+
+
+def _raise_again(ignored: Any) -> None:
+    """Raise an interrupt that Python has ignored once more; show any other exception."""
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+
+    def repeat() -> None:
+        global _repeated
+        time.sleep(0.05)  # until the finaliser has ended
+        _repeated += 1
+        _received.clear()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    # Not `threading`, whose locks the finaliser may have interrupted.
+    _thread.start_new_thread(repeat, ())
+
+
+def _end_after_second(reading: int) -> None:
+    count = 0
+    while count - _repeated < 2:
+        numbers = os.read(reading, 64)
+        count += numbers.count(signal.SIGINT) + numbers.count(signal.SIGTERM)
+    time.sleep(AT_ONCE_S)
+    os._exit(EXIT_STOPPED)
 
 
 class StopOnSignal:
@@ -79,9 +143,9 @@ class StopOnSignal:
             if self._name is not None:
                 return  # the shell and the system may both send it: not a second Ctrl-C
         elif self._name is not None or (self.at_once and number == signal.SIGINT):
-            _received.append(time.monotonic())
+            note_signal()
             raise KeyboardInterrupt
-        _received.append(time.monotonic())
+        note_signal()
         self._name = signal.Signals(number).name
         # An exception here would end the step that has to be saved: the reader of the output may be
         # gone (`| tee` ends on the same Ctrl-C), and this thread may be inside another print.

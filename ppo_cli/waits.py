@@ -21,10 +21,11 @@ from ppo_cli.errors import Interrupted
 T = TypeVar("T")
 TICK_S = 0.1
 NOTE_AFTER_S = 15.0  # a wait of this length is said
+REACH_S = 40.0  # to be let in by a neighbour that accepts connections
 
 
 class NoAnswer(Interrupted):
-    """Something foreign did not answer: the wait for it has reached its bound, or a signal."""
+    """Something foreign did not answer within the bound of the wait for it."""
 
 
 class Progress:
@@ -58,7 +59,7 @@ def await_result(
 ) -> T:  # fmt: skip
     """Return the result of a future that `name` is to complete.
 
-    Raises NoAnswer after `seconds` without progress, and soon after a signal.
+    Raises NoAnswer after `seconds` without progress, and Interrupted soon after a signal.
     """
     progress, noted = progress or Progress(), False
     while True:
@@ -73,7 +74,7 @@ def await_result(
         if silent > seconds:
             raise NoAnswer(f"{name} does not answer (nothing for {silent:.0f} s)")
         if signals.time_left() <= 0:
-            raise NoAnswer(f"{name} does not answer (given up on a signal)")
+            raise Interrupted(f"Stopped while waiting for {name}.")
         if silent > NOTE_AFTER_S and not noted:
             bound = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
             tell(f"Waiting for {name}{bound}.")

@@ -39,6 +39,7 @@ from ppo_cli.errors import (
 )
 from ppo_cli.plugins import Command
 from ppo_cli.secrets.redact import redact
+from ppo_cli.signals import watch_interrupts
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")
@@ -251,6 +252,13 @@ def _check_address_space(args: Sequence[str]) -> None:
         raise UserError("out of memory.")  # print_error adds the limit
 
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is the cause of an error."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _open_closed_streams() -> None:
     """Replace closed standard streams with the null device.
 
@@ -282,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ppo_cli.allocator import start_with_jemalloc
 
         start_with_jemalloc()
+    if argv is None:
+        watch_interrupts()
     # Prompts are counted without torch: transformers takes a sixth of the time to import then. An
     # entry of None makes the import of a module fail.
     if argv is None and args[:2] == ["data", "check"]:
@@ -299,7 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        return print_error(error, debug=debug)
+        # Python and libraries wrap an interrupt in errors of their own.
+        if not is_interrupt(error):
+            return print_error(error, debug=debug)
+        code = EXIT_STOPPED
     if code == EXIT_STOPPED:
         print("Stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0

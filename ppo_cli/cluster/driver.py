@@ -34,17 +34,19 @@ from ppo_cli.cluster.serialise import dumps, lighten_prompt, prompts_by_uid, rej
 from ppo_cli.cluster.worker_process import KILLED, read_tail
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.errors import PpoError, WorkerLost
+from ppo_cli.errors import Interrupted, PpoError, WorkerLost
 from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.signals import shorten_wait, time_left
 
 STOP = "stop"
 BEAT, BEAT_S = b"", 2.0  # a request that is answered at once, and the pause between two
 GONE = "gone"
 # From the end of the connection to that of the process.
 LEAVES_S = 5.0
+UNHEARD_S = 2.0  # after the time for it, a start that goes on in spite of a stop is left
 SILENT_S = 180.0  # it may take long to start on a busy machine
 MAX_PART_BYTES = 1 << 40  # of an answer: batches may be as large as memory
 
@@ -273,7 +275,7 @@ class DriverEngine:
         """Stop what the driver process builds, ask it to close, and wait FAREWELL_S at most."""
         client.ask(STOP, "closing")  # if it still builds the engine
         answer = client.ask("close")
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + shorten_wait(FAREWELL_S)
         while time.monotonic() < deadline and self._failure() is None:
             with suppress(Empty):
                 answer.take(TICK_S)
@@ -318,6 +320,9 @@ class DriverEngine:
             self._told_to_stop = True
             assert self._client is not None
             self._client.ask(STOP, reason)
+        # The process hears it itself, unless it is inside a call that never ends.
+        if may_stop and time_left() < -UNHEARD_S:
+            raise Interrupted(f"Stopped while starting ({self._stop_requested()}).")
 
     def _failure(self) -> str | None:
         return self._ray_process.failure() if self._ray_process is not None else None

@@ -31,6 +31,7 @@ from ppo_cli.errors import PpoError, is_picklable
 from ppo_cli.processes.channel import MARK, PART, Channel
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.secrets.redact import redact
+from ppo_cli.signals import note_signal
 
 # Ray must be joined and left in the main thread.
 IN_MAIN_THREAD = ("build", "close")
@@ -98,6 +99,7 @@ class Service:
     def stop(self, reason: str) -> None:
         """Stop the build of the engine."""
         self._stop = reason
+        note_signal()  # this process gets none itself
 
     def annotate(self, batch: Batch) -> list[Annotations]:
         """The annotations of each rank; the run has the batch."""

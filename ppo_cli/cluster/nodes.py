@@ -66,6 +66,7 @@ from ppo_cli.errors import (
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.processes.reaper import STOP_S
 from ppo_cli.signals import StopOnSignal
+from ppo_cli.waits import REACH_S, NoAnswer, await_result, run_in_thread
 
 # Starting Ray takes under 10 s on a quiet machine.
 RAY_START_S = 180.0
@@ -94,8 +95,13 @@ class HeadStore:
     """The key-value store and the list of nodes that Ray's head keeps."""
 
     def __init__(self, address: str) -> None:
+        """Connect; raises RpcError where something else listens, or never answers."""
         self.address = address
-        self._client: Any = _raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+        client = run_in_thread(lambda: _raylet.GcsClient(address=address))  # type: ignore[attr-defined]
+        try:
+            self._client: Any = await_result(client, f"the Ray head at {address}", REACH_S)
+        except NoAnswer as late:
+            raise RpcError(str(late), rpc_code=None) from late
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None. Raises RpcError where the head does not answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 import uuid
@@ -18,6 +17,7 @@ from ppo_cli.cluster.addresses import accepts_connections, join_address
 from ppo_cli.engine.leftovers import remove_stale_folders
 from ppo_cli.errors import WorkerLost, first_line
 from ppo_cli.secrets.redact import redact
+from ppo_cli.waits import REACH_S, NoAnswer, await_result, run_in_thread
 
 # How often the head of a joined cluster is connected to, and how often before it counts as lost.
 PROBE_EVERY_S, PROBE_ATTEMPTS = 5.0, 3
@@ -50,14 +50,14 @@ class Session:
         remove_stale_folders()
 
     def _join(self, logs: Path) -> None:
-        """Connect this process to the Ray cluster at the address, and keep its signal handlers.
+        """Connect this process to the Ray cluster at the address.
 
         Raises WorkerLost if Ray cannot be joined.
         """
         _print_into(logs / "ray.log")
-        # `ray.init` installs signal handlers, which are replaced by ours again below.
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+
+        # In a thread, where Ray installs no signal handlers: it waits for a silent head for ever.
+        def join() -> None:
             with _without_current_folder(logs):
                 ray.init(
                     address=self._address,
@@ -65,15 +65,18 @@ class Session:
                     log_to_driver=False,
                     logging_level="ERROR",
                 )
+
+        try:
+            await_result(run_in_thread(join), f"the Ray cluster at {self._address}", REACH_S)
             # The address given may be "auto", or a name.
             self._address = ray.get_runtime_context().gcs_address
+        except NoAnswer as late:
+            raise WorkerLost(
+                f"{late}. Is its head at that address alive, and its port open?"
+            ) from None
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             reason = first_line(error)
             raise WorkerLost(f"There is no Ray to join at {self._address}: {reason}") from None
-        finally:
-            for number, handler in handlers.items():
-                with suppress(ValueError):  # only the main thread may set handlers
-                    signal.signal(number, handler)
 
     def _probe(self) -> str | None:
         """Connect to the head of the cluster every few seconds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Final, Literal
 
-from ppo_cli.errors import MissingPart
+from ppo_cli.errors import MissingPart, address_space
 from ppo_cli.machine.device_record import Feature, read_record
 from ppo_cli.machine.gpus import (
     NO_GPUS,
@@ -40,6 +40,7 @@ class Machine:
     cores: int = 1
     threads: int | None = None  # OMP_NUM_THREADS
     host_bytes: int | None = None  # None: GPUs of another machine are assumed
+    address_bytes: int | None = None  # that a process may map, `ulimit -v`; None: no limit
     fast_bfloat16: bool = False  # the processor multiplies in bfloat16 faster than in float32
     matmul: Literal["blas", "onednn"] = "blas"  # the faster library for float32 on the processor
     gpu_bytes: int | None = None  # of each GPU, if GPUs of another machine are assumed
@@ -60,6 +61,7 @@ class Machine:
             cores=count_cores(),
             threads=_read_threads(environ),
             host_bytes=host_memory(),
+            address_bytes=address_space(),
             fast_bfloat16=has_fast_bfloat16(environ),
             matmul=matmul_library(environ),
             inventory=replace(inventory, fault=None) if hides_all_gpus(environ) else inventory,

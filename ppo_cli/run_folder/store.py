@@ -36,7 +36,7 @@ from ppo_cli.paths import user_path
 from ppo_cli.run_folder.folder import LOCK, RunFolder
 from ppo_cli.run_folder.lines import LABELS_FILE, METRICS_FILE, ROLLOUTS
 from ppo_cli.run_folder.sources import ModelSource, find_source
-from ppo_cli.waits import NoAnswer, Progress, await_result, run_in_thread
+from ppo_cli.waits import Progress, await_result, run_in_thread
 
 INDEX, LEASE = "index.json", "lease.json"  # of a copy: its files and links; who writes it
 # In a folder: the address of its copy, and that a fetch was cut off.
@@ -340,8 +340,8 @@ class Mirror:
         problem = ""
         try:
             await_result(self._rounds, self._url, PATIENCE_S, progress=self._progress)
-        except NoAnswer as late:
-            problem = str(late)
+        except Interrupted as late:
+            problem = first_line(late)
         return self.lease.successor or self._problem or problem
 
     def _copy_changes(self) -> None:
@@ -524,7 +524,7 @@ def mirrored(
         mirror = await_result(run_in_thread(open_copy), address, PATIENCE_S, tell, progress)
     except UserError:
         raise
-    except Exception as late:  # its last one, or NoAnswer
+    except Exception as late:  # its last one, or the end of the wait
         raise Interrupted(f"{(*problems, late)[0]}. Go on with: {command}") from late
     finally:
         given_up.set()

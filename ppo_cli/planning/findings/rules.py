@@ -61,6 +61,7 @@ RULES: Final = (
     Rule("missing", judge_server.missing_for_judge_server),
     Rule("missing", _missing_prompts),
     Rule("elsewhere", devices.missing_gpus),
+    Rule("elsewhere", devices.missing_addresses),
     Rule("missing", devices.unusable_gpus),
     Rule("missing", devices.missing_packages),
     # What may surprise.
