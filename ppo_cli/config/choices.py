@@ -379,6 +379,13 @@ def choose_isolation(settings: Settings) -> Choice:
     return Choice("episode", "a call harms its own episode alone")
 
 
+def choose_starts(settings: Settings) -> Choice:
+    """Choose few episodes that begin at once where each may start a server."""
+    if settings["environment.isolation"] == "process":
+        return Choice(8, "each may start a server")
+    return Choice(256, "a fork is fast")
+
+
 def choose_python(settings: Settings) -> Choice:
     """Choose the Python of environments: this one."""
     return Choice(os.path.abspath(sys.executable), "it runs this program")

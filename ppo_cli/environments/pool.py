@@ -197,7 +197,14 @@ class _Process:
 
     async def reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
         """Begin an episode; raises EnvironmentFailure."""
-        result = await self._call_episode("reset", episode, row=row)
+        try:
+            result = await self._call_episode("reset", episode, row=row)
+        except _CallFailure as failure:
+            if not failure.late:
+                raise
+            at_once = f"environment.max_starts={self._config.max_starts}"
+            advice = f"raise --tool_timeout, or lower {at_once}, which begin at once"
+            raise _CallFailure(f"{failure} to begin: {advice}", late=True) from None
         try:
             return Opening(_read_messages(result["messages"]))
         except (KeyError, TypeError, ValueError):
@@ -302,6 +309,7 @@ class EnvironmentPool:
         self._closed = False
         self._error: UserError | None = None
         self._metrics: Counter[str] = Counter()
+        self._starts = asyncio.Semaphore(config.max_starts)
         self._loop = LoopThread("environments")
 
     def start(self) -> None:
@@ -358,7 +366,8 @@ class EnvironmentPool:
         self._episodes[episode] = process
         try:
             await asyncio.shield(process.start())
-            return await process.reset(episode, row)
+            async with self._starts:
+                return await process.reset(episode, row)
         except (ConfigError, EnvironmentFailure) as error:
             # A ConfigError: the user has changed the file since the start of the run.
             raise self._end_failed(episode, error) from None

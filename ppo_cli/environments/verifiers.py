@@ -49,6 +49,7 @@ class PolicyHarness(NullHarness):
         mcp_urls: dict[str, str], data: Any, tool_interception_url: str | None = None,
     ) -> Any:  # fmt: skip
         """Ask the model and run its tool calls until it makes none."""
+        Taskset.asking[ctx.model].trace = trace
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -154,6 +155,7 @@ class Episode:
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._run: asyncio.Task[Any] | None = None
         self._num_messages = 0
+        self.trace: Any = None  # of the conversation under way
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools that the first task offers."""
@@ -191,12 +193,16 @@ class Episode:
             replies = body["messages"][self._num_messages + 1 :]
             self._num_messages = len(body["messages"])
             return {"messages": [read_message(reply) for reply in replies]}
-        episode = self._run.result()
-        if not episode.ok:
-            raise RuntimeError(read_errors(episode))
-        named = (item for trace in episode.traces for item in trace.rewards.items())
-        rewards = {name: reward.value for name, reward in named if reward is not None}
-        return {"messages": None, "done": True, "reward": rewards}
+        return {"messages": None, "done": True, "reward": read_rewards(self._run.result())}
+
+    async def finish(self) -> dict[str, float]:
+        """End the conversation as the limit of turns in verifiers does; returns the rewards."""
+        assert self._run is not None and self._answer is not None
+        while not self._run.done():
+            self.trace.stop("max_turns")
+            self._answer.set_exception(RuntimeError("a limit has ended the episode"))
+            await self._next_request()
+        return read_rewards(self._run.result())
 
     async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the policy's message in answer to a request of verifiers."""
@@ -219,6 +225,14 @@ class Episode:
         Taskset.asking.pop(self._model, None)
         if self._run is not None:
             self._run.cancel()
+
+
+def read_rewards(episode: Any) -> dict[str, float]:
+    """Return the rewards of an episode of verifiers by name; RuntimeError if it failed."""
+    if not episode.ok:
+        raise RuntimeError(read_errors(episode))
+    named = (item for trace in episode.traces for item in trace.rewards.items())
+    return {name: reward.value for name, reward in named if reward is not None}
 
 
 def read_errors(episode: Any) -> str:
@@ -253,7 +267,9 @@ def write_rows(name: str, out: str, limit: str, kwargs: str = "{}") -> None:
     with open(out, "w", encoding="utf-8") as file:
         for index, task in enumerate(itertools.islice(tasks, int(limit))):
             system = [{"role": "system", "content": task.data.system_prompt}]
-            user = [{"role": "user", "content": task.data.prompt_text}]
+            # Without a prompt, verifiers opens the episode, and the text of the row is not read.
+            text = task.data.prompt_text or f"Task {index} of {name}."
+            user = [{"role": "user", "content": text}]
             row = {
                 "prompt": [*system, *user] if task.data.system_prompt else user,
                 "ground_truth": str(getattr(task.data, "answer", "") or ""),

@@ -341,7 +341,7 @@ from pathlib import Path
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.pool import EnvironmentPool
 settings = Environment(path=sys.argv[1], python=sys.executable, max_turn_tokens=9, num_workers=2,
-                       isolation="episode")
+                       isolation="episode", max_starts=9)
 pool = EnvironmentPool(settings, Path(sys.argv[2]))
 pool.start()
 row = json.loads(sys.argv[3])
@@ -496,6 +496,22 @@ def test_a_variable_that_is_not_passed_on_is_named(tmp_path: Path) -> None:
             check_environment(complete_environment(path=f"{file}:Game"))
     with pytest.raises(UserError, match="there is no variable SEARCH_KEY"):
         check_environment(complete_environment(path=f"{file}:Game", pass_env=("SEARCH_KEY",)))
+
+
+@pytest.mark.slow
+def test_few_episodes_begin_at_once(start: Start, game: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    write = f"open({str(lines)!r}, 'a', 1).write"
+    pause = f'{write}("+\\n"); time.sleep(float(row["prompt"])); {write}("-\\n"); print("a"'
+    game.write_text(GAME.replace('print("a print"', pause))
+    pool = start(path=f"{game}:Game", timeout=5.0, max_starts=2)
+    openings = [pool.reset(name, {**ROW, "prompt": "0.1"}) for name in "abcdefgh"]
+    assert all(opening.result(60).messages for opening in openings)
+    steps = lines.read_text().split()
+    assert len(steps) == 16
+    assert all(steps[:i].count("+") - steps[:i].count("-") <= 2 for i in range(17))
+    with pytest.raises(EnvironmentFailure, match=r"to begin: raise --tool_timeout, or .*starts=2"):
+        open_episodes(pool, "i", prompt="4321")
 
 
 @pytest.mark.parametrize("version", ["3.9", "3.13"])

@@ -97,6 +97,10 @@ def test_a_taskset_is_played(start: Start, python: str, tmp_path: Path) -> None:
     assert say(pool, "2", "It is 6.").messages == ({"role": "user", "content": "Are you sure?"},)
     reply = say(pool, "2", "Yes, it is 6, and I am sure.")
     assert reply.done and reply.rewards == {"right": 1.0, "short": 0.0}
+    # A limit of the run ends one before the second question.
+    say(pool, "1", "It is 4.")
+    reply = pool.finish("1").result(60)
+    assert reply.done and reply.rewards == {"right": 1.0, "short": 0.5}
     say(pool, "0", "7")
     assert say(pool, "0", "7").rewards == {"right": 0.0, "short": 0.5}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from ppo_cli.addresses import refuse_address
-from ppo_cli.config.choices import choose_isolation, choose_python
+from ppo_cli.config.choices import choose_isolation, choose_python, choose_starts
 from ppo_cli.config.schema.algorithm import Conflict, LocalPath, Section, checked, setting
 from ppo_cli.config.schema.unset import Chosen, Follows
 
@@ -56,6 +56,10 @@ class Environment(Section):
     timeout: float = setting(
         30.0, "Limit of a call of the environment or of a tool, in seconds.", flag="--tool_timeout",
         gt=0,
+    )  # fmt: skip
+    max_starts: int = setting(
+        Chosen(choose_starts, "8 for verifiers, whose tasks may start servers, else 256"),
+        "Episodes that begin at once; each has `timeout` for it.", ge=1, identity="start",
     )  # fmt: skip
     max_reply_chars: int = setting(
         4096, "Longest reply that the policy reads, in characters; the middle of a longer one is "
