@@ -453,6 +453,7 @@ def format_export(record: dict[str, Any]) -> str:
         f"  from        {record['source']}{step}",
         f"  parameters  {format_count(record['parameters']).strip()}, {record['dtype']}",
         f"  size        {format_count(record['bytes'], 'G')}B in {plural(files, 'file')}",
+        f"  checked     {record['checked']}",
     ]
     # Lines that only some exports have.
     if record["card"]:

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
 )
 
 from ppo_cli.atomic import open_to_readers
+from ppo_cli.config.models.folder import read_config
 from ppo_cli.engine.checkpoint import StoredTensors, stored_tensors, to_file_layout
-from ppo_cli.engine.models.loading import load_weights
-from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_merged
-from ppo_cli.engine.models.value_models import load_value_model
-from ppo_cli.engine.pretrained import DAMAGED, load_config, load_part
+from ppo_cli.engine.export_check import (
+    compare_outputs,
+    compute_outputs,
+    limit_of_check,
+    load_whole_model,
+    round_weights,
+)
+from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_adapted, round_to_4_bits
+from ppo_cli.engine.pretrained import DAMAGED, load_part
 from ppo_cli.engine.saved_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -45,6 +50,7 @@ from ppo_cli.paths import load_json, read_text, user_path
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
 BASE_FLAG = "--base"
+CRITIC_HEAD = "ForTokenClassification"
 # Hugging Face's name of the index.
 INDEX = "model.safetensors.index.json"
 # Files that are written again; all others (tokenizer, templates, code) are copied.
@@ -53,13 +59,17 @@ REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, "
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """Size and files of an exported model; `base` is the model that an adapter was merged into."""
+    """Size and files of an exported model.
+
+    `base` is the model that an adapter was merged into, `checked` what was compared.
+    """
 
     parameters: int
     bytes: int
     dtype: str
     files: tuple[str, ...]
     base: str | None = None
+    checked: str = ""
 
 
 def write_model(
@@ -68,19 +78,28 @@ def write_model(
     *,
     dtype: str | None = None,
     base: str | None = None,
+    quantization: str | None = None,
     trust_remote_code: bool = False,
 ) -> WrittenModel:
     """Write the model saved in `source` into the empty folder `out`; dtype None keeps its dtype.
 
-    `base` replaces the base model that an adapter names. Raises ModelError when something is
-    missing, damaged or does not fit, OSError when `out` cannot be written.
+    `base` replaces the base model that an adapter names; `quantization` is what the run did to it.
+    Raises ModelError when something is missing, damaged, does not fit or computes other numbers
+    once it is written, OSError when `out` cannot be written.
     """
     torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    is_adapter = (source / ADAPTER_CONFIG).exists()
+    if base is not None and not is_adapter:
+        raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
     # An adapter is merged into its base model; a full model is cast file by file.
     shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES))
-    if (source / ADAPTER_CONFIG).exists():
-        name = base or base_name(source)
-        model = _merge(source, name, trust_remote_code=trust_remote_code)
+    if is_adapter:
+        name, critic = base or base_name(source), _is_critic_adapter(source)
+        adapted = _load_adapted(source, name, quantization, trust_remote_code=trust_remote_code)
+        exact = compute_outputs(adapted)
+        model = adapted.merge_and_unload()
+        del adapted
+        expected = _round(model, torch_dtype, exact)
         if torch_dtype is not None:
             model = model.to(torch_dtype)
         files = model_files(model)
@@ -93,14 +112,48 @@ def write_model(
             files |= tokenizer_files(tokenizer)
         write_files(out, files)
         write_weights(model, out)
+        del model
         written = _describe(out, base=name)
-    elif base is not None:
-        raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
+        limit = limit_of_check(written.parameters)
     else:
         _cast_weights(source, out, torch_dtype)
         written = _describe(out)
+        critic = _is_critic_model(source)
+        if not (limit := limit_of_check(written.parameters)):
+            model = load_whole_model(
+                str(source), "SOURCE", critic=critic, trust_remote_code=trust_remote_code,
+                what="checkpoint",
+            )  # fmt: skip
+            exact = compute_outputs(model)
+            expected = _round(model, torch_dtype, exact)
+            del model
     _rewrite_configs(out, written.dtype)
-    return written
+    # Last, what is on the disk now is read as anybody would read it.
+    checked = f"not compared with the checkpoint: {limit}"
+    if not limit:
+        checked = compare_outputs(
+            out, exact, expected, critic=critic, trust_remote_code=trust_remote_code
+        )
+    if is_adapter and quantization is not None:
+        checked += f"; the base was rounded to {quantization} before merging, as in training"
+    return replace(written, checked=checked)
+
+
+def _round(model: Any, dtype: torch.dtype | None, exact: Tensor) -> Tensor:
+    """Return the outputs of a model whose weights are rounded to `dtype` in place."""
+    if dtype is None:
+        return exact
+    round_weights(model, dtype)
+    return compute_outputs(model)
+
+
+def _is_critic_adapter(source: Path) -> bool:
+    return _read_adapter_config(source).get("task_type") == "TOKEN_CLS"
+
+
+def _is_critic_model(source: Path) -> bool:
+    heads = read_config(str(source)).get("architectures") or []
+    return source.name == "critic" or any(head.endswith(CRITIC_HEAD) for head in heads)
 
 
 def _read_adapter_config(source: Path) -> dict[str, Any]:
@@ -120,38 +173,29 @@ def base_name(source: Path) -> str:
     return str(name)
 
 
-def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
-    """Load the base model in float32, as in training, and merge the adapter into it."""
+def _load_adapted(
+    source: Path, base: str, quantization: str | None, *, trust_remote_code: bool
+) -> Any:
+    """Load the base model in float32 with the adapter on it, as in training."""
     # A path that does not exist must not be looked up on the hub.
     local = user_path(base)
     if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
-    critic = _read_adapter_config(source).get("task_type") == "TOKEN_CLS"
+    critic = _is_critic_adapter(source)
     try:
-        if critic:  # eager attention exists in all families, and nothing is computed here
-            model = load_value_model(
-                base,
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",
-                flag=BASE_FLAG,
-            ).model
-        else:
-            model, _ = load_weights(
-                AutoModelForCausalLM,
-                base,
-                "base model",
-                BASE_FLAG,
-                config=load_config(base, BASE_FLAG, trust_remote_code),
-                trust_remote_code=trust_remote_code,
-            )
+        model = load_whole_model(
+            base, BASE_FLAG, critic=critic, trust_remote_code=trust_remote_code
+        )
     except ModelError as error:
         raise ModelError(
             f"{source} is an adapter of {base}, which does not load. {error}"
         ) from error
+    if quantization is not None:
+        round_to_4_bits(model)
     try:
-        return load_merged(model, source)
+        return load_adapted(model, source)
     except DAMAGED as error:
         raise ModelError(
             f"The adapter in {source} is damaged or was not trained on {base} "

@@ -87,7 +87,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FOLDERS = re.compile(r'(?<=")(?:/|~/)(?:[^"/]+/)+(?=[^"/]+/?")')
 
 
-def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> None:
+def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool, checked: str) -> None:
     """Write the card and the reward curve of the model of `step` into its folder `out`.
 
     Everything is read from the run folder and from files of the base model on this machine.
@@ -139,6 +139,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
             ["## Findings of the last step", "", *(findings or ["None."])],
             [] if critic else _list_examples(lineage),
             ["## Settings that differ from the defaults", "", "```yaml", *chosen, "```"],
+            ["## Checked", "", f"{checked[0].upper()}{checked[1:]}."],
             ["## Versions", "", written_by or UNKNOWN],
         ) if lines),
     ]  # fmt: skip
@@ -439,10 +440,12 @@ def export(
             fresh,
             dtype=dtype,
             base=model_folder(base) if base else None,
+            quantization=_quantization(run, critic=folder.name == "critic"),
             trust_remote_code=trust_remote_code,
         )
         if card and step is not None:
-            write_card(run, fresh, name=out.resolve().name, step=step, critic=critic)
+            name = out.resolve().name
+            write_card(run, fresh, name=name, step=step, critic=critic, checked=written.checked)
     return {
         "out": str(out),
         "use_as": "--critic_model" if _is_critic(user_path(out), folder) else "--model",
@@ -453,9 +456,18 @@ def export(
         "parameters": written.parameters,
         "bytes": written.bytes,
         "files": list(written.files),
+        "checked": written.checked,
         "card": card,
         "pushed": None if push is None else _upload(user_path(out), push, public=public),
     }
+
+
+def _quantization(run: Path, *, critic: bool) -> str | None:
+    """Return what a run did to the base of an adapter, such as nf4; None if that is not known."""
+    config, _ = read_run_config(run)
+    if config is None:
+        return None
+    return config.critic.model.quantization if critic else config.model.quantization
 
 
 def _command_with_model(source: Path, checkpoint: str | None, model: Path) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import export
 from ppo_cli.engine.export import write_model
+from ppo_cli.engine.export_check import compare_outputs, compute_outputs, limit_of_check
 from ppo_cli.engine.models.lora import (
     ADAPTER_WEIGHTS,
     adapt,
@@ -199,6 +200,29 @@ def test_a_base_that_nobody_has(name: str, tmp_path: Path, out: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
     with pytest.raises(ModelError, match="--base"):
         write_model(tmp_path / "actor", out)
+
+
+def test_a_folder_that_computes_other_numbers_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    llama(rope_parameters=rope, initializer_range=0.5).save_pretrained(tmp_path)
+    expected = compute_outputs(llama(initializer_range=0.5).eval())  # of another base of RoPE
+    with pytest.raises(ModelError, match="computes other log-probs"):
+        compare_outputs(tmp_path, expected, expected, critic=False, trust_remote_code=False)
+
+
+def test_a_large_model_is_not_compared_but_told() -> None:
+    assert "more than 10 billion parameters" in limit_of_check(11_000_000_000)
+
+
+def test_an_adapter_of_a_base_in_4_bits_is_merged_into_what_was_trained(
+    tmp_path: Path, out: Path, tokenizer: Any
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
+    model = save_adapter(tmp_path, quantization="nf4")
+    tokenizer.save_pretrained(tmp_path / "actor")
+    written = write_model(tmp_path / "actor", out, quantization="nf4")
+    assert "nf4" in written.checked
+    assert_near(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model), terms=TERMS)
 
 
 @pytest.mark.parametrize("damage", ["missing file", "cut file", "no files"])

@@ -110,7 +110,7 @@ def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
         warnings.filterwarnings("error", ".*adapter keys")
         reference = PeftModel.from_pretrained(plain, str(folder))
     assert torch.equal(tiny.logits(reference), tiny.logits(model))
-    merged = lora.load_merged(make_pair(case)[1], folder)
+    merged = lora.load_adapted(make_pair(case)[1], folder).merge_and_unload()
     torch.testing.assert_close(tiny.logits(merged), tiny.logits(model), rtol=1e-4, atol=1e-4)
 
 

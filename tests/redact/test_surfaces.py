@@ -143,6 +143,6 @@ def test_a_card_s_front_matter_stays_yaml(run: Path, tmp_path: Path) -> None:
     (base / "README.md").write_text(f"---\nlicense_name: {SECRETS['hub']}\n---\n")
     (base / "config.json").write_text("{}")
     (run / "config.yaml").write_text(f'model:\n  path: "{base}"  # flag --model\n')
-    write_card(run, tmp_path, name="model", step=1, critic=False)
+    write_card(run, tmp_path, name="model", step=1, critic=False, checked="equal")
     card = (tmp_path / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["license_name"] == "***"

@@ -291,8 +291,8 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
     saved.save_pretrained(str(directory))
 
 
-def load_merged(model: Any, folder: Path) -> Any:
-    """Merge the adapter saved in `folder` into its base model, and return that model.
+def load_adapted(model: Any, folder: Path) -> Any:
+    """Put the adapter saved in `folder` on its base model; `merge_and_unload` merges it.
 
     Raises ValueError when it is the adapter of another model.
     """
@@ -308,7 +308,7 @@ def load_merged(model: Any, folder: Path) -> Any:
     odd = sorted(saved ^ {name for name in names if ".original_module." not in name})
     if odd:
         raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
-    return adapted.merge_and_unload()
+    return adapted
 
 
 def _import_peft() -> Any:
@@ -343,6 +343,17 @@ def _hold_in_4_bits(model: Any) -> None:
         layer_4bit.weight, layer_4bit.bias = weight.to(layer.weight.device), layer.bias
         model.set_submodule(name, layer_4bit)
     model.is_loaded_in_4bit = True  # what PEFT asks for
+
+
+@torch.no_grad()
+def round_to_4_bits(model: Any) -> None:
+    """Round the weights that QLoRA held in 4 bits to what training computed with, in place."""
+    bnb = import_bitsandbytes("merging an adapter of a model in nf4")
+    layers: Any = _linear_modules(model).values()
+    for layer in layers:
+        packed = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        packed = packed.to(layer.weight.device)
+        layer.weight.copy_(bnb.functional.dequantize_4bit(packed.data, packed.quant_state))
 
 
 def _layers(model: Any) -> dict[str, Any]:
