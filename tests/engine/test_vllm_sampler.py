@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import logging.config
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,15 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import LoRA
 from ppo_cli.engine.samplers import vllm as vllm_sampler
 from ppo_cli.engine.samplers.vllm import CPU_CACHE_BYTES, VLLMSampler
-from ppo_cli.errors import DataError, MissingPart, UserError
+from ppo_cli.engine.samplers.worker_errors import VARIABLE, WORKER_LOGGER, log_errors
+from ppo_cli.errors import (
+    DataError,
+    MissingPart,
+    ModelError,
+    UserError,
+    WorkerLost,
+    is_out_of_memory,
+)
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.gpu_engine import Gpu, GpuEngine, request_output
 from tests.settings import complete
@@ -164,10 +173,52 @@ def test_a_response_is_cut_where_a_stop_text_ends(
     assert counts["p0"] == 4 and engine.requests == []  # its request was aborted
 
 
-def test_workers_that_vllm_has_of_its_own_are_not_asked_again(sampler: Make) -> None:
-    vllm_sampler, _ = sampler(holds=3, tensor_parallel_size=2)
-    with pytest.raises(torch.OutOfMemoryError):
-        list(vllm_sampler.generate(PROMPTS, Sampling(), 0))
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The logger of a worker of vLLM, which configures it from a file that it is given."""
+    for name in (VARIABLE, "VLLM_CONFIGURE_LOGGING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
+    logger = logging.getLogger(WORKER_LOGGER)
+    yield logger
+    for name in ("vllm", WORKER_LOGGER):
+        logging.getLogger(name).handlers.clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError, "OutOfMemoryError: CUDA out"),
+        (ModelError("vLLM cannot put new weights"), ModelError, "vLLM cannot put new weights"),
+        (None, WorkerLost, "is gone, or does not answer (Worker failed"),
+    ],
+)
+def test_an_error_of_a_separate_worker_is_the_one_that_is_raised(
+    error: Exception | None, kind: type[Exception], words: str,
+    sampler: Make, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Neither asked again, nor hidden behind the words of the engine."""
+    vllm_sampler, engine = sampler(holds=0, tensor_parallel_size=2)
+    with log_errors(vllm_sampler._memory()):
+        logging.config.dictConfig(json.loads(Path(os.environ[VARIABLE]).read_text()))
+    assert VARIABLE not in os.environ
+
+    def fail(*_: Any, **__: Any) -> None:
+        if error is not None:
+            logger.error("It failed.", exc_info=error)
+            logger.error("A neighbour is gone.", exc_info=ConnectionError("closed"))
+        raise RuntimeError("Worker failed: see the stack trace")
+
+    monkeypatch.setattr(engine, "step", fail)
+    monkeypatch.setattr(engine, "collective_rpc", fail)
+    for work in (
+        lambda: list(vllm_sampler.generate(PROMPTS, Sampling(), 0)),
+        lambda: vllm_sampler.start_weight_update(),
+    ):
+        with pytest.raises(kind, match=re.escape(words)) as raised:
+            work()
+        assert type(raised.value) is kind and is_out_of_memory(raised.value) == ("CUDA" in words)
+    vllm_sampler.close()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

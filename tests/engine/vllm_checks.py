@@ -353,18 +353,23 @@ def test_it_samples_the_same_after_it_has_slept(
 
 
 @pytest.mark.parametrize(
-    ("mistake", "longest", "fragment"),
+    ("mistake", "longest", "options", "fragment"),
     [
-        ("too long", 1_000_000, "(1000000) is greater than"),
-        ("architecture", LONGEST, "['NoSuchModelForCausalLM'] are not supported"),
-        ("no weights", LONGEST, "Cannot find any model weights"),
-        ("nowhere", LONGEST, "nowhere"),
+        ("too long", 1_000_000, {}, "(1000000) is greater than"),
+        ("architecture", LONGEST, {}, "['NoSuchModelForCausalLM'] are not supported"),
+        ("no weights", LONGEST, {}, "Cannot find any model weights"),
+        ("nowhere", LONGEST, {}, "nowhere"),
+        (
+            "in a worker", LONGEST,
+            {"tensor_parallel_size": 2, "hf_overrides": {"num_hidden_layers": 5}},
+            "not initialized from checkpoint",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_vllm_does_not_take_is_one_sentence(
-    mistake: str, longest: int, fragment: str, tmp_path: Path
+    mistake: str, longest: int, options: dict[str, Any], fragment: str, tmp_path: Path
 ) -> None:
-    path = Path(BUNDLED) if mistake == "too long" else tmp_path / mistake
+    path = tmp_path / mistake if mistake not in ("too long", "in a worker") else Path(BUNDLED)
     if mistake in ("architecture", "no weights"):
         GPT2Config(vocab_size=300, n_embd=30, n_head=2, n_layer=1).save_pretrained(path)
     if mistake == "architecture":
@@ -374,11 +379,11 @@ def test_what_vllm_does_not_take_is_one_sentence(
     with pytest.raises(ModelError) as error:
         VLLMSampler(
             str(path), eos_token_ids=frozenset({1}), detokenize=str, max_model_len=longest,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=0.5, **options,
         )  # fmt: skip
     message = str(error.value)
-    assert message.startswith("vLLM cannot sample from ") and fragment in message
-    assert message.endswith("(--rollout_name hf).") and "\n" not in message
+    assert message.startswith("vLLM does not start with ") and fragment in message
+    assert "(--rollout_name hf)." in message and "\n" not in message
 
 
 def save_head(folder: Path, noise: float) -> str:

@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -51,7 +52,16 @@ from ppo_cli.engine.models.lora import LoRA, name_as_files, peft_renames, write_
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
-from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
+from ppo_cli.engine.samplers.worker_errors import log_errors, read_error
+from ppo_cli.errors import (
+    DataError,
+    MissingPart,
+    ModelError,
+    UserError,
+    WorkerLost,
+    first_line,
+    is_out_of_memory,
+)
 from ppo_cli.machine.machine import require_supported
 from ppo_cli.machine.versions import VLLM_SETUP
 from ppo_cli.planning.placement import shared_samplers
@@ -60,14 +70,11 @@ from ppo_cli.thoughts import Detokenize
 
 EXTENSION = "ppo_cli.engine.samplers.weight_transfer.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
-# What vLLM raises for models and settings that it does not support; anything else is a bug.
-REFUSALS = (
-    ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,
-    AttributeError, ImportError,
-)  # fmt: skip
 # Substring of a vLLM error message -> advice.
 ADVICE = {
     "max_model_len": "Lower --max_prompt_length or --max_response_length",
+    "address already in use": "Free that port, or unset VLLM_PORT",
+    "not initialized from checkpoint": "Copy the folder again: its weights do not fit config.json",
     "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
     "tensor_parallel_size": "Choose another --rollout_tp",
     "attention heads": "Choose another --rollout_tp",
@@ -334,10 +341,14 @@ class VLLMSampler:
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._memory())
         usual, tempfile.tempdir = tempfile.tempdir, str(self._memory())
         try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
-        except REFUSALS as error:
+            with nullcontext() if self._own_process else log_errors(self._memory()):
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
+        except Exception as error:
+            cause = self._find_cause(error)
             self.close()
-            raise ModelError(_refusal_message(options["model"], error)) from error
+            if isinstance(cause, WorkerLost):
+                raise cause from error
+            raise ModelError(_refusal_message(options["model"], cause)) from error
         finally:
             tempfile.tempdir = usual
         self._rendezvous_files = list_rendezvous_files(
@@ -397,7 +408,9 @@ class VLLMSampler:
         try:
             return list(self._engine.step())
         except Exception as error:
-            if not (self._own_process and is_out_of_memory(error)):
+            if not self._own_process:
+                raise self._find_cause(error) from error
+            if not is_out_of_memory(error):
                 raise
         self._engine.abort_request(list(jobs), internal=False)
         tried = len(jobs)
@@ -517,8 +530,9 @@ class VLLMSampler:
                 self._engine.remove_lora(self._adapter.lora_int_id)
             self._engine.add_lora(fresh)
         except (ValueError, RuntimeError, NotImplementedError) as error:
+            cause = _first_line(self._find_cause(error))
             raise ModelError(
-                f"vLLM does not take this LoRA adapter ({_first_line(error)}); publish merged "
+                f"vLLM does not take this LoRA adapter ({cause}); publish merged "
                 "weights with model.lora_merge=true, or use --rollout_name hf."
             ) from error
         finally:
@@ -533,15 +547,33 @@ class VLLMSampler:
 
     def _rpc(self, method: str, **values: Any) -> list[Any]:
         """Call a method of all vLLM workers."""
-        return list(self._engine.collective_rpc(method, kwargs=values))
+        try:
+            return list(self._engine.collective_rpc(method, kwargs=values))
+        except Exception as error:
+            raise self._find_cause(error) from error
+
+    def _find_cause(self, error: Exception) -> Exception:
+        """Return the error of the worker process that has caused this one, else itself."""
+        if self._own_process:
+            return error
+        if (logged := read_error(self._memory())) is not None:
+            return logged
+        # Before the engine runs, vLLM raises this type for a worker that is not ready, and others
+        # for what it refuses in this process.
+        if self._engine is None and type(error) is not Exception:
+            return error
+        return WorkerLost(
+            f"A worker process of vLLM is gone, or does not answer ({first_line(error)}): the "
+            "machine may be out of memory. The sampler's log has its last words."
+        )
 
 
 def _refusal_message(model: str, error: Exception) -> str:
     message = _first_line(error)
     mend = next((mend for word, mend in ADVICE.items() if word in message), "Mend that")
     return (
-        f"vLLM cannot sample from {model}: {message}. {mend}, or sample without vLLM "
-        "(--rollout_name hf)."
+        f"vLLM does not start with {model}: {message}. {mend}, or sample without vLLM "
+        "(--rollout_name hf). The sampler's log has the traceback."
     )
 
 
