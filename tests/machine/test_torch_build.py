@@ -22,7 +22,6 @@ from tests.nvml import DRIVER, GIB, GT_1030, RTX_4090, T4, Machine, h100
 OLD_DRIVER = "driver|550.54.15|12040"
 B200 = f"card|NVIDIA B200|GPU-b200|{180 * GIB}|10.0|18944|1965"
 NAMED = "RTX 4090 (compute capability 8.9, driver 580.95.05 for CUDA 13.0)"
-ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA_12, CUDA_13 = TorchBuild("2.13.0+cpu", None), TorchBuild("2.13.0+cu126", (12, 6)), (
     TorchBuild("2.13.0", (13, 0))
 )  # fmt: skip
@@ -82,19 +81,22 @@ def test_an_environment_of_the_set_up_is_repaired_by_it(
 ) -> None:
     machine.set(DRIVER, RTX_4090)
     monkeypatch.setattr(machine_module, "read_build", lambda: CPU)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    (tmp_path / "ready.run").touch()
+    root, elsewhere = tmp_path / "the checkout", tmp_path / "elsewhere"
+    monkeypatch.setattr("ppo_cli.machine.versions.ROOT", root)
     monkeypatch.chdir(tmp_path)
-    folder = shlex.quote(str(tmp_path))
-    line = f"PPO_VENV={folder} {shlex.quote(f'{ROOT}/scripts/setup')}"
-    assert f"Run `{line}`." in str(machine_module.Machine.here().gpu_fault(1))
-    (tmp_path / "ready.dev").touch()
-    monkeypatch.chdir(ROOT)
-    assert f"Run `PPO_VENV={folder} scripts/setup dev`." in str(
-        machine_module.Machine.here().gpu_fault(1)
-    )
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert "Run `scripts/setup" in str(machine_module.Machine.here().gpu_fault(1))
+    for path in (root / "scripts/setup", root / ".venv/ready.run", elsewhere / "ready.run"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    script, folder = (shlex.quote(str(path)) for path in (root / "scripts/setup", elsewhere))
+    monkeypatch.setattr(sys, "prefix", str(elsewhere))
+    fault = "Run `PPO_VENV={} {}`."
+    assert fault.format(folder, script) in str(machine_module.Machine.here().gpu_fault(1))
+    (elsewhere / "ready.dev").touch()
+    monkeypatch.chdir(root)
+    line = fault.format(folder, "scripts/setup dev")
+    assert line in str(machine_module.Machine.here().gpu_fault(1))
+    monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
+    assert "Run `scripts/setup`." in str(machine_module.Machine.here().gpu_fault(1))
 
 
 def test_the_build_is_read_from_torch_s_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The two ways to open it are quick tests; what each part of it shows is left to t
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -46,6 +47,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def environ_of_chromium() -> dict[str, str]:
+    """It does not start where its socket's path is too long, or where its home is read-only."""
+    return {**os.environ, "TMPDIR": "/tmp", "HOME": "/tmp"}
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="scripts/setup dev installs it")
@@ -59,7 +65,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):  # fmt: skip
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER, env=environ_of_chromium()))
     yield driver
     driver.quit()
 
@@ -262,7 +268,9 @@ def test_paper_shows_every_plot_in_its_column(tmp_path: Path, scheme: str) -> No
         f"--user-data-dir={tmp_path / 'profile'}", write_report(run, tmp_path).as_uri(),
     ]  # fmt: skip
     dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    subprocess.run([*command, *dark], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [*command, *dark], env=environ_of_chromium(), check=True, capture_output=True, timeout=60
+    )
     streams = re.findall(rb"stream\r?\n(x.*?)endstream", paper.read_bytes(), re.DOTALL)
     marks = b"".join(map(zlib.decompress, streams))
     # The line of each plot is one path; there are no dots from 30 steps on, and no legends.
