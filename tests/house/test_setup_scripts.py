@@ -363,7 +363,7 @@ def test_the_environment_can_be_elsewhere(house: House) -> None:
 
 def test_two_starts_at_once_install_once_and_both_give_signs_of_life(house: House) -> None:
     text = house.setup.read_text()
-    house.setup.write_text(text.replace("sign_s=15", "sign_s=1"))
+    house.setup.write_text(text.replace("sign_s=10", "sign_s=1"))
     assert house.setup.read_text() != text
     notes = {"PIP_NOTES": "Collecting numpy", "PIP_SLEEPS": "1.5"}
     pair = [house.begin(house.setup, **notes) for _ in range(2)]
