@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.algo.pieces import last_of_pieces
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_finite, require_same_shape
 from ppo_cli.errors import ConfigError
 from ppo_cli.moments import TINY
@@ -72,21 +73,31 @@ def gae(
     critic_lam: float | None = None,
     gamma_turn: float = 1.0,
     lam_alpha: float | None = None,
+    piece_BT: Tensor | None = None,
+    gamma_piece: float = 1.0,
+    lam_piece: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
 
     With `lam_alpha` the advantages have `length_adaptive_lam` in place of `lam`. Returns are A + V
     before whitening, with the A of `critic_lam`, or of `lam` (decoupled GAE, VC-PPO, arXiv
     2503.01491): 1 makes them the rewards to come, without the bias of the values. Across a hole in
-    the mask, where an environment wrote, the discount is gamma times `gamma_turn`.
+    the mask, where an environment wrote, the discount is gamma times `gamma_turn`; behind the last
+    token of a piece it is gamma times `gamma_piece`. With `lam_piece` the lambda is that there and
+    1 within a piece: a horizon in tokens would end within a piece of more than two or three.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
     gammas_BT = torch.full_like(values_BT, gamma)
     gammas_BT[:, :-1][mask_BT[:, :-1] & ~mask_BT[:, 1:]] *= gamma_turn
     actor_lam: float | Tensor = lam
     if lam_alpha is not None:
-        actor_lam = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)
+        actor_lam = length_adaptive_lam(mask_BT, lam_alpha).to(token_rewards_BT.dtype)[:, None]
         critic_lam = lam if critic_lam is None else critic_lam
+    if piece_BT is not None and (gamma_piece != 1 or lam_piece is not None):
+        ends_BT = last_of_pieces(mask_BT, piece_BT)
+        gammas_BT[ends_BT] *= gamma_piece
+        if lam_piece is not None:
+            actor_lam = torch.where(ends_BT, lam_piece, 1.0)
     advantages_BT = _sum_td_errors(token_rewards_BT, values_BT, mask_BT, gammas_BT, actor_lam)
     critic_BT = advantages_BT
     if critic_lam is not None:
@@ -120,12 +131,13 @@ def _sum_td_errors(
     next_value_B = torch.zeros_like(values_BT[:, 0])
     advantage_B = torch.zeros_like(next_value_B)
     # Transposed, because reading a column of a wide tensor is slow.
-    tensors = (token_rewards_BT, values_BT, mask_BT, gammas_BT)
+    lams_BT = torch.as_tensor(lam, dtype=gammas_BT.dtype).expand(gammas_BT.shape)
+    tensors = (token_rewards_BT, values_BT, mask_BT, gammas_BT, lams_BT)
     steps = [x.t().contiguous().unbind() for x in tensors]
     columns: list[Tensor] = []
-    for reward_B, value_B, counts_B, gamma_B in zip(*map(reversed, steps), strict=True):
+    for reward_B, value_B, counts_B, gamma_B, lam_B in zip(*map(reversed, steps), strict=True):
         delta_B = reward_B + gamma_B * next_value_B - value_B
-        advantage_B = torch.where(counts_B, delta_B + gamma_B * lam * advantage_B, advantage_B)
+        advantage_B = torch.where(counts_B, delta_B + gamma_B * lam_B * advantage_B, advantage_B)
         next_value_B = torch.where(counts_B, value_B, next_value_B)
         columns.append(torch.where(counts_B, advantage_B, 0.0))
     return torch.stack(columns[::-1], 1)
@@ -134,7 +146,7 @@ def _sum_td_errors(
 def subtract_group_means(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """Subtract the mean reward of the group, as in grpo, from the last token of each response."""
     sums_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    minus_mean_B = _centre_in_groups(sums_B, mask_BT, group_B) - sums_B
+    minus_mean_B = centre_in_groups(sums_B, mask_BT, group_B) - sums_B
     length_B = torch.full_like(group_B, mask_BT.shape[1])
     return token_rewards_BT + place_scores(minus_mean_B, length_B, mask_BT)
 
@@ -148,10 +160,10 @@ def grpo(
     a group of one has mean 0 and std 1.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    return _spread(_centre_in_groups(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
+    return _spread(centre_in_groups(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
 
 
-def _centre_in_groups(
+def centre_in_groups(
     scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool = False
 ) -> Tensor:
     """Return each score minus the mean of its group.
@@ -163,7 +175,7 @@ def _centre_in_groups(
     """
     # One group at a time, because sizes differ.
     result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
+    for at in group_rows(mask_BT, group_B):
         scores, mean, std = scores_B[at], _group_mean(scores_B[at]), torch.ones_like(scores_B[0])
         if len(at) > 1:
             std = scores.std()
@@ -189,7 +201,7 @@ def gdpo(
     sum_B = torch.zeros_like(parts_BK[:, 0])
     for k in range(parts_BK.shape[1]):
         weight = 1.0 if weights is None else weights[k]
-        sum_B += weight * _centre_in_groups(parts_BK[:, k], mask_BT, group_B, norm_by_std)
+        sum_B += weight * centre_in_groups(parts_BK[:, k], mask_BT, group_B, norm_by_std)
     whitened_BT = masked_whiten(sum_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
@@ -216,7 +228,7 @@ def reinforce_plus_plus_baseline(
     A group of one has mean 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    centred_B = _centre_in_groups(scores_B, mask_BT, group_B)
+    centred_B = centre_in_groups(scores_B, mask_BT, group_B)
     whitened_BT = masked_whiten(centred_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
@@ -229,7 +241,7 @@ def rloo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Te
     # Written in the order of verl's formula, so that both give the same bits.
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
+    for at in group_rows(mask_BT, group_B):
         scores, n = scores_B[at], len(at)
         mean = _group_mean(scores)
         result_B[at] = scores * n / (n - 1) - mean * n / (n - 1) if n > 1 else scores
@@ -242,7 +254,7 @@ def rloo_vectorized(
     """Leave-one-out baseline as in `rloo`, but a group of one gets advantage 0."""
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
+    for at in group_rows(mask_BT, group_B):
         scores, n = scores_B[at], len(at)
         if n > 1:
             result_B[at] = (n * scores - scores.sum()) / (n - 1)
@@ -273,7 +285,7 @@ def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     len_B = mask_BT.sum(1)
     result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
+    for at in group_rows(mask_BT, group_B):
         scores, lens = scores_B[at], len_B[at]
         if len(at) > 1:
             # Clamped, because rounding can move the mean outside the range of the scores.
@@ -291,10 +303,10 @@ def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
     factor = int(mask_BT.any(1).sum()) / max(int((scores_B != 0).sum()), 1)
-    return _spread(_centre_in_groups(scores_B, mask_BT, group_B) * factor, mask_BT)
+    return _spread(centre_in_groups(scores_B, mask_BT, group_B) * factor, mask_BT)
 
 
-def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:
+def group_rows(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:
     """Return the row indices of each group, in row order, without rows with an empty mask.
 
     A group of several rows of which one alone counts is left out: its score has nothing to be

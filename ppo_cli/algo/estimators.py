@@ -16,8 +16,9 @@ from ppo_cli.plugins import Declarations, inputs_of
 # Inputs by name of an estimator and of a policy loss from a package or file. docs/plugins.md
 # describes them.
 ESTIMATOR_INPUTS = (
-    "token_rewards_BT", "mask_BT", "group_B", "values_BT", "baseline_B", "parts_BK", "weights",
-    "gamma", "lam", "lam_alpha", "critic_lam", "gamma_turn", "whiten", "norm_by_std",
+    "token_rewards_BT", "mask_BT", "piece_BT", "group_B", "values_BT", "baseline_B", "parts_BK",
+    "weights", "gamma", "lam", "lam_alpha", "critic_lam", "gamma_turn", "gamma_piece", "lam_piece",
+    "whiten", "norm_by_std",
 )  # fmt: skip
 LOSS_INPUTS = (
     "new_logprobs_BT", "old_logprobs_BT", "log_ratio_BT", "ratio_BT", "advantages_BT", "mask_BT",
@@ -30,8 +31,9 @@ class Estimator:
     """An advantage estimator: where its formula is, and what it needs besides token rewards.
 
     `critic`: values; `grouped`: the other responses to the prompt; `baseline`: the score of a
-    greedy response to the prompt; `parts`: named parts of the reward, and not the token rewards.
-    `summary` is for `ppo explain`.
+    greedy response to the prompt; `parts`: named parts of the reward, and not the token rewards;
+    `pieces`: it compares rewards of pieces of the responses. `scales`: it divides by a deviation,
+    unless norm_adv_by_std_in_grpo is false. `summary` is for `ppo explain`.
     """
 
     formula: str
@@ -40,6 +42,8 @@ class Estimator:
     grouped: bool = False
     baseline: bool = False
     parts: bool = False
+    pieces: bool = False
+    scales: bool = False
 
     @property
     def compares_rewards(self) -> bool:
@@ -50,23 +54,28 @@ class Estimator:
         """
         return not (self.critic or self.baseline)
 
+    @property
+    def uses_places(self) -> bool:
+        """Whether it matters to it where in a response a reward is."""
+        return self.critic or self.pieces or not (self.grouped or self.parts)
+
 
 def _declare_estimator(name: str) -> Estimator:
     inputs = inputs_of("estimators", name, ESTIMATOR_INPUTS)
     return Estimator(
         name, "From a package or file.", critic="values_BT" in inputs, grouped="group_B" in inputs,
-        baseline="baseline_B" in inputs, parts="parts_BK" in inputs,
+        baseline="baseline_B" in inputs, parts="parts_BK" in inputs, pieces="piece_BT" in inputs,
     )  # fmt: skip
 
 
-_ADVANTAGES = "ppo_cli.algo.advantages:"
+_ADVANTAGES, _PIECES = "ppo_cli.algo.advantages:", "ppo_cli.algo.piece_estimators:"
 # Values of `algorithm.adv_estimator`; the names are verl's.
 ESTIMATORS = Declarations(_declare_estimator, {
     "gae": Estimator(
         _ADVANTAGES + "gae", "A critic predicts the reward at each token.", critic=True),
     "grpo": Estimator(
         _ADVANTAGES + "grpo", "Score minus the prompt's mean, divided by its spread.",
-        grouped=True),
+        grouped=True, scales=True),
     "reinforce_plus_plus": Estimator(
         _ADVANTAGES + "reinforce_plus_plus", "Discounted reward, normalized over the batch."),
     "reinforce_plus_plus_baseline": Estimator(
@@ -87,7 +96,23 @@ ESTIMATORS = Declarations(_declare_estimator, {
         grouped=True),
     "gdpo": Estimator(
         _ADVANTAGES + "gdpo", "grpo for each part of the reward, then a sum.",
-        grouped=True, parts=True),
+        grouped=True, parts=True, scales=True),
+    "piece_group": Estimator(
+        _PIECES + "piece_group",
+        "Rewards from a piece on, minus their mean at that piece of the prompt's responses.",
+        grouped=True, pieces=True, scales=True),
+    "piece_batch": Estimator(
+        _PIECES + "piece_batch",
+        "Rewards from a piece on, minus their mean at that piece of all responses.",
+        pieces=True, scales=True),
+    "piece_grpo": Estimator(
+        _PIECES + "piece_grpo",
+        "grpo's advantage plus the piece's reward minus the mean of the prompt's pieces.",
+        grouped=True, pieces=True, scales=True),
+    "process_grpo": Estimator(
+        _PIECES + "process_grpo",
+        "Rewards of pieces normalized over the prompt's pieces, summed from a piece on.",
+        grouped=True, pieces=True),
 })  # fmt: skip
 
 

@@ -219,6 +219,27 @@ def choose_importance_weights(settings: Settings) -> Choice:
     return Choice(None, "responses are of the newest weights")
 
 
+def choose_estimator(settings: Settings) -> Choice:
+    """Choose an estimator that uses the places of rewards where a judge gives them."""
+    place, responses = settings["reward.api.place"], settings["rollout.n"]
+    if not settings["reward.api.enable"] or place is None:
+        return Choice("gae", "PPO with a critic, which learns from single responses")
+    if place == "criterion" and responses > 1:
+        return Choice("piece_grpo", "passages of criteria do not line up between responses")
+    if responses > 1:
+        return Choice("piece_group", f"--rm_place, and {responses} responses to a prompt")
+    return Choice("piece_batch", "--rm_place, and one response to a prompt")
+
+
+def choose_gamma_piece(settings: Settings) -> Choice:
+    """Choose a horizon of about ten pieces where rewards have places."""
+    if ESTIMATORS[settings["algorithm.adv_estimator"]].pieces:
+        return Choice(0.9, "a horizon of about ten pieces")
+    if settings["reward.api.enable"] and settings["reward.api.place"] is not None:
+        return Choice(0.9, "a horizon of about ten pieces, for --rm_place")
+    return Choice(1.0, "no judge places rewards")
+
+
 def choose_kl_in_loss(settings: Settings) -> Choice:
     """Choose the KL in the loss where responses are compared, unless the KL in the reward is set.
 

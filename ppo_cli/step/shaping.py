@@ -31,6 +31,7 @@ from ppo_cli.algo.kl import (
     penalise,
     token_kl,
 )
+from ppo_cli.algo.pieces import number_pieces
 from ppo_cli.algo.tokens import masked_mean, masked_sum
 from ppo_cli.config.schema.algorithm import Algorithm, RolloutCorrection
 from ppo_cli.config.schema.reward import Shaping
@@ -258,8 +259,9 @@ def shape_step(
     """Add scores to an annotated batch (same order) and estimate advantages.
 
     `baselines` has the greedy score of each row's prompt, for ReMax; a row whose baseline failed
-    is masked like one whose score failed. `placed` has each row's rewards within the response;
-    the rest of the score goes to the last token. `critic_lam` is the lambda of the critic's
+    is masked like one whose score failed. `placed` has each row's rewards within the response,
+    whose places are the ends of its pieces; the rest of the score goes to the last token.
+    `critic_lam` is the lambda of the critic's
     targets; None: that of the advantages.
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
@@ -279,10 +281,11 @@ def shape_step(
     relative_BT = rewards_BT
     if kl_BT is not None:
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
-    # Only scores are compared within a group. A KL in the rewards is added to the advantages, as in
+    # Only scores are compared with others. A KL in the rewards is added to the advantages, as in
     # OpenRLHF: otherwise grpo would divide it by its own spread where all scores are equal.
-    grouped = ESTIMATORS[algorithm.adv_estimator].grouped
-    if not grouped:
+    estimator = ESTIMATORS[algorithm.adv_estimator]
+    compared = estimator.grouped or estimator.pieces
+    if not compared:
         relative_BT = rewards_BT
     if algorithm.subtract_group_mean and annotated.values_BT is not None:
         relative_BT = subtract_group_means(rewards_BT, mask_BT, annotated.group_B)
@@ -290,6 +293,7 @@ def shape_step(
         algorithm.adv_estimator,
         token_rewards_BT=relative_BT,
         mask_BT=mask_BT,
+        piece_BT=number_pieces([[token for token, _ in row] for row in placed], mask_BT.shape[1]),
         values_BT=annotated.values_BT,
         group_B=annotated.group_B,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),
@@ -297,7 +301,7 @@ def shape_step(
         critic_lam=critic_lam,
         **_estimator_settings(config),
     )
-    if grouped and kl_BT is not None:
+    if compared and kl_BT is not None:
         kl_to_go_BT = sum_to_go(kl_coef * kl_BT, mask_BT)
         advantages_BT, returns_BT = advantages_BT - kl_to_go_BT, returns_BT - kl_to_go_BT
     # The batch, with importance weights of the sampler's log-probs and rejected tokens masked.
@@ -334,6 +338,8 @@ def _estimator_settings(config: Config) -> dict[str, Any]:
         "lam": algorithm.lam,
         "lam_alpha": algorithm.lam_alpha,
         "gamma_turn": config.environment.gamma_turn,
+        "gamma_piece": algorithm.gamma_piece,
+        "lam_piece": algorithm.lam_piece,
         "whiten": algorithm.whiten_advantages,
         "norm_by_std": algorithm.norm_adv_by_std_in_grpo,
         "weights": algorithm.gdpo_reward_weights or None,

@@ -20,6 +20,8 @@ from ppo_cli.config.choices import (
     DEFAULT_PRETRAIN_STEPS,
     choose_aggregation,
     choose_bypass,
+    choose_estimator,
+    choose_gamma_piece,
     choose_importance_weights,
     choose_kl_in_loss,
     choose_kl_in_reward,
@@ -667,7 +669,12 @@ class Algorithm(Section):
     """From scores to advantages."""
 
     adv_estimator: EstimatorName = setting(
-        "gae", "Advantage estimator; only gae has a critic.", flag="--adv_estimator",
+        Chosen(
+            choose_estimator,
+            "gae; with --rm_place an estimator for pieces: piece_group, piece_batch with one "
+            "response a prompt, or piece_grpo for criteria",
+        ),
+        "Advantage estimator; only gae has a critic.", flag="--adv_estimator",
         env="PPO_ADV_ESTIMATOR", identity="checkpoint", common=True,
         advice="grpo (with --rollout_n 4 or more) needs no critic, so about half the memory; "
         "gae learns from single responses.",
@@ -684,6 +691,18 @@ class Algorithm(Section):
         unused="no_lam",
         advice="Raise it towards 1 if explained variance is below 0 (trust rewards more than "
         "the critic); lower it to 0.9 if advantages are noisy.",
+    )  # fmt: skip
+    # Horizons in pieces: one in tokens ends within a piece of more than two or three.
+    gamma_piece: float = setting(
+        Chosen(choose_gamma_piece, "0.9 if a judge places rewards or pieces are compared, else 1"),
+        "Discount per piece of a response with placed rewards, on top of that per token.",
+        usual=(0.5, 1.0), ge=0.0, le=1.0, unused="no_pieces",
+        advice="0 only where pieces do not depend on each other: with a short horizon an early "
+        "piece that spoils later ones is still rewarded.",
+    )  # fmt: skip
+    lam_piece: float | None = setting(
+        None, "Lambda of GAE per piece; it is 1 within one.", absent="lam counts tokens",
+        ge=0.0, le=1.0, unused="no_critic",
     )  # fmt: skip
     lam_alpha: float | None = setting(
         None, "Lambda of the advantages by response length, 1 - 1 / (lam_alpha length), instead "
@@ -771,6 +790,15 @@ class Algorithm(Section):
             ),
             example="adv_estimator=gdpo gdpo_reward_keys=[a] score_coef=2",
             advice="gdpo_reward_weights=[2] score_coef=1",
+        ),
+        Conflict(
+            "lam_piece lam_alpha",
+            lambda s: s.lam_piece is not None and s.lam_alpha is not None,
+            lambda s, at: (
+                f"{at}lam_piece and --lam_alpha both say what lambda counts; keep one of them."
+            ),
+            example="lam_piece=0.9 lam_alpha=0.1",
+            advice="lam_alpha=null",
         ),
         Conflict(
             "gamma adv_estimator",

@@ -351,6 +351,13 @@ class ApiReward(Section):
         None, "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each "
         "row.", absent="no criteria", flag="--rm_rubric",
     )  # fmt: skip
+    place: Literal["sentence", "line", "step", "turn", "criterion"] | None = setting(
+        None, "Let the judge score each sentence, line, step or turn of a response as well, in the "
+        "same call, or quote the passage that decides each criterion: the rewards land there.",
+        absent="one score for the whole", flag="--rm_place", common=True,
+        advice="Set it where the judge can tell which part of a response is good: training then "
+        "needs fewer judge calls. Leave it out where its scores of pieces are mostly noise.",
+    )  # fmt: skip
     rubric_calls: Literal["one", "each"] = setting(
         "one",
         "Judge all criteria in one call, or each in a separate call: more expensive, and harder "
@@ -529,6 +536,28 @@ class ApiReward(Section):
             ),
             example="mode=compare compare=ground_truth rubric=extra_info.r",
             advice="mode=text",
+        ),
+        Conflict(
+            "place mode",
+            lambda s: s.place is not None and s.mode != "text",
+            lambda s, at: (
+                f"--rm_place {s.place} asks for a written score of each piece, and --rm_mode "
+                f"{s.mode} has none; use --rm_mode text, or leave --rm_place out."
+            ),
+            example="place=line mode=compare compare=ground_truth",
+            advice="mode=text",
+        ),
+        Conflict(
+            "place rubric",
+            lambda s: (s.place == "criterion") != (s.rubric is not None) and s.place is not None,
+            lambda s, at: (
+                f"--rm_place {s.place} has pieces scored, and criteria (--rm_rubric) are placed by "
+                "quotation: use --rm_place criterion."
+                if s.rubric is not None
+                else "--rm_place criterion needs criteria: name them with --rm_rubric FILE."
+            ),
+            example="place=criterion",
+            advice="place=null",
         ),
         Conflict(
             "max_votes votes mode",

@@ -98,6 +98,11 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
             remarks.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
         named: list[ApiReward | Monitor] = [api, api.monitor, *_find_others(judge)]
         remarks += (_shutdown_remark(settings, day) for settings in named)
+        if api.place and not ESTIMATORS[config.algorithm.adv_estimator].uses_places:
+            remarks.append(
+                f"{config.algorithm.adv_estimator} adds the rewards of a response up, so where "
+                "--rm_place puts them makes no difference; leave --adv_estimator out."
+            )
         if api.votes > 1 and api.temperature == 0:
             remarks.append(
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "

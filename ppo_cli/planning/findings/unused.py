@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from ppo_cli.algo.estimators import POLICY_LOSSES
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.models.known_models import is_url
@@ -148,9 +148,9 @@ UNUSED: Final[dict[str, Unused]] = {
         _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
     ),
     "fixed_output": Unused(
-        "a decision endpoint writes no text, and criteria and comparisons are decided in JSON; "
-        "leave it out",
-        _all_judges(lambda api: api.mode != "text" or api.rubric is not None),
+        "a decision endpoint writes no text, and criteria, comparisons and places are decided in "
+        "JSON; leave it out",
+        _all_judges(lambda api: api.mode != "text" or bool(api.rubric or api.place)),
     ),
     "own_judge_prompt": Unused(
         "the judge has another prompt (reward.api.prompt_file, scoring_prompt, rubric or mode "
@@ -278,6 +278,10 @@ UNUSED: Final[dict[str, Unused]] = {
         "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
         lambda c: not c.uses_critic,
     ),
+    "no_pieces": Unused(
+        "only gae and the estimators for pieces use it; leave it out",
+        lambda c: not c.uses_critic and not ESTIMATORS[c.algorithm.adv_estimator].pieces,
+    ),
     "no_lam": Unused(
         "only the estimator gae uses it, until lam_alpha and critic.lam replace it; leave it out",
         lambda c: (
@@ -286,8 +290,9 @@ UNUSED: Final[dict[str, Unused]] = {
         ),
     ),
     "not_grpo": Unused(
-        "only the estimators grpo and gdpo use it; set --adv_estimator grpo, or leave it out",
-        lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),
+        "the estimator never divides by a deviation, or always; set --adv_estimator grpo, or leave "
+        "it out",
+        lambda c: not ESTIMATORS[c.algorithm.adv_estimator].scales,
     ),
     "no_dual_clip": Unused(
         "only the policy losses vanilla, dppo_tv and dppo_kl use it; leave it out",

@@ -27,6 +27,7 @@ from ppo_cli.rewards.judge.calls import (
 from ppo_cli.rewards.judge.client import judge_label
 from ppo_cli.rewards.judge.connection import JudgeConnection
 from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
+from ppo_cli.rewards.judge.placing import cut_response, request_places, show_pieces
 from ppo_cli.rewards.judge.prompt import (
     build_material,
     check_rows,
@@ -175,8 +176,9 @@ class JudgeAsker:
             if rubric is None or not rubric.places:
                 return verdict
             # Votes may have been asked in other orders.
-            grades = rubric.in_order(verdict.info["grades"])
-            return replace(verdict, info={**verdict.info, "grades": grades})
+            each = ("grades", "quotes") if rubric.quoted else ("grades",)
+            ordered = {name: rubric.in_order(verdict.info[name]) for name in each}
+            return replace(verdict, info={**verdict.info, **ordered})
         # `rubric_calls: each`: one request per criterion.
         seen = self._visible(rollout)
         parts = [
@@ -208,7 +210,8 @@ class JudgeAsker:
 
     def _visible(self, rollout: Rollout) -> Response:
         """Return what the judge sees of a response, before it is shortened."""
-        return visible_response(rollout, self._api)
+        pieces = () if self._api.place == "turn" else cut_response(rollout, self._api)
+        return show_pieces(pieces) if pieces else visible_response(rollout, self._api)
 
     def _gate_reason(self, rollout: Rollout, response: Response) -> str | None:
         """Return why a response gets the lowest score without a call."""
@@ -232,4 +235,7 @@ class JudgeAsker:
             and self._api.rubric_calls == "one"
         ):
             rubric = rubric.shuffle(f"{prompt.uid}/{vote}/{self._api.type}/{self._api.model}")
-        return self.template.question(material, self._api, vote=vote, rubric=rubric)
+        placing = request_places(response, self._api, self.template.scale)
+        return self.template.question(
+            material, self._api, vote=vote, rubric=rubric, placing=placing
+        )

@@ -25,6 +25,7 @@ from ppo_cli.secrets.redact import redact
 from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:
+    from ppo_cli.rewards.judge.placing import Placing
     from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft
 
 # The form of answer that a judge is asked for.
@@ -82,8 +83,9 @@ class Question:
     is the same text without the nonce, a part of the key of the cache and of de-duplication.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. `shown` has the texts to be judged, which a reply may quote. With a `rubric`
-    the answer decides its criteria, and the score is in [0, 1]. With a `comparison` it says which
-    response is better, with a `draft` it writes criteria.
+    the answer decides its criteria, and the score is in [0, 1]. With `placing` it scores the
+    pieces of the response as well, with a `comparison` it says which response is better, with a
+    `draft` it writes criteria.
     """
 
     system: str
@@ -95,13 +97,14 @@ class Question:
     output: Output = "json"
     shown: str = ""
     rubric: Rubric | None = None
+    placing: Placing | None = None
     comparison: Comparison | None = None
     draft: RubricDraft | None = None
 
     @property
-    def answer_spec(self) -> Rubric | Comparison | RubricDraft | None:
+    def answer_spec(self) -> Rubric | Placing | Comparison | RubricDraft | None:
         """What is asked for in place of a score; it knows the form of the answer."""
-        return self.comparison or self.rubric or self.draft
+        return self.comparison or self.rubric or self.placing or self.draft
 
     @property
     def code(self) -> str:
@@ -346,6 +349,8 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
     info: dict[str, Any] = {
         "grades": [grade for verdict in verdicts for grade in verdict.info["grades"]]
     }
+    if rubric.quoted:
+        info["quotes"] = [quote for verdict in verdicts for quote in verdict.info["quotes"]]
     if all("spread" in verdict.info for verdict in verdicts):
         info["spread"] = rubric.spread([verdict.info["spread"] for verdict in verdicts])
     return Verdict(
@@ -380,6 +385,8 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         "latency_s": round(max(v.latency_s for v in verdicts), 4),
         "cost_usd": sum(v.cost_usd for v in verdicts),
     }
+    if question.placing is not None:
+        info["pieces"] = [fmean(p) for p in zip(*(v.info["pieces"] for v in verdicts), strict=True)]
     spreads = [v.info["spread"] for v in verdicts if "spread" in v.info]
     if len(verdicts) > 1:
         info["votes"] = [v.value for v in verdicts]
@@ -393,6 +400,8 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         rubric, votes = question.rubric.restore(), [v.info["grades"] for v in verdicts]
         pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
         info["criteria"] = means = {c.name: fmean(map(c.credit, grades)) for c, grades in pairs}
+        if rubric.quoted:
+            info["quotes"] = list(typical.info["quotes"])
         # Criteria that every row has are metrics.
         parts |= {
             f"rubric/{name}": Part(mean, None) for name, mean in means.items() if rubric.fixed

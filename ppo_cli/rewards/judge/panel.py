@@ -118,7 +118,12 @@ class PanelReward(JudgeReward):
             }
             if rubric.fixed:
                 parts |= {f"rubric/{name}": Part(c, None) for name, c in info["criteria"].items()}
+        if question.placing is not None:
+            pieces = zip(*(score.info["pieces"] for score in scores.values()), strict=True)
+            info["pieces"] = [median(piece) for piece in pieces]
         nearest = min(scores, key=lambda name: abs(values[name] - value))
+        if question.rubric is not None and question.rubric.quoted:
+            info["quotes"] = scores[nearest].info["quotes"]
         info["panel_spread"] = pstdev(values.values())
         scale = question.scale
         parts["judge"] = Part(scale.low + value * (scale.high - scale.low), value)

@@ -32,6 +32,7 @@ from ppo_cli.rewards.judge.monitor import (
     NoiseCheck,
     StepReport,
 )
+from ppo_cli.rewards.judge.placing import place_score
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
@@ -223,6 +224,7 @@ class JudgeReward(JudgeAsker, Reward):
             return
         if score is None:
             return
+        score = place_score(score, entry.rollout, self._api, question.rubric)
         self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
             self._noise.offer(entry.rollout, question, float(score.value or 0.0))

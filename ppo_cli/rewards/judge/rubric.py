@@ -63,6 +63,10 @@ DRAFTING = (
     '"The response invents a source."; false otherwise. must: true only when a response that '
     "fails here is worth nothing."
 )
+QUOTES = (
+    "quote: the words of the response that decide the criterion, copied letter by letter, at most "
+    'one sentence; "" where no passage does.'
+)
 # The highest weight that a drafted criterion may have.
 MAX_DRAFT_WEIGHT = 5
 # Weights of severities in words (ProfBench).
@@ -121,10 +125,11 @@ class Criterion:
             return [f"level {level} of {self.levels}" for level in range(self.levels + 1)]
         return ["absent", "present"] if self.fault else ["not met", "met"]
 
-    def answer_format(self) -> str:
-        """Return the reason and verdict as the judge has to write them."""
+    def answer_format(self, quoted: bool = False) -> str:
+        """Return the reason, a quotation if asked for, and the verdict as the judge writes them."""
         value = "true or false" if self.levels == 1 else "N"
-        return f'{{"reason": "...", "{self.key}": {value}}}'
+        quote = '"quote": "...", ' * quoted
+        return f'{{"reason": "...", {quote}"{self.key}": {value}}}'
 
     def credit(self, grade: float) -> float:
         """Return the credit for a grade, in [0, 1]: a fault gives credit for its absence."""
@@ -143,11 +148,13 @@ class Criterion:
 class Rubric:
     """Criteria in order; a judge answers them under the keys c1, c2 …
 
-    `fixed` means that all rows have these criteria, so each becomes a metric.
+    `fixed` means that all rows have these criteria, so each becomes a metric. With `quoted` the
+    judge also quotes, for each, the passage that fulfils or breaks it.
     """
 
     criteria: tuple[Criterion, ...]
     fixed: bool = False
+    quoted: bool = False  # the judge quotes the passage that decides each criterion
     places: tuple[int, ...] = ()  # of the criteria in the rubric as written, if shuffled
 
     def shuffle(self, seed: str) -> Rubric:
@@ -203,7 +210,8 @@ class Rubric:
     def split_criteria(self) -> list[Rubric]:
         """Return one rubric per criterion, each for a separate call."""
         return [
-            Rubric((replace(criterion, weight=1.0),), self.fixed) for criterion in self.criteria
+            replace(self, criteria=(replace(criterion, weight=1.0),), places=())
+            for criterion in self.criteria
         ]
 
     def fill(self, fill: Callable[[str], str]) -> Rubric:
@@ -237,7 +245,10 @@ class Rubric:
                     "type": "integer", "enum": list(range(levels + 1)),
                     "description": f"0 is the least, {levels} the most",
                 }  # fmt: skip
-            answers[key] = _object_schema({"reason": {"type": "string"}, criterion.key: verdict})
+            quote = {"quote": {"type": "string"}} if self.quoted else {}
+            answers[key] = _object_schema(
+                {"reason": {"type": "string"}, **quote, criterion.key: verdict}
+            )
         return _object_schema(answers)
 
     def instructions(self) -> str:
@@ -247,10 +258,11 @@ class Rubric:
         forms = []
         for key, criterion in zip(self.keys, self.criteria, strict=True):
             lines.append(f"{key}: {criterion.question}")
-            forms.append(f'"{key}": {criterion.answer_format()}')
+            forms.append(f'"{key}": {criterion.answer_format(self.quoted)}')
         decided = [criterion.levels == 1 for criterion in self.criteria]
         half = "Half met is not met." if all(decided) else "Without levels, half met is not met."
-        return "\n".join([*lines, "", *[half] * any(decided), self.answer_format(forms)])
+        quotes = [QUOTES] * self.quoted
+        return "\n".join([*lines, "", *[half] * any(decided), *quotes, self.answer_format(forms)])
 
     def answer_format(self, forms: Sequence[str] = ()) -> str:
         """Return the answer format as the judge reads it."""
@@ -366,9 +378,6 @@ class Comparison:
             "Reply with ONE JSON object and nothing else, the reason first and no longer than "
             f'three sentences:\n{{"reason": "...", {verdict}}}\n{legend}.'
         )
-
-
-AnswerSpec = Rubric | Comparison | RubricDraft  # anything but a single score
 
 
 def win_share(places: Sequence[int]) -> float:

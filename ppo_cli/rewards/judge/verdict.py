@@ -30,6 +30,7 @@ from ppo_cli.rewards.judge.calls import (
     Reply,
     Scale,
 )
+from ppo_cli.rewards.judge.placing import Placing
 from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.thoughts import MARKS, UnfinishedThought, strip_leading_thought
@@ -110,7 +111,8 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
     also `unparsed`.
 
     A rubric is answered by one JSON object with a verdict for each criterion and no other key, or
-    by the probabilities of all levels of each criterion; its `grades` are returned. For a
+    by the probabilities of all levels of each criterion; its `grades` are returned. With placing,
+    the scores of the `pieces` in [0, 1] are returned besides that of the whole. For a
     comparison the `places` are returned, 1 for the best, and the score is the share of the others
     that the first response beat. Criteria that the judge wrote are returned as `rubric`, with their
     number as the score.
@@ -163,8 +165,12 @@ def _read_reply(text: str, question: Question) -> tuple[float, str, dict[str, An
         rows = _read_draft(answer, question.draft)
         return float(len(rows)), "", {"rubric": rows}
     if question.rubric is not None:
-        grades, reason = _read_grades(answer, question.rubric)
-        return question.rubric.value(grades), reason, {"grades": grades}
+        grades, reason, quotes = _read_grades(answer, question.rubric)
+        info = {"grades": grades} | ({"quotes": quotes} if question.rubric.quoted else {})
+        return question.rubric.value(grades), reason, info
+    if question.placing is not None:
+        value, pieces, reason = _read_pieces(answer, question.placing)
+        return value, reason, {"pieces": pieces}
     # A judge that was asked for text may still answer with an object.
     if answer[0] == "{":
         return *_read_object(answer, question), {}
@@ -228,14 +234,18 @@ def _read_object(text: str, question: Question) -> tuple[float, str]:
     return _check_range(score, scale), "\n".join(reasons)
 
 
-def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
-    """Return the grades in [0, 1] of all criteria, in order, and their reasons, one per line."""
-    entries, grades, reasons = _decode(text), [], []
+def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str, list[str]]:
+    """Return the grades in [0, 1] of all criteria, their reasons, one per line, and quotations."""
+    entries, grades, reasons, quotes = _decode(text), [], [], []
     if set(entries) != set(rubric.keys):
         raise Unreadable("form", f"its keys are not {', '.join(rubric.keys)}")
     for key, criterion in zip(rubric.keys, rubric.criteria, strict=True):
         entry, name = entries[key], criterion.key
         reason = _pop_reason(entry, f"{key}'s") if isinstance(entry, dict) else ""
+        if rubric.quoted and isinstance(entry, dict):
+            quotes.append(entry.pop("quote", None))
+            if not isinstance(quotes[-1], str):
+                raise Unreadable("form", f"{key} has no quote")
         if not isinstance(entry, dict) or set(entry) != {name}:
             raise Unreadable("form", f"{key} is not {name!r} and a reason")
         verdict = entry[name]
@@ -248,7 +258,25 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
         grades.append(verdict / criterion.levels)
         grade_text = criterion.describe_grade(grades[-1])
         reasons.append(f"{criterion.name}: {grade_text}. {reason.strip()}".rstrip())
-    return grades, "\n".join(reasons)
+    return grades, "\n".join(reasons), quotes
+
+
+def _read_pieces(text: str, placing: Placing) -> tuple[float, list[float], str]:
+    """Return the score of the whole, those of all pieces in [0, 1], in order, and the reason.
+
+    A piece without a score, or one too many, fails the reply: the scores may be of other pieces.
+    """
+    entries, scale = _decode(text), placing.scale
+    reason = _pop_reason(entries, "its")
+    keys = (*placing.keys, scale.key)
+    if set(entries) != set(keys):
+        missing = [key for key in keys if key not in entries]
+        problem = f'no "{missing[0]}" in it' if missing else "it scores more pieces than there are"
+        raise Unreadable("form", problem)
+    if any(type(entries[key]) is not int for key in keys):
+        raise Unreadable("form", f"a score is not a whole number from {scale}")
+    scores = [_check_range(entries[key], scale) for key in keys]
+    return scores[-1], [scale.scaled(score) for score in scores[:-1]], reason
 
 
 def _pop_reason(entries: dict[str, Any], owner: str) -> str:

@@ -17,13 +17,14 @@ from ppo_cli.thoughts import strip_reasoning
 
 Piece = tuple[str, int, str]  # head, number of omitted characters, tail
 TURN_CUT = "The turn reached its limit of tokens and stops here."
-WRITTEN = ("assistant", "call")  # what the judged model wrote of an episode
+WRITTEN = ("assistant", "call", "piece")  # what the judged model wrote
 
 
 class Passage(NamedTuple):
     """A part of an episode: its author or kind, its turn and text.
 
-    The kinds are assistant, thought, call, tool, user, tools (that the model may call), and limit.
+    The kinds are assistant, thought, call, tool, user, tools (that the model may call), and limit;
+    piece for the pieces of a response whose rewards a judge places.
     """
 
     kind: str

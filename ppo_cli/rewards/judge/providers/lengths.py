@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 
 from ppo_cli.rewards.judge.calls import Question, Usage, estimate_tokens
+from ppo_cli.rewards.judge.placing import TOKENS_A_PIECE
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ def _names_length(message: str) -> bool:
 def min_answer_tokens(question: Question) -> int:
     """Return the fewest tokens of answer that are worth asking for."""
     criteria = len(question.rubric.criteria) if question.rubric else 0
-    return min(question.max_tokens, MIN_ANSWER + MIN_CRITERION * criteria)
+    pieces = TOKENS_A_PIECE * question.placing.count if question.placing else 0
+    return min(question.max_tokens, MIN_ANSWER + MIN_CRITERION * criteria + pieces)
 
 
 def fit_answer_tokens(question: Question, message: str) -> int | None:

@@ -1,0 +1,221 @@
+"""Places of a judge's score in a response: how it is cut, what is asked, where rewards land.
+
+The judge scores the numbered pieces of a response, and the whole, in one call. The whole score says
+how much, the pieces say where: it is shared out over the pieces by their scores, so that neither
+more pieces nor shorter ones earn more. A response of one piece is asked about as without places.
+
+With a rubric (`criterion`) the judge quotes the passage that fulfils or breaks each criterion.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.records import PlacedReward, Rollout, Score
+from ppo_cli.rewards.judge.calls import Scale
+from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.rewards.judge.sanitise import clean
+from ppo_cli.rewards.judge.visible import Passage, Response
+
+# More pieces do not fit into one answer of a judge; neighbours are one piece then.
+MAX_PIECES = 60
+TOKENS_A_PIECE = 14  # answer tokens for the score of one piece
+
+# The end of a sentence: full stops of many scripts with what closes after them, and a blank if
+# the stop is one that numbers and names have too.
+_STOP = re.compile(
+    r"(?:[.!?…]+[\"'”’»)\]*_`]*(?=\s|$)|[。！？｡।॥؟۔።]+[\"'”’»」』）)\]]*)(?P<blank>\s*)|\n(?P<lines>\s*)"
+)
+# Words that end with a full stop within a sentence, and numbers of a list.
+_ABBREVIATION = re.compile(
+    r"[\s(](?:[A-Z]|e\.g|i\.e|etc|cf|vs|approx|Mr|Mrs|Ms|Dr|Prof|St|Fig|Eq|No|Sec)\.$"
+    r"|(?:\n|[.!?;:]\s)[ \t]*(?:[-*>#]+[ \t]*)?\(?\d{1,3}\.$"
+)
+_LINE = re.compile(r"\n\s*")
+# A step is a paragraph, or begins with its number or a bullet of a list.
+_STEP = re.compile(
+    r"\n[ \t]*\n\s*|\n(?=[ \t]*(?:[*#]{0,3}[ \t]*(?:step|schritt|étape|paso)\b|\(?\d{1,3}[.):]\s))",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a response: what the judge reads, and the number of characters or tokens up to it.
+
+    `unit` is that of a placed reward: characters of `Rollout.text`, or tokens of an episode.
+    """
+
+    text: str
+    end: int
+    unit: Literal["char", "token"] = "char"
+
+
+def cut_response(rollout: Rollout, api: ApiReward) -> list[Piece]:
+    """Return the pieces of a response that the judge scores; [] if it scores the whole alone.
+
+    Thoughts that the judge does not see belong to the piece after them.
+    """
+    if api.place is None or api.place == "criterion":
+        return []
+    if api.place == "turn":
+        return [Piece(turn.text, turn.end, "token") for turn in rollout.turns]
+    ends = sorted(_list_ends(rollout, api))
+    # Of too many pieces neighbours are joined, as evenly as possible.
+    if len(ends) > MAX_PIECES:
+        ends = [ends[len(ends) * (k + 1) // MAX_PIECES - 1] for k in range(MAX_PIECES)]
+    # The last piece goes to the end of the text: nothing lies behind all pieces.
+    ends[-1:] = [len(rollout.full_text)] if ends else []
+    shown, pieces, start = _seen_spans(rollout, api), list[Piece](), 0
+    for end in ends:
+        parts = (rollout.full_text[max(start, a) : min(end, b)] for a, b in shown)
+        pieces.append(Piece(clean("".join(parts)), end - len(rollout.prompt.opened)))
+        start = end
+    return pieces if len(pieces) > 1 else []
+
+
+def show_pieces(pieces: Sequence[Piece]) -> Response:
+    """Return what the judge sees of a response in pieces."""
+    return tuple(Passage("piece", k, piece.text) for k, piece in enumerate(pieces, start=1))
+
+
+def _seen_spans(rollout: Rollout, api: ApiReward) -> list[tuple[int, int]]:
+    """Return the parts of `full_text` that the judge sees."""
+    hidden = rollout.thoughts if api.reasoning == "strip" else ()
+    starts = [0, *(span.end for span in hidden)]
+    ends = [*(span.start for span in hidden), len(rollout.full_text)]
+    return list(zip(starts, ends, strict=True))
+
+
+def _list_ends(rollout: Rollout, api: ApiReward) -> Iterator[int]:
+    """Yield where pieces end in `full_text`; a piece has a letter or a digit."""
+    cutter = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}[str(api.place)]
+    for start, end in _seen_spans(rollout, api):
+        text, last = rollout.full_text[start:end], 0
+        for cut in [*cutter(text), len(text)]:
+            if any(character.isalnum() for character in text[last:cut]):
+                # What has no letter or digit after the last piece belongs to that one.
+                rest = any(character.isalnum() for character in text[cut:])
+                yield start + (cut if rest else len(text))
+                last = cut if rest else len(text)
+
+
+def _sentence_ends(text: str) -> Iterator[int]:
+    for match in _STOP.finditer(text):
+        before = f"\n{text[: match.start() + 1]}"[-14:]
+        if match[0][0] == "." and "\n" not in match[0] and _ABBREVIATION.search(before):
+            continue
+        yield match.end()
+
+
+def _line_ends(text: str) -> Iterator[int]:
+    return (match.end() for match in _LINE.finditer(text))
+
+
+def _step_ends(text: str) -> Iterator[int]:
+    return (match.end() for match in _STEP.finditer(text))
+
+
+@dataclass(frozen=True)
+class Placing:
+    """The request to score each of `count` pieces (`noun`: piece or turn), and the whole."""
+
+    count: int
+    scale: Scale
+    noun: str = "piece"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the pieces in a judge's answer."""
+        return tuple(f"{self.noun}_{k}" for k in range(1, self.count + 1))
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the answer: reason, the pieces in order, the whole."""
+        level = {"type": "integer", "enum": list(self.scale.levels())}
+        properties = {"reason": {"type": "string"}, **dict.fromkeys(self.keys, level)}
+        properties[self.scale.key] = level
+        return {
+            "type": "object", "properties": properties, "required": list(properties),
+            "additionalProperties": False,
+        }  # fmt: skip
+
+    def instructions(self) -> str:
+        """Return the task and the answer format as the judge reads them."""
+        return (
+            f"The response is shown in {self.count} numbered {self.noun}s, in their order. Score "
+            f"each {self.noun} by what it adds to the response or spoils in it, not by its length, "
+            f"then the whole response, not the number of its {self.noun}s. {self.answer_format()}"
+        )
+
+    def answer_format(self) -> str:
+        """Return the answer format as the judge reads it."""
+        pieces = ", ".join(f'"{key}": N' for key in self.keys)
+        return (
+            "Reply with ONE JSON object and nothing else, with exactly these keys, the reason "
+            f"first and no longer than three sentences:\n"
+            f'{{"reason": "...", {pieces}, "{self.scale.key}": N}}\n'
+            f"N is a whole number from {self.scale.low} (worst) to {self.scale.high} (best)."
+        )
+
+
+def request_places(response: Response, api: ApiReward, scale: Scale) -> Placing | None:
+    """Return the request for a response as the judge sees it; None for one of a single piece."""
+    if api.place in (None, "criterion") or isinstance(response, str):
+        return None
+    count = max((passage.turn for passage in response), default=0)
+    return Placing(count, scale, "turn" if api.place == "turn" else "piece") if count > 1 else None
+
+
+def place_score(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubric | None) -> Score:
+    """Return a judge's score with its shares placed in the response.
+
+    Piece k gets value * p_k / sum(p), with its score p_k in [0, 1]; all get the same where every
+    piece has the lowest score. So the shares add up to the value. A criterion of weight w with
+    credit g in [0, 1] gets w (2 g - 1) / sum(w) at the passage that the judge quoted: what breaks
+    it is punished there. A quotation that is not in the response belongs to the end.
+    """
+    if score.value is None:
+        return score
+    if rubric is not None and rubric.quoted:
+        return _place_criteria(score, rollout, api, rubric.restore())
+    shares: Sequence[float] = score.info.get("pieces", ())
+    if not shares:
+        return score
+    total, pieces = math.fsum(shares), cut_response(rollout, api)
+    weights = [share / total for share in shares] if total else [1 / len(shares)] * len(shares)
+    placed = tuple(
+        PlacedReward(piece.end, score.value * weight, piece.unit)
+        for piece, weight in zip(pieces, weights, strict=True)
+    )
+    return replace(score, steps=placed)
+
+
+def _place_criteria(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubric) -> Score:
+    """Place the credit of each criterion at its quotation; `quotes_lost` counts those not found."""
+    total = math.fsum(criterion.weight for criterion in rubric.criteria)
+    placed, lost = list[PlacedReward](), 0
+    for criterion, quote in zip(rubric.criteria, score.info["quotes"], strict=True):
+        end = _find_quote(quote, rollout, api)
+        lost += end is None and bool(quote.strip())
+        credit = score.info["criteria"][criterion.name]
+        if end is not None and criterion.weight:
+            value = criterion.weight * (2 * credit - 1) / total
+            placed.append(PlacedReward(end - len(rollout.prompt.opened), value))
+    return replace(score, steps=tuple(placed), info={**score.info, "quotes_lost": lost})
+
+
+def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> int | None:
+    """Return where a quotation ends in `full_text`; blanks may differ. None if it is not there."""
+    words = quote.strip(" \t\n\"'“”‘’«»").split()
+    if not words:
+        return None
+    pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    for start, end in _seen_spans(rollout, api):
+        if match := pattern.search(rollout.full_text, start, end):
+            return match.end()
+    return None

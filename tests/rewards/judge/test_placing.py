@@ -1,0 +1,194 @@
+"""Judges that place their score: cuts, what is asked, strict replies, and where rewards land."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.rewards.judge.panel import PanelReward
+from ppo_cli.rewards.judge.placing import cut_response
+from tests.judge_server import JudgeServer
+from tests.rewards.scoring import score_all
+from tests.settings import complete_judge
+
+Make = Callable[..., Any]
+
+
+def respond(text: str, *, opened: str = "") -> Rollout:
+    prompt = Prompt("q", "Tell me.", ({"role": "user", "content": "Tell me."},), "", (1,),
+                    ground_truth="x", opened=opened)  # fmt: skip
+    ids = tuple(range(len(text)))
+    return Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), text, "stop")
+
+
+def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") -> list[str]:
+    """The pieces as the judge reads them; the ends must cut the text without a gap."""
+    api = complete_judge(model="m", place=place, reasoning=reasoning)
+    pieces = cut_response(respond(text, opened=opened), api)
+    ends = [piece.end for piece in pieces]
+    assert ends == sorted(set(ends)) and ends[-1:] in ([], [len(text)])
+    return [piece.text for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("One. Two!  Three?", "sentence", ["One. ", "Two!  ", "Three?"]),
+        ("It is 3.14 m, e.g. here. Dr. No left.", "sentence",
+         ["It is 3.14 m, e.g. here. ", "Dr. No left."]),
+        ("彼は来た。彼女も来た。", "sentence", ["彼は来た。", "彼女も来た。"]),
+        ('He said "No." Then he left…\n\n- a\n- b', "sentence",
+         ['He said "No." ', "Then he left…\n\n", "- a\n", "- b"]),
+        ("1. First one. 2. Second one.", "sentence", ["1. First one. ", "2. Second one."]),
+        ("a\n\n\nb\n---\nc", "line", ["a\n\n\n", "b\n", "---\nc"]),
+        ("First,\nso.\n\nThen\nthis.\n\n", "step", ["First,\nso.\n\n", "Then\nthis.\n\n"]),
+        ("Step 1: a\nmore\nStep 2: b", "step", ["Step 1: a\nmore\n", "Step 2: b"]),
+        # One piece is no place, and what has no letter belongs to a neighbour.
+        ("Only this.", "sentence", []),
+        ("Yes. ... !!! ?", "sentence", []),
+        ("", "line", []),
+        ("<think>Hm. So.</think>A. b. It is a.", "sentence", ["A. b. ", "It is a."]),
+    ],
+)  # fmt: skip
+def test_cuts(text: str, place: str, expected: list[str]) -> None:
+    assert cut(text, place) == expected
+
+
+def test_thoughts_are_cut_only_where_the_judge_sees_them() -> None:
+    text = "I think. Then I write.</think>First. Second."
+    assert cut(text, "sentence", opened="<think>") == ["First. ", "Second."]
+    assert len(cut(text, "sentence", opened="<think>", reasoning="keep")) == 3
+
+
+def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
+    pieces = cut("".join(f"line {i}\n" for i in range(301)), "line")
+    assert len(pieces) == 60
+    assert {piece.count("\n") for piece in pieces} == {5, 6}
+
+
+def reply(*pieces: Any, whole: Any = 7, **more: Any) -> str:
+    named = {f"piece_{k}": piece for k, piece in enumerate(pieces, start=1)}
+    return json.dumps({"reason": "so", **named, "score_1_to_10": whole, **more})
+
+
+def judge_once(make: Make, server: JudgeServer, text: str, answer: str, **changes: Any) -> Score:
+    server.score = lambda system, user: answer
+    return score_all(make(place="sentence", **changes), [respond(text)])[0]
+
+
+def test_the_whole_says_how_much_and_the_pieces_say_where(
+    judge_of: Make, server: JudgeServer
+) -> None:
+    score = judge_once(judge_of, server, "Good one. Bad one. Fair one.", reply(10, 1, 4, whole=5))
+    assert score.value == pytest.approx(4 / 9)
+    assert score.info["pieces"] == pytest.approx([1, 0, 1 / 3])
+    assert [step.end for step in score.steps] == [10, 19, 28]
+    assert [step.value for step in score.steps] == pytest.approx([1 / 3, 0, 1 / 9])
+    request = server.calls[-1].body["messages"][-1]["content"]
+    assert re.findall(r"<piece-(\d)-\w+>\n(.*)", request) == [
+        ("1", "Good one. "), ("2", "Bad one. "), ("3", "Fair one."),
+    ]  # fmt: skip
+
+
+def test_pieces_that_are_all_worthless_share_the_score(judge_of: Make, server: JudgeServer) -> None:
+    score = judge_once(judge_of, server, "One. Two.", reply(1, 1, whole=10))
+    assert [step.value for step in score.steps] == [0.5, 0.5]
+
+
+def test_a_response_of_one_piece_is_asked_about_as_without_places(
+    judge_of: Make, server: JudgeServer
+) -> None:
+    bodies = []
+    for place in (None, "sentence"):
+        server.score = lambda system, user: 7
+        (score,) = score_all(judge_of(place=place), [respond("Only this.")])
+        assert score.value == pytest.approx(6 / 9) and not score.steps
+        text = json.dumps(server.calls[0].body)
+        bodies.append(re.sub(r"-[0-9a-f]{16}\b", "", text))
+    assert bodies[0] == bodies[1] and len(server.calls) == 1  # the second is in the cache
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply(5),  # one is missing
+        reply(5, 5, 5),  # one too many
+        reply(5, "5"),
+        reply(5, True),
+        reply(5, 5.5),
+        reply(5, None),
+        reply(5, 11),
+        reply(5, 0),
+        reply(5, 5, whole=None),
+        json.dumps({"reason": "so", "piece_1": 5, "piece_2": 5}),
+        json.dumps({"reason": "so", "piece_2": 5, "piece_3": 5, "score_1_to_10": 5}),
+        '{"reason": "so", "piece_1": 5, "piece_1": 6, "piece_2": 5, "score_1_to_10": 5}',
+        json.dumps({"reason": "so", "pieces": [5, 5], "score_1_to_10": 5}),
+        "piece_1: 5\npiece_2: 5\nscore: 5",
+        "7",
+    ],
+)
+def test_a_reply_that_does_not_score_each_piece_once_is_no_verdict(
+    judge_of: Make, server: JudgeServer, answer: str
+) -> None:
+    score = judge_once(judge_of, server, "One. Two.", answer)
+    assert score.value is None and not score.steps
+
+
+@pytest.mark.parametrize("wrap", ["{}", "```json\n{}\n```", "<think>piece_1 is 3</think>\n{}"])
+def test_replies_in_other_orders_and_wrappings_are_read(
+    judge_of: Make, server: JudgeServer, wrap: str
+) -> None:
+    answer = '{"score_1_to_10": 10, "piece_2": 1, "piece_1": 10, "reason": "so"}'
+    score = judge_once(judge_of, server, "One. Two.", wrap.replace("{}", answer))
+    assert score.info["pieces"] == [1.0, 0.0]
+
+
+def test_votes_and_panels_combine_piece_by_piece(judge_of: Make, server: JudgeServer) -> None:
+    answers = iter([reply(10, 1, whole=10), reply(10, 10, whole=10), reply(1, 1, whole=1)])
+    server.score = lambda system, user: next(answers)
+    (score,) = score_all(judge_of(place="sentence", votes=3), [respond("One. Two.")])
+    assert score.info["pieces"] == pytest.approx([2 / 3, 1 / 3])
+    assert sum(step.value for step in score.steps) == pytest.approx(score.value)
+    answers = iter([reply(10, 1, whole=10), reply(10, 4, whole=10), reply(1, 1, whole=1)] * 9)
+    usual = {"model": "m2", "base_url": server.url("openai")}
+    panel = judge_of(
+        kind=PanelReward, place="sentence", cache="off",
+        judges={"a": usual, "b": {**usual, "model": "m3"}},
+        panel={"judges": ("a", "b"), "least": 3},
+    )  # fmt: skip
+    (score,) = score_all(panel, [respond("One. Two.")])
+    assert score.value == 1.0 and score.info["pieces"] == [1.0, 0.0]
+
+
+def test_criteria_are_placed_at_their_quotations(
+    judge_of: Make, server: JudgeServer, tmp_path: Path
+) -> None:
+    """What fulfils a criterion earns its weight there, what breaks it loses it there."""
+    rows = [
+        {"text": "It greets.", "weight": 1}, {"text": "It insults.", "weight": 2, "fault": True},
+        {"text": "It thanks.", "weight": 1},
+    ]  # fmt: skip
+    (tmp_path / "rubric.json").write_text(json.dumps(rows))
+    quotes = "Hello  there!", "You fool.", "never said"
+    verdicts = {"met": True}, {"present": True}, {"met": False}
+    answer = {
+        f"c{k}": {"reason": "so", "quote": quote, **verdict}
+        for k, (quote, verdict) in enumerate(zip(quotes, verdicts, strict=True), start=1)
+    }
+    server.score = lambda system, user: json.dumps(answer)
+    judge = judge_of(rubric=str(tmp_path / "rubric.json"), place="criterion")
+    (score,) = score_all(judge, [respond("Hello there! You fool. Bye.")])
+    assert score.value == 0.25 and score.info["quotes_lost"] == 1
+    assert [(step.end, step.value) for step in score.steps] == [(12, 0.25), (22, -0.5)]
+    del answer["c2"]["quote"]
+    server.score = lambda system, user: json.dumps(answer)
+    (score,) = score_all(judge, [respond("Hello there! You fool. Bye now.")])
+    assert score.value is None
