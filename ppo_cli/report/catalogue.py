@@ -81,6 +81,7 @@ DECIDING = (
            unit="nats a token", **COUNT),
     # Rewards and what they pay for.
     Metric("reward/*", "Parts of the reward, raw"),
+    Metric("pieces/count_mean", "Pieces of a response with a reward"),
     Metric("rubric/*", "Credit of each criterion", "1 if it is met, or its fault is avoided.",
            **SHARE),
     Metric("val/reward/*", "Parts of the reward in validation"),

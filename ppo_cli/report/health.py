@@ -44,6 +44,7 @@ EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough fo
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
 # Troubles that put a rise of the reward in doubt.
 EXPLOITS = ("collapsed", "hacking", "judge_fooled")
+FEWER_PIECES = 0.6  # share of the first steps' pieces per response at which they are too few
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
@@ -403,6 +404,22 @@ def _check_cut_off(steps: History, limits: Limits) -> str:
     )
 
 
+def _check_pieces(steps: History, limits: Limits) -> str:
+    """Warn if responses have far fewer pieces with a reward than in the first steps."""
+    first = [line["pieces/count_mean"] for line in steps if "pieces/count_mean" in line]
+    last = _last_values(steps, "pieces/count_mean", 3)
+    if len(first) < SETTLE_STEPS + 3 or not last:
+        return ""
+    before, now = fmean(first[:SETTLE_STEPS]), fmean(last)
+    if now > FEWER_PIECES * before:
+        return ""
+    return (
+        f"Responses have {now:.3g} pieces with a reward of their own, in the first steps "
+        f"{before:.3g}: the policy may leave out what scores badly. Say in the judge's prompt what "
+        "a response must have, or use --adv_estimator piece_grpo, which adds the whole score."
+    )
+
+
 def _check_unclosed_thoughts(steps: History, limits: Limits) -> str:
     """Warn if most responses of three steps end inside a thought."""
     open_ = _last_values(steps, "thought/unclosed_share", 3)
@@ -672,6 +689,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "never_answers": _check_unclosed_thoughts,
     "tool_errors": _check_tool_errors,
     "cut_episodes": _check_cut_episodes,
+    "fewer_pieces": _check_pieces,
     "failed": _check_failed_scores,
     "hacking": find_hacking,
     # Judges.

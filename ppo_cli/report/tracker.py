@@ -390,6 +390,8 @@ def make_rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         "tokens": rollout.policy_tokens,
         "finish_reason": rollout.finish_reason,
     }
+    if score.steps:
+        line["places"] = [[step.end, step.value] for step in score.steps]
     # Only models that think have these fields.
     if prompt.opened:
         line["opened"] = prompt.opened

@@ -321,6 +321,10 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
+    if any(placed):
+        counts = [len({token for token, _ in row}) or 1 for row in placed]
+        judged = [count for count, valid in zip(counts, valid_B.tolist(), strict=True) if valid]
+        metrics["pieces/count_mean"] = sum(judged) / max(1, len(judged))
     critic = {}
     if batch.values_BT is not None:
         # Positions count the policy's tokens: those of an environment move behind them.

@@ -1,4 +1,4 @@
-"""What is kept of single tokens: text, value, advantage, return, KL and entropy of a few responses.
+"""What is kept of single tokens of a few responses: text, reward, value, advantage, return …
 
 The loop passes them to the tracker, which writes them into the rollout file of the step; the page
 shows them.
@@ -29,12 +29,16 @@ def list_token_details(
 ) -> dict[int, dict[str, Any]]:
     """Return the details of `count` rows of a batch by row, those to be kept first in front.
 
-    The numbers are those that trained: values and entropies before the updates, advantages after
-    whitening. An episode has its whole text as well, and the [start, end) of the environment's
-    tokens. The KL of a token is that of `kl_divergence` (k3, in nats), or the exact one over
-    the vocabulary if the run computes it. Values and returns are absent without a critic.
+    The numbers are those that trained: rewards with the KL penalty, if they have one, values and
+    entropies before the updates, advantages after whitening. An episode has its whole text as well,
+    and the [start, end) of the environment's tokens. The KL of a token is that of `kl_divergence`
+    (k3, in nats), or the exact one over the vocabulary if the run computes it. Values and returns
+    are absent without a critic.
     """
-    numbers_BT = {"advantage": batch.advantages_BT, "entropy": batch.entropy_BT}
+    numbers_BT = {
+        "reward": batch.token_rewards_BT, "advantage": batch.advantages_BT,
+        "entropy": batch.entropy_BT,
+    }  # fmt: skip
     if batch.values_BT is not None:
         numbers_BT |= {"value": batch.values_BT, "return": batch.returns_BT}
     if batch.full_kl_BT is not None:

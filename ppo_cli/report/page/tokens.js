@@ -2,7 +2,7 @@
 
 // Title, unit and scale of each measure: from its lowest to its highest number, from zero, or to both sides of zero.
 const MEASURES = {
-  value: ["value", "", "range"], advantage: ["advantage", "", "both"], return: ["return", "", "range"],
+  reward: ["reward", "", "both"], value: ["value", "", "range"], advantage: ["advantage", "", "both"], return: ["return", "", "range"],
   kl: ["KL to the reference", " nats", "zero"], entropy: ["entropy", " nats", "zero"],
 };
 
