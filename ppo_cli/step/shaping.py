@@ -191,7 +191,8 @@ def _normalise_and_clip(settings: Shaping, sample: Scored, scale: Affine) -> Sco
     # Inner rewards are only scaled: the centre is subtracted once, from the whole score.
     value = clip(scale.of(value), settings.reward_clip)
     steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in sample.score.steps)
-    return Scored(sample.rollout, replace(sample.score, value=value, steps=steps))
+    shift = scale.of(sample.score.shift)
+    return Scored(sample.rollout, replace(sample.score, value=value, steps=steps, shift=shift))
 
 
 def _add_shaping_info(
@@ -273,8 +274,12 @@ def shape_step(
         valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
     # Rewards of tokens: placed rewards, the rest at the last token, weighted, minus the KL penalty.
+    estimator = ESTIMATORS[algorithm.adv_estimator]
     inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
+    if estimator.pieces:
+        # At the last piece alone a scaling's centre would be a penalty for that piece.
+        rest_B = rest_B - torch.tensor([s.score.shift for s in scored])
     rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
     rewards_BT = algorithm.score_coef * rewards_BT
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
@@ -283,7 +288,6 @@ def shape_step(
         rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
     # Only scores are compared with others. A KL in the rewards is added to the advantages, as in
     # OpenRLHF: otherwise grpo would divide it by its own spread where all scores are equal.
-    estimator = ESTIMATORS[algorithm.adv_estimator]
     compared = estimator.grouped or estimator.pieces
     if not compared:
         relative_BT = rewards_BT
@@ -293,7 +297,9 @@ def shape_step(
         algorithm.adv_estimator,
         token_rewards_BT=relative_BT,
         mask_BT=mask_BT,
-        piece_BT=number_pieces([[token for token, _ in row] for row in placed], mask_BT.shape[1]),
+        piece_BT=number_pieces(
+            [[token for token, _ in row] for row in placed] or [()] * len(mask_BT), mask_BT.shape[1]
+        ),
         values_BT=annotated.values_BT,
         group_B=annotated.group_B,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),

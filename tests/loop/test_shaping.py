@@ -269,6 +269,32 @@ def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() 
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
 
 
+def test_the_centre_of_a_scaling_is_no_reward_of_the_last_piece() -> None:
+    """Scores scaled by 2 around 0.75 have the advantages of raw ones, times 2."""
+    created, ends = rollouts([4, 4, 4], n=3), [[1, 3], [0], [2, 3]]
+    rewards = [[0.25, 0.25], [1.0], [0.0, 0.75]]
+    rows = [
+        Scored(r, Score(sum(values), steps=tuple(
+            PlacedReward(end + 1, value, "token") for end, value in zip(row, values, strict=True)
+        ))) for r, row, values in zip(created, ends, rewards, strict=True)
+    ]  # fmt: skip
+    settings = Shaping(normalize="batch")
+    scaled = shape_scores(settings, 9, rows, None, Moments()).scored
+    config = complete({"algorithm": {
+        "adv_estimator": "piece_group", "norm_adv_by_std_in_grpo": False,
+    }})  # fmt: skip
+    raw, normalised = (
+        shape_step(
+            config, annotate(created), of, 0.0, None,
+            [[(s.end - 1, s.value) for s in sample.score.steps] for sample in of],
+        ).batch.advantages_BT
+        for of in (rows, scaled)
+    )  # fmt: skip
+    std = pstdev([0.5, 1.0, 0.75])
+    torch.testing.assert_close(normalised, raw / std)
+    assert raw[0, 3] == pytest.approx(0.25 - (0.25 + 0.75) / 3)
+
+
 def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
     created = rollouts([2, 2, 1], n=3)
     parts = ({"a": Part(1.0, None)}, {}, {"a": Part(0.0, None)})
