@@ -30,10 +30,10 @@ def piece_group(
     """
     rewards_BK, _ = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
     to_go_BK = _discount(rewards_BK, gamma_piece)
-    centred_BK = to_go_BK.clone()
+    centred_BK = torch.zeros_like(to_go_BK)
     for at in group_rows(mask_BT, group_B):
-        if len(at) > 1:
-            centred_BK[at] = _without_rounding(to_go_BK[at], to_go_BK[at].mean(0))
+        mean_K = to_go_BK[at].mean(0) if len(at) > 1 else torch.zeros_like(to_go_BK[0])
+        centred_BK[at] = _without_rounding(to_go_BK[at], mean_K)
     return _spread(centred_BK, mask_BT, piece_BT, norm_by_std), _spread(
         to_go_BK, mask_BT, piece_BT, False
     )
@@ -68,10 +68,11 @@ def piece_grpo(
     """
     rewards_BK, written_BK = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
     scores_BK = rewards_BK * written_BK.sum(1, keepdim=True)
+    centred_BK = torch.zeros_like(scores_BK)
     for at in group_rows(mask_BT, group_B):
         mean = masked_mean(scores_BK[at], written_BK[at])
-        scores_BK[at] = torch.where(written_BK[at], _without_rounding(scores_BK[at], mean), 0.0)
-    pieces_BT = _spread(_discount(scores_BK, gamma_piece), mask_BT, piece_BT, norm_by_std)
+        centred_BK[at] = torch.where(written_BK[at], _without_rounding(scores_BK[at], mean), 0.0)
+    pieces_BT = _spread(_discount(centred_BK, gamma_piece), mask_BT, piece_BT, norm_by_std)
     whole_B = masked_sum(token_rewards_BT, mask_BT, 1)
     whole_B = centre_in_groups(whole_B, mask_BT, group_B, norm_by_std)
     advantages_BT = torch.where(mask_BT, pieces_BT + whole_B[:, None], 0.0)

@@ -84,7 +84,10 @@ def test_estimators_equal_their_definition(name: str) -> None:
 def define(
     name: str, pieces: list[list[float]], groups: list[int], b: int, k: int, gamma: float
 ) -> float:
-    """The advantage of piece k of response b."""
+    """The advantage of piece k of response b; 0 if its score has nothing to be compared with."""
+    together = [i for i in range(len(pieces)) if name == "piece_batch" or groups[i] == groups[b]]
+    if len(together) > 1 and sum(bool(pieces[i]) for i in together) == 1:
+        return 0.0
     peers = [
         i
         for i, row in enumerate(pieces)
