@@ -34,8 +34,8 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def tokens(case: dict[str, Any], b: int, name: str) -> list[float]:
-    kept: list[float] = case[name][b][case["mask_BT"][b]].tolist()
-    return kept
+    counted: list[float] = case[name][b][case["mask_BT"][b]].tolist()
+    return counted
 
 
 def td_sums(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -48,11 +48,11 @@ def td_sums(rewards: list[float], values: list[float], gamma: float, lam: float)
     ]
 
 
-def assert_equal(ours: Tensor, mask: Tensor, expected: list[list[float]]) -> None:
-    assert ours.isfinite().all() and not ours[~mask].any()
+def assert_equal(actual: Tensor, mask: Tensor, expected: list[list[float]]) -> None:
+    assert actual.isfinite().all() and not actual[~mask].any()
     for b, row in enumerate(expected):
-        assert ours[b][mask[b]].tolist() == pytest.approx(row, rel=1e-6, abs=1e-5)
-        far = [abs(x - y) / max(1, abs(y)) for x, y in zip(ours[b][mask[b]], row, strict=True)]
+        assert actual[b][mask[b]].tolist() == pytest.approx(row, rel=1e-6, abs=1e-5)
+        far = [abs(x - y) / max(1, abs(y)) for x, y in zip(actual[b][mask[b]], row, strict=True)]
         assert max(far, default=0) < 1e-6
 
 
@@ -69,7 +69,7 @@ def test_advantages_and_targets_have_their_own_lambdas(
             double["token_rewards_BT"] = adv.subtract_group_means(
                 double["token_rewards_BT"], double["mask_BT"], double["group_B"]
             )
-        ours = adv.compute_advantages(
+        actual = adv.compute_advantages(
             "gae", **double, gamma=gamma, lam=lam, lam_alpha=alpha, critic_lam=critic_lam,
             whiten=False,
         )  # fmt: skip
@@ -85,8 +85,8 @@ def test_advantages_and_targets_have_their_own_lambdas(
             critic = td_sums(rewards, values, gamma, lam if critic_lam is None else critic_lam)
             advantages.append(td_sums(rewards, values, gamma, own))
             returns.append([a + v for a, v in zip(critic, values, strict=True)])
-        assert_equal(ours[0], mask, advantages)
-        assert_equal(ours[1], mask, returns)
+        assert_equal(actual[0], mask, advantages)
+        assert_equal(actual[1], mask, returns)
 
 
 def test_the_critics_own_lambda_changes_no_advantage_and_the_same_one_no_bit() -> None:

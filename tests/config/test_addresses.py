@@ -20,6 +20,7 @@ TEXTS = {
     "algorithm.filter_groups.metric", "algorithm.rollout_correction.rollout_rs",
     "algorithm.rollout_correction.rollout_rs_threshold", "critic.model.target_modules",
     "data.prompt_key", "data.reward_fn_key", "data.system_prompt", "environment.mcp",
+    "environment.pass_env",
     "model.target_modules", "reward.api.cascade.model", "reward.api.monitor.model",
     "reward.api.panel.judges", "reward.api.scoring_prompt", "reward.api.system_prompt",
     "reward.model.model_name", "reward.model.revision", "reward.rule", "rollout.stop",

@@ -25,8 +25,7 @@ from ppo_cli.secrets.redact import redact
 from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:
-    from ppo_cli.rewards.judge.placing import Placing
-    from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft
+    from ppo_cli.rewards.judge.rubric import Comparison, Placing, Rubric, RubricDraft
 
 # The form of answer that a judge is asked for.
 Output = Literal["json", "text"]

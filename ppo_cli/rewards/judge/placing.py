@@ -13,18 +13,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.records import PlacedReward, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.rewards.judge.rubric import Placing, Rubric
 from ppo_cli.rewards.judge.sanitise import clean
 from ppo_cli.rewards.judge.visible import Passage, Response
 
 # More pieces do not fit into one answer of a judge; neighbours are one piece then.
 MAX_PIECES = 60
-TOKENS_A_PIECE = 14  # answer tokens for the score of one piece
 
 # The end of a sentence: full stops of many scripts with what closes after them, and a blank if
 # the stop is one that numbers and names have too.
@@ -121,54 +120,13 @@ def _step_ends(text: str) -> Iterator[int]:
     return (match.end() for match in _STEP.finditer(text))
 
 
-@dataclass(frozen=True)
-class Placing:
-    """The request to score each of `count` pieces (`noun`: piece or turn), and the whole."""
-
-    count: int
-    scale: Scale
-    noun: str = "piece"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the pieces in a judge's answer."""
-        return tuple(f"{self.noun}_{k}" for k in range(1, self.count + 1))
-
-    def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the answer: reason, the pieces in order, the whole."""
-        level = {"type": "integer", "enum": list(self.scale.levels())}
-        properties = {"reason": {"type": "string"}, **dict.fromkeys(self.keys, level)}
-        properties[self.scale.key] = level
-        return {
-            "type": "object", "properties": properties, "required": list(properties),
-            "additionalProperties": False,
-        }  # fmt: skip
-
-    def instructions(self) -> str:
-        """Return the task and the answer format as the judge reads them."""
-        return (
-            f"The response is shown in {self.count} numbered {self.noun}s, in their order. Score "
-            f"each {self.noun} by what it adds to the response or spoils in it, not by its length, "
-            f"then the whole response, not the number of its {self.noun}s. {self.answer_format()}"
-        )
-
-    def answer_format(self) -> str:
-        """Return the answer format as the judge reads it."""
-        pieces = ", ".join(f'"{key}": N' for key in self.keys)
-        return (
-            "Reply with ONE JSON object and nothing else, with exactly these keys, the reason "
-            f"first and no longer than three sentences:\n"
-            f'{{"reason": "...", {pieces}, "{self.scale.key}": N}}\n'
-            f"N is a whole number from {self.scale.low} (worst) to {self.scale.high} (best)."
-        )
-
-
 def request_places(response: Response, api: ApiReward, scale: Scale) -> Placing | None:
     """Return the request for a response as the judge sees it; None for one of a single piece."""
     if api.place in (None, "criterion") or isinstance(response, str):
         return None
     count = max((passage.turn for passage in response), default=0)
-    return Placing(count, scale, "turn" if api.place == "turn" else "piece") if count > 1 else None
+    noun = "turn" if api.place == "turn" else "piece"
+    return Placing(count, scale.low, scale.high, scale.key, noun) if count > 1 else None
 
 
 def place_score(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubric | None) -> Score:

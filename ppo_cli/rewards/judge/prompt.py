@@ -23,12 +23,13 @@ from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.paths import user_path
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import CODE_LENGTH, Output, Question, Scale, score_code
-from ppo_cli.rewards.judge.placing import TOKENS_A_PIECE, Placing
 from ppo_cli.rewards.judge.rubric import (
     REFERENCE,
     SCORING,
     SYSTEM,
+    TOKENS_A_PIECE,
     Comparison,
+    Placing,
     Rubric,
     RubricDraft,
     read_rubric,

@@ -1,4 +1,4 @@
-"""Answers other than a single score: a rubric, a comparison, or a draft of criteria.
+"""Answers other than a single score: a rubric, scores of pieces, a comparison, a draft of criteria.
 
 A judge decides the criteria of a rubric one by one; their verdicts make the score. A decision
 endpoint gives a probability for each level, and the grade is the expected level. Criteria come from
@@ -75,6 +75,7 @@ SEVERITY_WEIGHTS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1
 MAX_CRITERIA = 60
 MAX_CRITERION_CHARS = 4000
 MAX_LEVELS = 20
+TOKENS_A_PIECE = 14  # answer tokens for the score of one piece
 
 
 T = TypeVar("T")
@@ -318,6 +319,47 @@ class RubricDraft:
             "Reply with ONE JSON object and nothing else:\n"
             '{"criteria": [{"text": "...", "name": "...", "weight": N, "fault": true or false, '
             '"must": true or false}, ...]}'
+        )
+
+
+@dataclass(frozen=True)
+class Placing:
+    """The request to score each of `count` pieces of a response (`noun`: piece or turn), and all.
+
+    Levels are whole numbers from `low` to `high`; that of the whole has the key `whole`.
+    """
+
+    count: int
+    low: int
+    high: int
+    whole: str
+    noun: str = "piece"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the answer, besides the reason: the pieces in order, then the whole."""
+        return (*(f"{self.noun}_{k}" for k in range(1, self.count + 1)), self.whole)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the answer."""
+        level = {"type": "integer", "enum": list(range(self.low, self.high + 1))}
+        return _object_schema({"reason": {"type": "string"}, **dict.fromkeys(self.keys, level)})
+
+    def instructions(self) -> str:
+        """Return the task and the answer format as the judge reads them."""
+        return (
+            f"The response is shown in {self.count} numbered {self.noun}s, in their order. Score "
+            f"each {self.noun} by what it adds to the response or spoils in it, not by its length, "
+            f"then the whole response, not the number of its {self.noun}s. {self.answer_format()}"
+        )
+
+    def answer_format(self) -> str:
+        """Return the answer format as the judge reads it."""
+        scores = ", ".join(f'"{key}": N' for key in self.keys)
+        return (
+            "Reply with ONE JSON object and nothing else, with exactly these keys, the reason "
+            f'first and no longer than three sentences:\n{{"reason": "...", {scores}}}\n'
+            f"N is a whole number from {self.low} (worst) to {self.high} (best)."
         )
 
 

@@ -30,8 +30,7 @@ from ppo_cli.rewards.judge.calls import (
     Reply,
     Scale,
 )
-from ppo_cli.rewards.judge.placing import Placing
-from ppo_cli.rewards.judge.rubric import Comparison, Rubric, RubricDraft, win_share
+from ppo_cli.rewards.judge.rubric import Comparison, Placing, Rubric, RubricDraft, win_share
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.thoughts import MARKS, UnfinishedThought, strip_leading_thought
 
@@ -169,7 +168,7 @@ def _read_reply(text: str, question: Question) -> tuple[float, str, dict[str, An
         info = {"grades": grades} | ({"quotes": quotes} if question.rubric.quoted else {})
         return question.rubric.value(grades), reason, info
     if question.placing is not None:
-        value, pieces, reason = _read_pieces(answer, question.placing)
+        value, pieces, reason = _read_pieces(answer, question.placing, question.scale)
         return value, reason, {"pieces": pieces}
     # A judge that was asked for text may still answer with an object.
     if answer[0] == "{":
@@ -261,14 +260,13 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str, list[str]
     return grades, "\n".join(reasons), quotes
 
 
-def _read_pieces(text: str, placing: Placing) -> tuple[float, list[float], str]:
+def _read_pieces(text: str, placing: Placing, scale: Scale) -> tuple[float, list[float], str]:
     """Return the score of the whole, those of all pieces in [0, 1], in order, and the reason.
 
     A piece without a score, or one too many, fails the reply: the scores may be of other pieces.
     """
-    entries, scale = _decode(text), placing.scale
+    entries, keys = _decode(text), placing.keys
     reason = _pop_reason(entries, "its")
-    keys = (*placing.keys, scale.key)
     if set(entries) != set(keys):
         missing = [key for key in keys if key not in entries]
         problem = f'no "{missing[0]}" in it' if missing else "it scores more pieces than there are"

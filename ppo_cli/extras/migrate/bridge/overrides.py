@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
@@ -359,7 +360,7 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
-        "max_turn_tokens history gamma_turn seed_per",
+        "max_turn_tokens history gamma_turn seed_per isolation memory_gb",
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps token_details",
     }.items()
@@ -382,6 +383,9 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "critic.value_loss_coef": (1.0, "verl has none; change critic.optim.lr and critic.grad_clip"),
     "algorithm.whiten_advantages": (True, "verl always whitens them"),
     "algorithm.lam_alpha": (None, "verl has one lambda for all lengths"),
+    "algorithm.gamma_piece": (None, "verl has one discount for all tokens"),
+    "algorithm.lam_piece": (None, "verl has one lambda for all tokens"),
+    "reward.api.place": (None, "verl puts the whole score at the end"),
     "algorithm.subtract_group_mean": (False, "verl's GAE reads the rewards as they are"),
     "algorithm.score_coef": (1.0, "verl adds the score as it is; change kl_ctrl.kl_coef"),
     "critic.lam": (None, "verl has one lambda for actor and critic"),
@@ -509,6 +513,8 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
             yield f"{part}.optim.lr_scheduler_type linear: verl has constant and cosine."
     if config.rollout.name == "hf":
         yield "rollout.name hf is not available on verl, which has vllm, sglang and trtllm."
+    if ESTIMATORS[config.algorithm.adv_estimator].pieces:
+        yield f"algorithm.adv_estimator {config.algorithm.adv_estimator} is not available on verl."
     if any(judge.settings.type == "local" for judge in judges_of(config.reward)):
         yield (
             "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "

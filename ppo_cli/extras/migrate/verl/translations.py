@@ -442,7 +442,7 @@ def _translate_critic_switch(state: TranslationState, entry: Entry, on: bool) ->
     """A critic is trained exactly when the estimator is gae."""
     state.demand(
         entry,
-        lambda value: on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
+        lambda value: on == ESTIMATORS[value("algorithm.adv_estimator") or "gae"].critic,
         f"critic.enable={entry.raw} contradicts algorithm.adv_estimator: gae has a critic, "
         "and the others have none. Leave critic.enable out, and choose with --adv_estimator.",
     )

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 
 from ppo_cli.rewards.judge.calls import Question, Usage, estimate_tokens
-from ppo_cli.rewards.judge.placing import TOKENS_A_PIECE
+from ppo_cli.rewards.judge.rubric import TOKENS_A_PIECE
 
 logger = logging.getLogger(__name__)
 
