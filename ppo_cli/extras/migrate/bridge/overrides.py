@@ -360,7 +360,7 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
-        "max_turn_tokens history gamma_turn seed_per isolation memory_gb",
+        "max_turn_tokens history gamma_turn seed_per isolation memory_gb max_starts",
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps token_details",
     }.items()
