@@ -63,6 +63,16 @@ def watch_interrupts() -> None:
     threading.Thread(target=_end_after_second, args=(reading,), daemon=True).start()
 
 
+def leave_at_once() -> None:
+    """End a command that Ctrl-C has unwound: freeing millions of rows one by one takes long."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        print("Stopped.", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(EXIT_STOPPED)
+
+
 def _forget_pipe() -> None:
     signal.set_wakeup_fd(-1)  # a child's signals are not ours
 

@@ -39,7 +39,7 @@ from ppo_cli.errors import (
 )
 from ppo_cli.plugins import Command
 from ppo_cli.secrets.redact import redact
-from ppo_cli.signals import watch_interrupts
+from ppo_cli.signals import leave_at_once, watch_interrupts
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")
@@ -203,6 +203,14 @@ class RootGroup(HelpGroup):
     """The group of all commands."""
 
     built_in = COMMANDS
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; Ctrl-C ends the process here."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            leave_at_once()
+            raise
 
     def group_commands(self, ctx: Any) -> dict[str, Sequence[str]]:
         """Return the command names by section."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
+from ppo_cli.machine.memory import host_memory
 from ppo_cli.paths import load_json, read_text, user_path
 
 SHOWN = 5  # causes in a message, and row numbers of each
@@ -473,11 +475,33 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path) if file_suffix(path).endswith(".gz") else path.open("rb")
 
 
+# Shares of the machine's memory for the text of a file, and for this process while it reads rows,
+# which take several times as much. A few megabytes of gzip may hold more than that.
+TEXT_SHARE, ROWS_SHARE = 8, 2
+CHUNK_BYTES, CHUNK_ROWS = 1 << 24, 1 << 16
+
+
+def _too_large(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: {what} than fits into this machine's memory. Split the file.")
+
+
+def _read_all(path: Path, file: IO[bytes] | gzip.GzipFile) -> bytes:
+    """Return what is left of a file; in chunks, so that it has a limit and Ctrl-C ends it."""
+    data, limit = bytearray(), host_memory() // TEXT_SHARE
+    while chunk := file.read(CHUNK_BYTES):
+        data += chunk
+        if len(data) > limit:
+            raise _too_large(
+                path, f"more than {limit / 2**30:.3g} GiB of text, whose rows take more"
+            )
+    return bytes(data)
+
+
 def read_bytes(path: Path, lines: int | None = None) -> bytes:
     """Return the uncompressed bytes of a file or its first lines, without a byte order mark."""
     try:
         with _open(path) as file:
-            data = file.read() if lines is None else b"".join(islice(file, lines))
+            data = _read_all(path, file) if lines is None else b"".join(islice(file, lines))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: broken gzip data ({first_line(error)}). Copy it again."
@@ -498,6 +522,10 @@ def read_lines(path: Path, data: bytes) -> ReadResult:
     records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
+        if number % CHUNK_ROWS == 0:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if peak > host_memory() // ROWS_SHARE:
+                raise _too_large(path, f"more than {number:,} rows, which take more")
         # Blank lines keep their number.
         if not line.strip():
             continue

@@ -40,6 +40,7 @@ from ppo_cli.environments.chat import Chat
 from ppo_cli.environments.pool import EnvironmentPool
 from ppo_cli.records import Message, Prompt, Rollout, Turn, format_tool
 from ppo_cli.thoughts import Detokenize, count_tokens, find_open_mark
+from ppo_cli.waits import await_result
 
 SEED_BITS = 31  # of an episode's seed: some generators take no more
 # Continues unfinished rollouts, each until it ends or reaches the limits of the sampling.
@@ -120,7 +121,7 @@ class Episodes:
         failed, playing = list[tuple[Episode, Rollout]](), list[Episode]()
         for episode, opening in begun:
             try:
-                self._begin(episode, opening.result())
+                self._begin(episode, await_result(opening, "the environment"))
                 playing.append(episode)
             except (EnvironmentFailure, ValueError) as error:
                 failed.append((episode, episode.finish(str(error))))
@@ -212,7 +213,7 @@ class Episodes:
         """
         *earlier, turn = episode.played.turns
         try:
-            reply = episode.reply.result()
+            reply = await_result(episode.reply, "the environment")
             turn = replace(
                 turn, replies=tuple(reply.messages), rewards=dict(reply.rewards),
                 error=turn.error or reply.error, seconds=reply.seconds, tools=tuple(reply.tools),

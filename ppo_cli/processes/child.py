@@ -15,6 +15,7 @@ from pathlib import Path
 from ppo_cli.processes.channel import GIVEN_UP, HEADER, MARK, PART
 from ppo_cli.processes.reaper import STOP_S, supervised
 from ppo_cli.secrets.redact import redact
+from ppo_cli.signals import shorten_wait
 
 # From the end of a child's channel to that of the child.
 EXIT_TIMEOUT_S = 2.0
@@ -153,7 +154,7 @@ class Child:
         self._writer.close()
         # Its event loop may be blocked, and its children may ignore signals.
         for seconds, end in (
-            (patience_s, self._process.terminate), (STOP_S, self._process.kill)
+            (shorten_wait(patience_s), self._process.terminate), (STOP_S, self._process.kill)
         ):  # fmt: skip
             try:
                 await asyncio.wait_for(self._process.wait(), seconds)

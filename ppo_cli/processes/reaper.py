@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TICK_S = 0.1  # between two looks at the child and the parent
-GRACE_S = 5.0  # from SIGTERM to SIGKILL
+GRACE_S = 3.0  # from SIGTERM to SIGKILL
 STOP_S = 2 * GRACE_S + 2  # until a reaper that was told to end has ended
 MAX_ATTEMPTS = 50  # to kill all that a process has started
 # Options of prctl(2), which Python's library does not have.
@@ -107,6 +107,7 @@ def terminate_all(child: subprocess.Popen[bytes]) -> None:
     """End the command with SIGTERM, then kill all remaining descendants."""
     if child.poll() is None:
         child.terminate()
+        child.send_signal(signal.SIGCONT)  # one that was stopped ends as well
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)
     with contextlib.suppress(OSError):

@@ -13,16 +13,20 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.run_folder.lines import plain
 from ppo_cli.secrets.redact import mask_secrets, redact
+from ppo_cli.waits import await_result, run_in_thread
+
+T = TypeVar("T")
+ANSWER_S = 120.0  # for a call of a logger; the run then stops and can be resumed
 
 # Columns of the table of responses in W&B.
 TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "reason", "failure")
@@ -139,7 +143,7 @@ class RunSink(Sink):
             run_id = (self._folder / "run_id").read_text()
             self._last_step = int((self._folder / "last_step").read_text())
         try:
-            self._run, name = self._start(run_id)
+            self._run, name = self._await(lambda: self._start(run_id))
         except Exception as error:  # each package has its own errors
             raise UserError(
                 f"{self.package} did not start ({redact(first_line(error))}). {self.advice}, "
@@ -147,6 +151,10 @@ class RunSink(Sink):
             ) from error
         self._write_state("last_step", str(self._last_step))
         self._write_state("run_id", name)
+
+    def _await(self, work: Callable[[], T]) -> T:
+        """Return the result of a call of the package, whose server may not answer."""
+        return await_result(run_in_thread(work), self.package, ANSWER_S)
 
     def _write_state(self, name: str, text: str) -> None:
         """Write a file of the sink's folder in one piece."""
@@ -160,7 +168,7 @@ class RunSink(Sink):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step, unless an earlier session already did."""
         if step > self._last_step:
-            self._log(step, metrics)
+            self._await(lambda: self._log(step, metrics))
             self._last_step = step
             self._write_state("last_step", str(step))
 
@@ -172,7 +180,7 @@ class RunSink(Sink):
         """Upload the remaining data."""
         run, self._run = self._run, None
         if run is not None:
-            run.finish()
+            self._await(run.finish)
 
 
 class WandbSink(RunSink):
@@ -300,7 +308,7 @@ class MlflowSink(RunSink):
         """Mark the run as finished."""
         client, self._run = self._run, None
         if client is not None:
-            client.set_terminated(self._id)
+            self._await(lambda: client.set_terminated(self._id))
 
 
 def _flatten_settings(key: str, value: Any) -> list[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from ppo_cli.planning.batches import most_gen_batches
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.base import RoundKind, submit_rollout
+from ppo_cli.signals import time_left
 from ppo_cli.step.checks import raise_if_reward_only_raises
 from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.step.state import Job, RunState
@@ -196,8 +197,8 @@ def _wait_for_score(job: Job, future: Future[Score]) -> Score:
     while not future.done():
         wait([future], timeout=0.5)
         reason = None if future.done() else job.reward.waiting_for()
-        if reason is not None and job.stop_requested():
-            raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {reason}")
+        if (reason is not None or time_left() <= 0) and (stop := job.stop_requested()):
+            raise Interrupted(f"Stopped while waiting for scores ({stop}). {reason or ''}".strip())
         if reason is not None and not noted:
             job.tracker.screen.health(reason)
             noted = True

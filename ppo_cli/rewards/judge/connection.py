@@ -31,6 +31,7 @@ from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from ppo_cli.secrets.redact import redact
+from ppo_cli.signals import shorten_wait
 
 DRAIN_S = 20.0  # time for calls in flight to finish when a run ends: they are paid for
 
@@ -86,7 +87,7 @@ class JudgeConnection:
         """Let calls in flight finish, then close the clients; the cache stays open."""
         if self.batch is not None:
             await self.batch.stop()
-        await self.client.close(DRAIN_S)
+        await self.client.close(shorten_wait(DRAIN_S))
         await self.direct.close()
 
 

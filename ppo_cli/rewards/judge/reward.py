@@ -34,6 +34,7 @@ from ppo_cli.rewards.judge.monitor import (
 )
 from ppo_cli.rewards.judge.placing import place_score
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
+from ppo_cli.signals import shorten_wait
 
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
 CANARY_REPLIES = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
@@ -153,7 +154,7 @@ class JudgeReward(JudgeAsker, Reward):
         Repeated verdicts are waited for, so that they belong to a step's metrics in every run.
         """
         if self._measuring is not None:
-            wait([self._measuring], NOISE_WAIT_S)
+            wait([self._measuring], shorten_wait(NOISE_WAIT_S))
         if self._closed:
             return asyncio.run(self._collect_metrics())
         return self._loop.call(self._collect_metrics(), timeout=60.0)
@@ -181,7 +182,7 @@ class JudgeReward(JudgeAsker, Reward):
         try:
             self._loop.call(self._close(), timeout=DRAIN_S + 10.0)
             if self._measuring is not None:  # what it got is written down
-                wait([self._measuring], NOISE_WAIT_S)
+                wait([self._measuring], shorten_wait(NOISE_WAIT_S))
         finally:
             self._loop.close()
             self.connection.provider.stop_server()
