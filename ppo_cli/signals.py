@@ -53,7 +53,6 @@ def watch_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
-    signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
     # The system writes the number of each signal into a pipe, whatever this thread does.
     reading, writing = os.pipe()
@@ -61,6 +60,7 @@ def watch_interrupts() -> None:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget_pipe)
     threading.Thread(target=_end_after_second, args=(reading,), daemon=True).start()
+    signal.signal(signal.SIGINT, _interrupt)
 
 
 def leave_at_once() -> None:

@@ -298,8 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ppo_cli.allocator import start_with_jemalloc
 
         start_with_jemalloc()
-    if argv is None:
-        watch_interrupts()
     # Prompts are counted without torch: transformers takes a sixth of the time to import then. An
     # entry of None makes the import of a module fail.
     if argv is None and args[:2] == ["data", "check"]:
@@ -308,6 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch loads libgomp
     try:
+        if argv is None:
+            watch_interrupts()
         _check_address_space(args)
         code = typer.main.get_command(app).main(
             args=args or ["--help"], prog_name="ppo", standalone_mode=False, obj=debug
@@ -316,6 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
             return EXIT_DONE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:  # before the command has begun
+        code = EXIT_STOPPED
     except Exception as error:
         # Python and libraries wrap an interrupt in errors of their own.
         if not is_interrupt(error):
