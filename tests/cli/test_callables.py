@@ -65,6 +65,7 @@ def results(run: Run) -> dict[str, Any]:
     return run.metrics.loc[1:, names].to_dict()
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_files_and_resumes(desk: Path) -> None:
     Path("reward.py").write_text(REWARD)
     Path("loss.py").write_text(LOSS)
