@@ -119,7 +119,10 @@ def write_model(
         _cast_weights(source, out, torch_dtype)
         written = _describe(out)
         critic = _is_critic_model(source)
-        if not (limit := limit_of_check(written.parameters)):
+        limit = limit_of_check(written.parameters)
+        if "auto_map" in read_config(str(source)) and not trust_remote_code:
+            limit = "it comes with Python code, which runs only with --trust_remote_code"
+        if not limit:
             model = load_whole_model(
                 str(source), "SOURCE", critic=critic, trust_remote_code=trust_remote_code,
                 what="checkpoint",
