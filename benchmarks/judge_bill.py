@@ -1,0 +1,325 @@
+"""What a judge is paid until a policy is good: one score a response, or scores placed in it.
+
+    OMP_NUM_THREADS=1 python benchmarks/judge_bill.py --out DIR [--task letters|chain] [--arms ...]
+        [--seeds 1 2 3] [--noise 0.3] [--loud] [--moved 0.5] [--pieces 4] [--uneven] [--rates ...]
+
+A tiny model, trained here from a seed on sloppy answers, learns with 40 steps of 16 responses, so
+that all arms make the same number of judge calls. The judge is the function below: it gives the
+whole score w, the share of right pieces, and for placed arms a score p of each piece, which gets
+w p / sum(p). Calls are responses that were scored. A request is that of the product for a right
+response, counted by its own estimate; replies are assumed to have WRITTEN tokens, and
+WRITTEN_A_PIECE more for each piece. No prompt occurs twice, so that the true quality of a step's
+responses is that of held-out prompts; the target is reached when the mean of three steps is.
+
+letters  16 letters of 82, each with a digit to be known: `a,b,...` -> `3,1,...`. Half of the
+         digits are wrong at first, and some responses end early. `--uneven`: letters are easy or
+         hard, and so are prompts.
+chain    a sum, digit by digit: `3;4,9,...` -> `=,7,6,...`. The first piece is the way: `~` is
+         tempting, earns 1 at once and halves what each later step earns; `=` earns nothing itself.
+
+With `--noise` that share of the scores of pieces is turned over, with `--loud` w is their mean too
+(for all arms); with `--moved` that share of them goes to another piece. Runs that are finished are
+not repeated: the same command continues. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import string
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+MODEL_SEED, STEPS, RESPONSES, LENGTH = 17, 40, 16, 16
+LETTERS = "".join(c for c in string.ascii_letters + string.punctuation if c not in ",<")[:82]
+WRITTEN, WRITTEN_A_PIECE = 60, 12  # tokens of a judge's reply
+PRICE = 0.15, 0.60  # dollars for a million tokens, in and out: those of a small model such as gpt-4o-mini
+TARGET = {"letters": 0.8, "chain": 0.6}
+
+_DRAW = random.Random(MODEL_SEED)
+DIGITS = {letter: _DRAW.randrange(10) for letter in LETTERS}
+# What is written where the answer is wrong, and how often: a habit of each letter, of each sum.
+HABITS = {letter: (_DRAW.sample(range(1, 10), 3), _DRAW.uniform(0.3, 0.7)) for letter in LETTERS}
+EASY = frozenset(_DRAW.sample(LETTERS, len(LETTERS) // 2))
+SUMS = {(a, b): (_DRAW.sample(range(1, 10), 3), _DRAW.uniform(0.3, 0.7))
+        for a in range(10) for b in range(10)}  # fmt: skip
+TEMPTED = 0.8  # how often the tempting way is taken at first
+SHORT = 0.05  # responses that end early
+
+COMMON: dict[str, Any] = {
+    "model.dtype": "float32", "data.max_prompt_length": 64, "data.max_response_length": 40,
+    "algorithm.use_kl_in_reward": False, "actor.use_kl_loss": False, "critic.lam": 1.0,
+    "critic.optim.lr": 1e-3, "critic.ppo_epochs": 2, "trainer.save_freq": -1,
+    "trainer.test_freq": -1, "trainer.val_before_train": False, "data.val_files": [],
+}  # fmt: skip
+# Arm -> responses to a prompt, whether scores are placed, learning rate, settings of `algorithm`.
+Arm = tuple[int, bool, float, dict[str, Any]]
+ARMS: dict[str, Arm] = {
+    "grpo8": (8, False, 5e-4, {"adv_estimator": "grpo"}),
+    "grpo4": (4, False, 5e-4, {"adv_estimator": "grpo"}),
+    "rloo4": (4, False, 5e-4, {"adv_estimator": "rloo"}),
+    "ppo": (1, False, 1e-3, {"adv_estimator": "gae", "lam": 1.0}),
+    "ppo_placed": (1, True, 1e-3, {"adv_estimator": "gae", "gamma_piece": 0.5, "lam_piece": 0.9}),
+    "ppo_placed_9": (1, True, 1e-3, {"adv_estimator": "gae", "gamma_piece": 0.9, "lam_piece": 0.9}),
+    "batch1": (1, True, 1e-3, {"adv_estimator": "piece_batch"}),
+    "batch1_0": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.0}),
+    "group4": (4, True, 1e-3, {"adv_estimator": "piece_group"}),
+    "mixed4": (4, True, 1e-3, {"adv_estimator": "piece_grpo"}),
+    "process8": (8, True, 1e-3, {"adv_estimator": "process_grpo"}),
+}  # fmt: skip
+
+
+def draw_prompt(task: str, rng: random.Random, uneven: bool = False) -> str:
+    """Draw the text of a prompt."""
+    if task == "chain":
+        return f"{rng.randrange(10)};" + ",".join(str(rng.randrange(10)) for _ in range(LENGTH - 1))
+    easy = rng.random() < 0.5
+    letters = [c for c in LETTERS if (c in EASY) == easy] if uneven else LETTERS
+    return ",".join(rng.choices(letters, k=LENGTH))
+
+
+def write_response(
+    task: str, prompt: str, rng: random.Random, sloppy: float, uneven: bool = False
+) -> str:
+    """Return a response; `sloppy` is a factor on the rates of habits, 0 for a right one."""
+    if task == "letters":
+        words = []
+        for letter in prompt[::2]:
+            shifts, rate = HABITS[letter]
+            if uneven:
+                rate = 0.15 if letter in EASY else 0.8
+            shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
+            words.append(str((DIGITS[letter] + shift) % 10))
+    else:
+        now, words = int(prompt[0]), ["~" if rng.random() < sloppy * TEMPTED else "="]
+        for number in map(int, prompt[2::2]):
+            shifts, rate = SUMS[now, number]
+            shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
+            now = (now + number + shift) % 10
+            words.append(str(now))
+    if sloppy and rng.random() < SHORT:
+        words = words[: rng.randrange(LENGTH // 2, LENGTH)]
+    return ",".join(words)
+
+
+def mark_words(task: str, prompt: str, response: str) -> list[float]:
+    """Return the true score of each word of a response that was asked for; a word ends at `,`."""
+    words = response.split(",")[:LENGTH]
+    if task == "letters":
+        return [float(w == str(DIGITS[x])) for w, x in zip(words, prompt[::2], strict=False)]
+    # A step is right if it follows from what was written before.
+    worth = 0.5 if words[0] == "~" else 1.0
+    scores, now = [float(words[0] == "~")], prompt[0]
+    for word, number in zip(words[1:], prompt[2::2], strict=False):
+        right = now.isdecimal() and word == str((int(now) + int(number)) % 10)
+        scores.append(worth * right)
+        now = word
+    return scores
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, *, task: str, placed: bool, pieces: int, seed: int,
+    noise: float = 0.0, moved: float = 0.0, loud: bool = False, **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Judge a response; the ground truth is the prompt. `true` and `words` are for the report."""
+    dice = random.Random(f"{seed} {ground_truth} {solution_str}")
+    marks, size = mark_words(task, ground_truth, solution_str), LENGTH // pieces
+    true = sum(marks) / LENGTH
+    lengths = [len(word) + 1 for word in solution_str.split(",")]
+    ends = [sum(lengths[: k + size]) for k in range(0, len(marks), size)]
+    ends[-1] = len(solution_str)
+    scores = [fmean(marks[k : k + size]) for k in range(0, len(marks), size)]
+    scores = [1 - score if dice.random() < noise else score for score in scores]
+    whole = sum(scores) / pieces if loud else true
+    if moved and len(scores) > 1:
+        kept = [0.0] * len(scores)
+        for k, score in enumerate(scores):
+            others = [j for j in range(len(scores)) if j != k]
+            kept[dice.choice(others) if dice.random() < moved else k] += score
+        scores = kept
+    answer = {"score": whole, "true": true, "words": len(marks)}
+    if placed and solution_str:
+        total = sum(scores)
+        shares = [score / total if total else 1 / len(scores) for score in scores]
+        answer["step_rewards"] = [(e, whole * s) for e, s in zip(ends, shares, strict=True)]
+    return answer
+
+
+def build(folder: Path, task: str, uneven: bool) -> None:
+    """Write the prompts, and train the model on right responses, then on sloppy ones."""
+    import torch
+    from embedded.tokenizer import build_tokenizer
+    from embedded.warm_up import Stage, collate, render, train_stage
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"{MODEL_SEED} {task}")
+    prompts = [draw_prompt(task, rng, uneven) for _ in range(2 * STEPS * RESPONSES)]
+    rows = [{"prompt": p, "ground_truth": p, "data_source": task} for p in prompts]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "train.jsonl").write_text(text, encoding="utf-8")
+    tokenizer = build_tokenizer([])  # without merges: a token for each character
+    end, pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
+    torch.manual_seed(MODEL_SEED)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad,
+        dtype="float32",
+    ))  # fmt: skip
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+
+    def draw(size: int, sloppy: float) -> Any:
+        rows = []
+        for _ in range(size):
+            prompt = draw_prompt(task, rng, uneven)
+            reply = tokenizer.encode(write_response(task, prompt, rng, sloppy, uneven))
+            asked = tokenizer.encode(render(tokenizer, prompt))
+            rows.append([(asked, False), ([*reply, end], True)])
+        return collate(rows, pad)
+
+    steps = {"letters": 400, "chain": 700}[task]
+    for stage in (Stage("right", steps, 4e-3, 32, 0.0), Stage("sloppy", 150, 2e-3, 32, 1.0)):
+        train_stage(model, SimpleNamespace(draw=draw), stage)
+    model.eval().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, Any]) -> None:
+    """Train one run in a fork of this process, which has loaded torch; its error ends the fork."""
+    import ppo_cli
+    import ppo_cli.run.assemble
+
+    responses, placed, _, algorithm = ARMS[arm]
+    task = folder.parent
+    if child := os.fork():
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            raise SystemExit(f"{folder.name} failed: see {folder}.log")
+        return
+    status = 1
+    try:
+        with open(f"{folder}.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            prompts = RESPONSES // responses
+            ppo_cli.train(
+                model=str(task / "model"), train_files=[str(task / "train.jsonl")],
+                reward_function=f"{Path(__file__).resolve()}:compute_score", seed=seed,
+                max_steps=STEPS, output_dir=str(folder), resume="never",
+                overrides=COMMON | {
+                    "data.train_batch_size": prompts, "actor.ppo_mini_batch_size": prompts,
+                    "rollout.n": responses, "actor.optim.lr": rate,
+                    "reward.function_kwargs": judge | {"placed": placed, "seed": seed},
+                    **{f"algorithm.{key}": value for key, value in algorithm.items()},
+                },
+            )  # fmt: skip
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def read_run(folder: Path) -> tuple[list[float], list[float]]:
+    """Return the mean true quality and the mean number of words of each step."""
+    from ppo_cli.run_folder.lines import read_lines, rollout_file
+
+    steps = [read_lines(rollout_file(folder, step, "train")) for step in range(1, STEPS + 1)]
+    curves = [[[row["parts"][name]["raw"] for row in lines] for lines in map(list, steps)]
+              for name in ("true", "words")]  # fmt: skip
+    true, words = ([fmean(values) for values in curve] for curve in curves)
+    return true, words
+
+
+def price_call(task: str, pieces: int) -> tuple[int, int]:
+    """Return the tokens of one call, in and out; `pieces` is 1 for a whole score alone."""
+    from ppo_cli.config.schema.reward import ApiReward
+    from ppo_cli.rewards.judge.calls import estimate_tokens
+    from ppo_cli.rewards.judge.placing import Piece, Placing, show_pieces
+    from ppo_cli.rewards.judge.prompt import Material, load_template
+
+    prompt = draw_prompt(task, random.Random(0))
+    text = write_response(task, prompt, random.Random(0), 0.0)
+    size = 2 * LENGTH // pieces
+    cut = [Piece(text[k : k + size], k + size) for k in range(0, len(text), size)]
+    template = load_template(ApiReward())
+    placing = Placing(pieces, template.scale) if pieces > 1 else None
+    shown = show_pieces(cut) if placing else text
+    question = template.question(Material(prompt, shown), placing=placing)
+    read = estimate_tokens(question.system) + estimate_tokens(question.user)
+    return read, WRITTEN + WRITTEN_A_PIECE * pieces * (placing is not None)
+
+
+def find_target(true: Sequence[float], target: float) -> int | None:
+    """Return the calls after the first three steps whose mean reaches the target."""
+    reached = (k + 3 for k in range(len(true) - 2) if fmean(true[k : k + 3]) >= target)
+    return next((steps * RESPONSES for steps in reached), None)
+
+
+def main() -> None:
+    """Build the model, train the runs that are missing, and print their figures."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--task", choices=TARGET, default="letters")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates, for a search")
+    parser.add_argument("--noise", type=float, default=0.0, help="share of pieces wrongly scored")
+    parser.add_argument("--loud", action="store_true", help="the whole score has that noise too")
+    parser.add_argument("--moved", type=float, default=0.0, help="share of credit elsewhere")
+    parser.add_argument("--pieces", type=int, default=LENGTH, choices=(16, 8, 4, 2))
+    parser.add_argument("--uneven", action="store_true", help="easy and hard prompts")
+    parser.add_argument("--target", type=float, help="true quality that is to be reached")
+    args = parser.parse_args()
+    task = args.out / (args.task + "-uneven" * args.uneven)
+    if not (task / "model" / "tokenizer.json").exists():
+        build(task, args.task, args.uneven)
+    judge = {"task": args.task, "pieces": args.pieces}
+    judge |= {"noise": args.noise, "moved": args.moved, "loud": args.loud}
+    target = args.target or TARGET[args.task]
+    words = "arm rate mean sd last4 sd calls of-runs dollars words-first words-last".split()
+    print("".join(f"{word:>12}" for word in words))
+    for arm in args.arms:
+        placed = ARMS[arm][1]
+        # Without noise in the whole score, whole scores do not depend on the judge's places.
+        marks = f"-{args.pieces}-{args.noise}-{args.moved}" if placed or args.loud else ""
+        marks += "-loud" * args.loud
+        for rate in args.rates or [ARMS[arm][2]]:
+            curves = []
+            for seed in args.seeds:
+                folder = task / f"{arm}-{rate:g}-{seed}{marks}"
+                if not (folder / "done").exists():
+                    train_run(folder, arm, rate, seed, judge)
+                    (folder / "done").touch()
+                curves.append(read_run(folder))
+            means = [fmean(true) for true, _ in curves]
+            lasts = [fmean(true[-4:]) for true, _ in curves]
+            calls = [find_target(true, target) for true, _ in curves]
+            reached = [count for count in calls if count is not None]
+            read, written = price_call(args.task, args.pieces if placed else 1)
+            each = (read * PRICE[0] + written * PRICE[1]) / 1e6
+            figures = [f"{rate:g}"]
+            for values in (means, lasts):
+                figures += [f"{fmean(values):.3f}", f"{stdev(values) if len(values) > 1 else 0:.3f}"]
+            figures += [f"{fmean(reached):.0f}" if reached else "-", f"{len(reached)}/{len(calls)}"]
+            figures += [f"{each * fmean(reached):.4f}" if reached else "-"]
+            figures += [f"{fmean(fmean(w[part]) for _, w in curves):.2f}"
+                        for part in (slice(4), slice(-4, None))]  # fmt: skip
+            print("".join(f"{word:>12}" for word in (arm, *figures)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
