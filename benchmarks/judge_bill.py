@@ -1,6 +1,6 @@
 """What a judge is paid until a policy is good: one score a response, or scores placed in it.
 
-    OMP_NUM_THREADS=1 python benchmarks/judge_bill.py --out DIR [--task letters|chain] [--arms ...]
+    OMP_NUM_THREADS=1 python benchmarks/judge_bill.py --out DIR [--task letters|trap] [--arms ...]
         [--seeds 1 2 3] [--noise 0.3] [--loud] [--moved 0.5] [--pieces 4] [--uneven] [--rates ...]
 
 A tiny model, trained here from a seed on sloppy answers, learns with 40 steps of 16 responses, so
@@ -14,8 +14,8 @@ responses is that of held-out prompts; the target is reached when the mean of th
 letters  16 letters of 82, each with a digit to be known: `a,b,...` -> `3,1,...`. Half of the
          digits are wrong at first, and some responses end early. `--uneven`: letters are easy or
          hard, and so are prompts.
-chain    a sum, digit by digit: `3;4,9,...` -> `=,7,6,...`. The first piece is the way: `~` is
-         tempting, earns 1 at once and halves what each later step earns; `=` earns nothing itself.
+trap     the same model and prompts, but the first digit decides: an even one is tempting, earns 1
+         at once and halves what each later digit earns; an odd one earns nothing itself.
 
 With `--noise` that share of the scores of pieces is turned over, with `--loud` w is their mean too
 (for all arms); with `--moved` that share of them goes to another piece. Runs that are finished are
@@ -43,17 +43,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 MODEL_SEED, STEPS, RESPONSES, LENGTH = 17, 40, 16, 16
 LETTERS = "".join(c for c in string.ascii_letters + string.punctuation if c not in ",<")[:82]
 WRITTEN, WRITTEN_A_PIECE = 60, 12  # tokens of a judge's reply
-PRICE = 0.15, 0.60  # dollars for a million tokens, in and out: those of a small model such as gpt-4o-mini
-TARGET = {"letters": 0.8, "chain": 0.6}
+PRICE = 0.15, 0.60  # dollars for a million tokens, in and out: gpt-4o-mini's
+TARGET = {"letters": 0.8, "trap": 0.6}
+COLUMNS = ("arm", "rate", "mean", "sd", "end", "sd", "calls", "reached", "tokens", "$",
+           "digits", "at end")  # fmt: skip
 
 _DRAW = random.Random(MODEL_SEED)
 DIGITS = {letter: _DRAW.randrange(10) for letter in LETTERS}
-# What is written where the answer is wrong, and how often: a habit of each letter, of each sum.
+# What is added to the right digit of a letter, one of three, and how often it is.
 HABITS = {letter: (_DRAW.sample(range(1, 10), 3), _DRAW.uniform(0.3, 0.7)) for letter in LETTERS}
 EASY = frozenset(_DRAW.sample(LETTERS, len(LETTERS) // 2))
-SUMS = {(a, b): (_DRAW.sample(range(1, 10), 3), _DRAW.uniform(0.3, 0.7))
-        for a in range(10) for b in range(10)}  # fmt: skip
-TEMPTED = 0.8  # how often the tempting way is taken at first
 SHORT = 0.05  # responses that end early
 
 COMMON: dict[str, Any] = {
@@ -73,67 +72,52 @@ ARMS: dict[str, Arm] = {
     "ppo_placed_9": (1, True, 1e-3, {"adv_estimator": "gae", "gamma_piece": 0.9, "lam_piece": 0.9}),
     "batch1": (1, True, 1e-3, {"adv_estimator": "piece_batch"}),
     "batch1_0": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.0}),
+    "batch1_5": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.5}),
+    "group4_5": (4, True, 1e-3, {"adv_estimator": "piece_group", "gamma_piece": 0.5}),
     "group4": (4, True, 1e-3, {"adv_estimator": "piece_group"}),
     "mixed4": (4, True, 1e-3, {"adv_estimator": "piece_grpo"}),
     "process8": (8, True, 1e-3, {"adv_estimator": "process_grpo"}),
 }  # fmt: skip
 
 
-def draw_prompt(task: str, rng: random.Random, uneven: bool = False) -> str:
-    """Draw the text of a prompt."""
-    if task == "chain":
-        return f"{rng.randrange(10)};" + ",".join(str(rng.randrange(10)) for _ in range(LENGTH - 1))
+def draw_prompt(rng: random.Random, uneven: bool = False) -> str:
+    """Draw the text of a prompt; an uneven one has easy letters alone, or hard ones."""
     easy = rng.random() < 0.5
     letters = [c for c in LETTERS if (c in EASY) == easy] if uneven else LETTERS
     return ",".join(rng.choices(letters, k=LENGTH))
 
 
-def write_response(
-    task: str, prompt: str, rng: random.Random, sloppy: float, uneven: bool = False
-) -> str:
-    """Return a response; `sloppy` is a factor on the rates of habits, 0 for a right one."""
-    if task == "letters":
-        words = []
-        for letter in prompt[::2]:
-            shifts, rate = HABITS[letter]
-            if uneven:
-                rate = 0.15 if letter in EASY else 0.8
-            shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
-            words.append(str((DIGITS[letter] + shift) % 10))
-    else:
-        now, words = int(prompt[0]), ["~" if rng.random() < sloppy * TEMPTED else "="]
-        for number in map(int, prompt[2::2]):
-            shifts, rate = SUMS[now, number]
-            shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
-            now = (now + number + shift) % 10
-            words.append(str(now))
+def write_response(prompt: str, rng: random.Random, sloppy: bool, uneven: bool = False) -> str:
+    """Return a right response, or a sloppy one."""
+    digits = []
+    for letter in prompt[::2]:
+        shifts, rate = HABITS[letter]
+        if uneven:
+            rate = 0.15 if letter in EASY else 0.8
+        shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
+        digits.append(str((DIGITS[letter] + shift) % 10))
     if sloppy and rng.random() < SHORT:
-        words = words[: rng.randrange(LENGTH // 2, LENGTH)]
-    return ",".join(words)
+        digits = digits[: rng.randrange(LENGTH // 2, LENGTH)]
+    return ",".join(digits)
 
 
-def mark_words(task: str, prompt: str, response: str) -> list[float]:
-    """Return the true score of each word of a response that was asked for; a word ends at `,`."""
-    words = response.split(",")[:LENGTH]
-    if task == "letters":
-        return [float(w == str(DIGITS[x])) for w, x in zip(words, prompt[::2], strict=False)]
-    # A step is right if it follows from what was written before.
-    worth = 0.5 if words[0] == "~" else 1.0
-    scores, now = [float(words[0] == "~")], prompt[0]
-    for word, number in zip(words[1:], prompt[2::2], strict=False):
-        right = now.isdecimal() and word == str((int(now) + int(number)) % 10)
-        scores.append(worth * right)
-        now = word
-    return scores
+def mark_digits(task: str, prompt: str, response: str) -> list[float]:
+    """Return the true score of each digit of a response that was asked for; one ends at `,`."""
+    digits = response.split(",")[:LENGTH]
+    marks = [float(d == str(DIGITS[x])) for d, x in zip(digits, prompt[::2], strict=False)]
+    if task == "trap":
+        tempted = float(digits[0] in ("0", "2", "4", "6", "8"))
+        marks = [tempted, *((1 - tempted / 2) * mark for mark in marks[1:])]
+    return marks
 
 
 def compute_score(
     solution_str: str, ground_truth: str, *, task: str, placed: bool, pieces: int, seed: int,
     noise: float = 0.0, moved: float = 0.0, loud: bool = False, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Judge a response; the ground truth is the prompt. `true` and `words` are for the report."""
+    """Judge a response; the ground truth is the prompt. `true` and `digits` are for the report."""
     dice = random.Random(f"{seed} {ground_truth} {solution_str}")
-    marks, size = mark_words(task, ground_truth, solution_str), LENGTH // pieces
+    marks, size = mark_digits(task, ground_truth, solution_str), LENGTH // pieces
     true = sum(marks) / LENGTH
     lengths = [len(word) + 1 for word in solution_str.split(",")]
     ends = [sum(lengths[: k + size]) for k in range(0, len(marks), size)]
@@ -147,7 +131,7 @@ def compute_score(
             others = [j for j in range(len(scores)) if j != k]
             kept[dice.choice(others) if dice.random() < moved else k] += score
         scores = kept
-    answer = {"score": whole, "true": true, "words": len(marks)}
+    answer = {"score": whole, "true": true, "digits": len(marks)}
     if placed and solution_str:
         total = sum(scores)
         shares = [score / total if total else 1 / len(scores) for score in scores]
@@ -155,7 +139,7 @@ def compute_score(
     return answer
 
 
-def build(folder: Path, task: str, uneven: bool) -> None:
+def build(folder: Path, uneven: bool) -> None:
     """Write the prompts, and train the model on right responses, then on sloppy ones."""
     import torch
     from embedded.tokenizer import build_tokenizer
@@ -164,9 +148,9 @@ def build(folder: Path, task: str, uneven: bool) -> None:
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(f"{MODEL_SEED} {task}")
-    prompts = [draw_prompt(task, rng, uneven) for _ in range(2 * STEPS * RESPONSES)]
-    rows = [{"prompt": p, "ground_truth": p, "data_source": task} for p in prompts]
+    rng = random.Random(f"{MODEL_SEED} letters")
+    prompts = [draw_prompt(rng, uneven) for _ in range(2 * STEPS * RESPONSES)]
+    rows = [{"prompt": p, "ground_truth": p, "data_source": "letters"} for p in prompts]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
     tokenizer = build_tokenizer([])  # without merges: a token for each character
@@ -180,17 +164,16 @@ def build(folder: Path, task: str, uneven: bool) -> None:
     ))  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
 
-    def draw(size: int, sloppy: float) -> Any:
+    def draw(size: int, sloppy: bool) -> Any:
         rows = []
         for _ in range(size):
-            prompt = draw_prompt(task, rng, uneven)
-            reply = tokenizer.encode(write_response(task, prompt, rng, sloppy, uneven))
+            prompt = draw_prompt(rng, uneven)
+            reply = tokenizer.encode(write_response(prompt, rng, sloppy, uneven))
             asked = tokenizer.encode(render(tokenizer, prompt))
             rows.append([(asked, False), ([*reply, end], True)])
         return collate(rows, pad)
 
-    steps = {"letters": 400, "chain": 700}[task]
-    for stage in (Stage("right", steps, 4e-3, 32, 0.0), Stage("sloppy", 150, 2e-3, 32, 1.0)):
+    for stage in (Stage("right", 400, 4e-3, 32, False), Stage("sloppy", 150, 2e-3, 32, True)):
         train_stage(model, SimpleNamespace(draw=draw), stage)
     model.eval().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -202,7 +185,7 @@ def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, A
     import ppo_cli.run.assemble
 
     responses, placed, _, algorithm = ARMS[arm]
-    task = folder.parent
+    base = folder.parent
     if child := os.fork():
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             raise SystemExit(f"{folder.name} failed: see {folder}.log")
@@ -214,7 +197,7 @@ def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, A
             os.dup2(log.fileno(), 2)
             prompts = RESPONSES // responses
             ppo_cli.train(
-                model=str(task / "model"), train_files=[str(task / "train.jsonl")],
+                model=str(base / "model"), train_files=[str(base / "train.jsonl")],
                 reward_function=f"{Path(__file__).resolve()}:compute_score", seed=seed,
                 max_steps=STEPS, output_dir=str(folder), resume="never",
                 overrides=COMMON | {
@@ -234,25 +217,25 @@ def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, A
 
 
 def read_run(folder: Path) -> tuple[list[float], list[float]]:
-    """Return the mean true quality and the mean number of words of each step."""
+    """Return the mean true quality and the mean number of digits of each step."""
     from ppo_cli.run_folder.lines import read_lines, rollout_file
 
     steps = [read_lines(rollout_file(folder, step, "train")) for step in range(1, STEPS + 1)]
     curves = [[[row["parts"][name]["raw"] for row in lines] for lines in map(list, steps)]
-              for name in ("true", "words")]  # fmt: skip
-    true, words = ([fmean(values) for values in curve] for curve in curves)
-    return true, words
+              for name in ("true", "digits")]  # fmt: skip
+    true, digits = ([fmean(values) for values in curve] for curve in curves)
+    return true, digits
 
 
-def price_call(task: str, pieces: int) -> tuple[int, int]:
+def price_call(pieces: int) -> tuple[int, int]:
     """Return the tokens of one call, in and out; `pieces` is 1 for a whole score alone."""
     from ppo_cli.config.schema.reward import ApiReward
     from ppo_cli.rewards.judge.calls import estimate_tokens
     from ppo_cli.rewards.judge.placing import Piece, Placing, show_pieces
     from ppo_cli.rewards.judge.prompt import Material, load_template
 
-    prompt = draw_prompt(task, random.Random(0))
-    text = write_response(task, prompt, random.Random(0), 0.0)
+    prompt = draw_prompt(random.Random(0))
+    text = write_response(prompt, random.Random(0), sloppy=False)
     size = 2 * LENGTH // pieces
     cut = [Piece(text[k : k + size], k + size) for k in range(0, len(text), size)]
     template = load_template(ApiReward())
@@ -267,6 +250,29 @@ def find_target(true: Sequence[float], target: float) -> int | None:
     """Return the calls after the first three steps whose mean reaches the target."""
     reached = (k + 3 for k in range(len(true) - 2) if fmean(true[k : k + 3]) >= target)
     return next((steps * RESPONSES for steps in reached), None)
+
+
+def describe(runs: Sequence[tuple[list[float], list[float]]], call: tuple[int, int],
+             target: float) -> list[str]:  # fmt: skip
+    """Return the figures of an arm, a text for each column but the first two.
+
+    They are means over seeds; calls, tokens and dollars until the target are those of the runs
+    that reached it.
+    """
+    figures = []
+    for part in (slice(None), slice(-4, None)):
+        values = [fmean(true[part]) for true, _ in runs]
+        figures += [f"{fmean(values):.3f}", f"{stdev(values):.3f}" if len(runs) > 1 else "-"]
+    calls = [count for true, _ in runs if (count := find_target(true, target)) is not None]
+    bill = ["-"] * 3
+    if calls:
+        each = sum(tokens * price for tokens, price in zip(call, PRICE, strict=True)) / 1e6
+        mean = fmean(calls)
+        bill = [f"{mean:.0f}", f"{mean * sum(call):.0f}", f"{mean * each:.3f}"]
+    figures += [bill[0], f"{len(calls)}/{len(runs)}", *bill[1:]]
+    lengths = [fmean(fmean(digits[part]) for _, digits in runs)
+               for part in (slice(4), slice(-4, None))]  # fmt: skip
+    return [*figures, *(f"{length:.2f}" for length in lengths)]
 
 
 def main() -> None:
@@ -284,41 +290,26 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="easy and hard prompts")
     parser.add_argument("--target", type=float, help="true quality that is to be reached")
     args = parser.parse_args()
-    task = args.out / (args.task + "-uneven" * args.uneven)
-    if not (task / "model" / "tokenizer.json").exists():
-        build(task, args.task, args.uneven)
+    base = args.out / ("uneven" if args.uneven else "letters")
+    if not (base / "model" / "tokenizer.json").exists():
+        build(base, args.uneven)
     judge = {"task": args.task, "pieces": args.pieces}
     judge |= {"noise": args.noise, "moved": args.moved, "loud": args.loud}
-    target = args.target or TARGET[args.task]
-    words = "arm rate mean sd last4 sd calls of-runs dollars words-first words-last".split()
-    print("".join(f"{word:>12}" for word in words))
+    print("".join(f"{word:>13}" for word in COLUMNS))
     for arm in args.arms:
         placed = ARMS[arm][1]
-        # Without noise in the whole score, whole scores do not depend on the judge's places.
+        # Whole scores do not depend on places, unless their noise comes from there.
         marks = f"-{args.pieces}-{args.noise}-{args.moved}" if placed or args.loud else ""
-        marks += "-loud" * args.loud
+        marks += "-loud" * args.loud + "-trap" * (args.task == "trap")
         for rate in args.rates or [ARMS[arm][2]]:
-            curves = []
-            for seed in args.seeds:
-                folder = task / f"{arm}-{rate:g}-{seed}{marks}"
+            folders = [base / f"{arm}-{rate:g}-{seed}{marks}" for seed in args.seeds]
+            for seed, folder in zip(args.seeds, folders, strict=True):
                 if not (folder / "done").exists():
                     train_run(folder, arm, rate, seed, judge)
                     (folder / "done").touch()
-                curves.append(read_run(folder))
-            means = [fmean(true) for true, _ in curves]
-            lasts = [fmean(true[-4:]) for true, _ in curves]
-            calls = [find_target(true, target) for true, _ in curves]
-            reached = [count for count in calls if count is not None]
-            read, written = price_call(args.task, args.pieces if placed else 1)
-            each = (read * PRICE[0] + written * PRICE[1]) / 1e6
-            figures = [f"{rate:g}"]
-            for values in (means, lasts):
-                figures += [f"{fmean(values):.3f}", f"{stdev(values) if len(values) > 1 else 0:.3f}"]
-            figures += [f"{fmean(reached):.0f}" if reached else "-", f"{len(reached)}/{len(calls)}"]
-            figures += [f"{each * fmean(reached):.4f}" if reached else "-"]
-            figures += [f"{fmean(fmean(w[part]) for _, w in curves):.2f}"
-                        for part in (slice(4), slice(-4, None))]  # fmt: skip
-            print("".join(f"{word:>12}" for word in (arm, *figures)), flush=True)
+            call = price_call(args.pieces if placed else 1)
+            figures = describe([*map(read_run, folders)], call, args.target or TARGET[args.task])
+            print("".join(f"{word:>13}" for word in (arm, f"{rate:g}", *figures)), flush=True)
 
 
 if __name__ == "__main__":
