@@ -73,6 +73,8 @@ ARMS: dict[str, Arm] = {
     "batch1": (1, True, 1e-3, {"adv_estimator": "piece_batch"}),
     "batch1_0": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.0}),
     "batch1_5": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.5}),
+    "batch1_8": (1, True, 1e-3, {"adv_estimator": "piece_batch", "gamma_piece": 0.8}),
+    "group4_8": (4, True, 1e-3, {"adv_estimator": "piece_group", "gamma_piece": 0.8}),
     "group4_5": (4, True, 1e-3, {"adv_estimator": "piece_group", "gamma_piece": 0.5}),
     "group4": (4, True, 1e-3, {"adv_estimator": "piece_group"}),
     "mixed4": (4, True, 1e-3, {"adv_estimator": "piece_grpo"}),
@@ -241,7 +243,7 @@ def price_call(pieces: int) -> tuple[int, int]:
     template = load_template(ApiReward())
     placing = Placing(pieces, template.scale) if pieces > 1 else None
     shown = show_pieces(cut) if placing else text
-    question = template.question(Material(prompt, shown), placing=placing)
+    question = template.question(Material(prompt, shown), nonce="0123456789abcdef", placing=placing)
     read = estimate_tokens(question.system) + estimate_tokens(question.user)
     return read, WRITTEN + WRITTEN_A_PIECE * pieces * (placing is not None)
 
