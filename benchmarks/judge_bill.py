@@ -233,16 +233,17 @@ def price_call(pieces: int) -> tuple[int, int]:
     """Return the tokens of one call, in and out; `pieces` is 1 for a whole score alone."""
     from ppo_cli.config.schema.reward import ApiReward
     from ppo_cli.rewards.judge.calls import estimate_tokens
-    from ppo_cli.rewards.judge.placing import Piece, Placing, show_pieces
+    from ppo_cli.rewards.judge.placing import Piece, request_places, show_pieces
     from ppo_cli.rewards.judge.prompt import Material, load_template
 
     prompt = draw_prompt(random.Random(0))
     text = write_response(prompt, random.Random(0), sloppy=False)
     size = 2 * LENGTH // pieces
     cut = [Piece(text[k : k + size], k + size) for k in range(0, len(text), size)]
-    template = load_template(ApiReward())
-    placing = Placing(pieces, template.scale) if pieces > 1 else None
-    shown = show_pieces(cut) if placing else text
+    api = ApiReward(place="line")
+    template = load_template(api)
+    shown = show_pieces(cut) if pieces > 1 else text
+    placing = request_places(shown, api, template.scale)
     question = template.question(Material(prompt, shown), nonce="0123456789abcdef", placing=placing)
     read = estimate_tokens(question.system) + estimate_tokens(question.user)
     return read, WRITTEN + WRITTEN_A_PIECE * pieces * (placing is not None)
