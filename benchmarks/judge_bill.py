@@ -133,7 +133,7 @@ def compute_score(
             others = [j for j in range(len(scores)) if j != k]
             kept[dice.choice(others) if dice.random() < moved else k] += score
         scores = kept
-    answer = {"score": whole, "true": true, "digits": len(marks)}
+    answer: dict[str, Any] = {"score": whole, "true": true, "digits": len(marks)}
     if placed and solution_str:
         total = sum(scores)
         shares = [score / total if total else 1 / len(scores) for score in scores]

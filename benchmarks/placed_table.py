@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks.judge_bill import (  # noqa: E402
+from judge_bill import (  # noqa: E402
     DIGITS,
     HABITS,
     LENGTH,
@@ -36,6 +36,7 @@ from benchmarks.judge_bill import (  # noqa: E402
     RESPONSES,
     STEPS,
 )
+
 from ppo_cli.algo.advantages import compute_advantages  # noqa: E402
 
 TASKS = ("letters", "noise", "pieces-4", "prefix", "trap")

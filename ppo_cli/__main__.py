@@ -9,7 +9,9 @@ def run() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ppo_cli.cli.app import main
+    from ppo_cli.signals import watch_interrupts
 
+    watch_interrupts()
     return main()
 
 

@@ -46,7 +46,7 @@ _repeated = 0  # interrupts that `_raise_again` has raised, which are not signal
 
 
 def watch_interrupts() -> None:
-    """Let each Ctrl-C count in this process; it is called once, by a command.
+    """Let each Ctrl-C count in this process; it is called once, where `ppo` begins.
 
     Python ignores an exception in a finaliser or a callback, so an interrupt there is raised again.
     After a second signal the process ends, also inside a call that does not return to Python.

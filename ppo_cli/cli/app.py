@@ -39,7 +39,7 @@ from ppo_cli.errors import (
 )
 from ppo_cli.plugins import Command
 from ppo_cli.secrets.redact import redact
-from ppo_cli.signals import leave_at_once, watch_interrupts
+from ppo_cli.signals import leave_at_once
 
 # Tracebacks of bugs outside of a run go to its logs/, as --output_dir has the same default.
 DEFAULT_FOLDER = Path("outputs")
@@ -306,8 +306,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read when torch loads libgomp
     try:
-        if argv is None:
-            watch_interrupts()
         _check_address_space(args)
         code = typer.main.get_command(app).main(
             args=args or ["--help"], prog_name="ppo", standalone_mode=False, obj=debug

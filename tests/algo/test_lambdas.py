@@ -79,7 +79,8 @@ def test_advantages_and_targets_have_their_own_lambdas(
         for b in range(len(mask)):
             rewards, values = (tokens(case, b, n) for n in ("token_rewards_BT", "values_BT"))
             group = [sums[c] for c in sums if groups[c] == groups[b] and mask[c].any()]
-            if subtract and rewards and len(group) > 1:  # one alone keeps its reward, as in grpo
+            # A prompt's only response keeps its reward; one whose siblings failed has none.
+            if subtract and rewards and groups.count(groups[b]) > 1:
                 rewards[-1] -= fmean(group)
             own = lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, len(rewards))))
             critic = td_sums(rewards, values, gamma, lam if critic_lam is None else critic_lam)

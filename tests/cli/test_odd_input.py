@@ -208,7 +208,10 @@ def test_run_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (desk / "all" / "odd" / "rollouts" / "step_000003.jsonl").write_text(line)
     for command in ("show", "report"):
         assert main([command, "all/shut"]) == 2
-        assert "metrics.jsonl cannot be read: Is a directory." in capfd.readouterr().err
+        assert (
+            "metrics.jsonl cannot be read: it is a folder, a pipe or a device."
+            in capfd.readouterr().err
+        )
         assert main([command, "all/odd"]) == 0  # what is no number is no metric
     capfd.readouterr()
     assert main(["runs", "all"]) == 0

@@ -68,7 +68,7 @@ MAY: dict[str, set[str]] = {
         "engine.pretrained",
         "algo.estimators",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "signals"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND
     | FLOOR_2

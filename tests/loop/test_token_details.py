@@ -118,7 +118,8 @@ def test_numbers_are_those_that_trained() -> None:
         k3_BT = torch.exp(batch.ref_logprobs_BT - batch.old_logprobs_BT)  # type: ignore[operator]
         k3_BT = k3_BT - (batch.ref_logprobs_BT - batch.old_logprobs_BT) - 1  # type: ignore[operator]
         for name, expected_BT in (
-            ("advantage", batch.advantages_BT), ("value", batch.values_BT),
+            ("reward", batch.token_rewards_BT), ("advantage", batch.advantages_BT),
+            ("value", batch.values_BT),
             ("return", batch.returns_BT), ("entropy", batch.entropy_BT), ("kl", k3_BT),
         ):  # fmt: skip
             assert expected_BT is not None
@@ -133,7 +134,7 @@ def test_without_a_critic_there_is_no_value_and_no_return() -> None:
     step = shape(rollouts, [0.0, 1.0, 0.0, 1.0])
     batch = replace(step.batch, values_BT=None, ref_logprobs_BT=None)
     assert set(list_token_details(batch, rollouts, spell, 1)[1]) == {
-        "lengths", "advantage", "entropy"
+        "lengths", "reward", "advantage", "entropy"
     }  # fmt: skip
 
 

@@ -354,7 +354,7 @@ class ApiReward(Section):
     place: Literal["sentence", "line", "step", "turn", "criterion"] | None = setting(
         None, "Let the judge score each sentence, line, step or turn of a response as well, in the "
         "same call, or quote the passage that decides each criterion: the rewards land there.",
-        absent="one score for the whole", flag="--rm_place", common=True,
+        absent="one score for the whole", flag="--rm_place",
         advice="Set it where the judge can tell which part of a response is good: training then "
         "needs fewer judge calls. Leave it out where its scores of pieces are mostly noise.",
     )  # fmt: skip

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import TokenClassifierOutput
 
 from ppo_cli.config.models.folder import VALUE_HEADS
 from ppo_cli.engine.models.loading import load_weights
@@ -154,11 +155,22 @@ def make_token_classifier(causal: Any) -> type[PreTrainedModel]:
         setattr(self, HEAD, nn.Linear(width, config.num_labels))
         self.post_init()
 
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        labels: Any = None,
+        return_dict: Any = None,
+        **options: Any,
+    ) -> TokenClassifierOutput:
+        hidden = getattr(self, prefix)(input_ids=input_ids, **options).last_hidden_state
+        return TokenClassifierOutput(logits=getattr(self, HEAD)(hidden))
+
     def from_config(kind: Any, /, config: Any, *, trust_remote_code: bool, **options: Any) -> Any:
         return kind._from_config(config, **options)  # the code has run by now
 
     members = {
         "__init__": build,
+        "forward": forward,
         # transformers converts weights only for classes of its modules.
         "__module__": family.__module__,
         "base_model_prefix": prefix,
