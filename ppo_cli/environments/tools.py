@@ -110,8 +110,8 @@ class ToolEnvironment:
         del self._worker.RESTARTS[:]
         return number
 
-    def close(self) -> None:
-        """End the process of the functions."""
+    async def close(self) -> None:
+        """End the process of the functions, on the event loop, which reads what it prints."""
         if self._fork is not None:
             self._fork.kill("the episode has ended")
 
@@ -139,7 +139,7 @@ class ToolEnvironment:
             text = str(end)
         except (TypeError, ValueError):
             text = "its process wrote what is not an answer"
-        self.close()
+        await self.close()
         self._fork = None
         seconds = time.monotonic() - started
         names = [call["function"]["name"] for call in calls]
