@@ -152,9 +152,11 @@ class StopOnSignal:
             _leave_terminal()
             if self._name is not None:
                 return  # the shell and the system may both send it: not a second Ctrl-C
-        elif self._name is not None or (self.at_once and number == signal.SIGINT):
+        elif self._name is not None:
             note_signal()
             raise KeyboardInterrupt
+        elif self.at_once and number == signal.SIGINT:
+            raise KeyboardInterrupt  # it asks the caller to stop, who may go on with the run
         note_signal()
         self._name = signal.Signals(number).name
         # An exception here would end the step that has to be saved: the reader of the output may be
