@@ -29,6 +29,11 @@ def note_signal() -> None:
     _received.append(time.monotonic())
 
 
+def forget_signals() -> None:
+    """Let waits take their time again: what a signal has asked to stop has ended."""
+    _received.clear()
+
+
 def time_left() -> float:
     """Return for how long a wait on something foreign may go on; infinite without a signal."""
     if not _received:
@@ -130,7 +135,7 @@ class StopOnSignal:
         return self._name or self._elsewhere()
 
     def __enter__(self) -> StopOnSignal:
-        _received.clear()
+        forget_signals()
         # Python delivers signals to the main thread only, and only it may set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:

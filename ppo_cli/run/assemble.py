@@ -69,7 +69,7 @@ from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.secrets.redact import redact
-from ppo_cli.signals import StopOnSignal
+from ppo_cli.signals import StopOnSignal, forget_signals
 from ppo_cli.step.sampling import train_sampling
 from ppo_cli.step.saving import load
 from ppo_cli.step.state import Job, RunState
@@ -478,6 +478,8 @@ def open_run(
     except UserError:
         folder.drop_if_empty()
         raise
+    finally:
+        forget_signals()  # a notebook may go on
 
 
 def _open_job(
