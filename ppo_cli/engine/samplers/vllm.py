@@ -408,8 +408,7 @@ class VLLMSampler:
         try:
             return list(self._engine.step())
         except Exception as error:
-            if not self._own_process:
-                raise self._find_cause(error) from error
+            self._raise_cause(error)
             if not is_out_of_memory(error):
                 raise
         self._engine.abort_request(list(jobs), internal=False)
@@ -550,7 +549,13 @@ class VLLMSampler:
         try:
             return list(self._engine.collective_rpc(method, kwargs=values))
         except Exception as error:
-            raise self._find_cause(error) from error
+            self._raise_cause(error)
+            raise
+
+    def _raise_cause(self, error: Exception) -> None:
+        """Raise the cause of an error, if it is another one: no error may be its own cause."""
+        if (cause := self._find_cause(error)) is not error:
+            raise cause from error
 
     def _find_cause(self, error: Exception) -> Exception:
         """Return the error of the worker process that has caused this one, else itself."""
