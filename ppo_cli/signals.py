@@ -34,11 +34,16 @@ def forget_signals() -> None:
     _received.clear()
 
 
-def time_left() -> float:
-    """Return for how long a wait on something foreign may go on; infinite without a signal."""
+def time_left(since: float = -math.inf) -> float:
+    """Return for how long a wait on something foreign may go on; infinite without a signal.
+
+    After the first one LEAVE_S, from `since` on if that is later; after a second one no longer.
+    """
     if not _received:
         return math.inf
-    return _received[0] + LEAVE_S - time.monotonic() if len(_received) == 1 else 0.0
+    if len(_received) > 1:
+        return 0.0
+    return max(_received[0], since) + LEAVE_S - time.monotonic()
 
 
 def shorten_wait(seconds: float, least: float = 0.5) -> float:

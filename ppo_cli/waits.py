@@ -59,9 +59,10 @@ def await_result(
 ) -> T:  # fmt: skip
     """Return the result of a future that `name` is to complete.
 
-    Raises NoAnswer after `seconds` without progress, and Interrupted soon after a signal.
+    Raises NoAnswer after `seconds` without progress, and Interrupted soon after a signal; while
+    the `progress` of a caller goes on, after the second one.
     """
-    progress, noted = progress or Progress(), False
+    begun, noted = Progress(), False
     while True:
         # Not `result(TICK_S)`: its TimeoutError may be that of the work.
         try:
@@ -70,10 +71,10 @@ def await_result(
             pass
         else:
             return future.result()
-        silent = time.monotonic() - progress.time
+        silent = time.monotonic() - (progress or begun).time
         if silent > seconds:
             raise NoAnswer(f"{name} does not answer (nothing for {silent:.0f} s)")
-        if signals.time_left() <= 0:
+        if signals.time_left(progress.time if progress else -math.inf) <= 0:
             raise Interrupted(f"Stopped while waiting for {name}.")
         if silent > NOTE_AFTER_S and not noted:
             bound = "" if math.isinf(seconds) else f" for {seconds:g} s at most"

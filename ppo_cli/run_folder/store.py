@@ -301,9 +301,10 @@ class Lease:
         """Let another machine write the copy at once."""
         self._ended.set()
         with suppress(Exception):  # without an answer, others wait for LEASE_S
-            await_result(self._renewal, self.url, POLL_S)
+            await_result(self._renewal, self.url, POLL_S, progress=Progress())
             if not self.successor:
-                await_result(run_in_thread(lambda: self.store.rm_file(LEASE)), self.url, POLL_S)
+                removal = run_in_thread(lambda: self.store.rm_file(LEASE))
+                await_result(removal, self.url, POLL_S, progress=Progress())
 
     def _renew(self) -> None:
         while not self._ended.wait(LEASE_S / 3):
