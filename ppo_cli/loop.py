@@ -97,11 +97,11 @@ def finish(job: Job, state: RunState) -> bool:
     """Validate, report and save the trained step as configured; returns whether the run is over."""
     job.store.raise_save_error()
     trainer, last = job.config.trainer, state.step == job.total_steps
-    if (last and trainer.test_freq >= 0) or is_due(state.step, trainer.test_freq):
-        with saved_on_stop(job, state):
+    with saved_on_stop(job, state):
+        if (last and trainer.test_freq >= 0) or is_due(state.step, trainer.test_freq):
             validate(job, state)
-    # Report after the validation: both are one line of metrics.
-    job.tracker.step(state.step, state.unfinished or {})
+        # Report after the validation: both are one line of metrics. A logger may not answer.
+        job.tracker.step(state.step, state.unfinished or {})
     state.unfinished = None
     limit = trainer.max_nonfinite_steps
     state.stop_after_broken_steps(limit, job.resume_command, job.store.newest())

@@ -23,7 +23,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.run_folder.lines import plain
 from ppo_cli.secrets.redact import mask_secrets, redact
-from ppo_cli.waits import await_result, run_in_thread
+from ppo_cli.waits import Progress, await_result, run_in_thread
 
 T = TypeVar("T")
 ANSWER_S = 120.0  # for a call of a logger; the run then stops and can be resumed
@@ -154,7 +154,8 @@ class RunSink(Sink):
 
     def _await(self, work: Callable[[], T]) -> T:
         """Return the result of a call of the package, whose server may not answer."""
-        return await_result(run_in_thread(work), self.package, ANSWER_S)
+        # From now on: a signal of long ago must not cut off a healthy server.
+        return await_result(run_in_thread(work), self.package, ANSWER_S, progress=Progress())
 
     def _write_state(self, name: str, text: str) -> None:
         """Write a file of the sink's folder in one piece."""

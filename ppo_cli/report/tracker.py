@@ -7,10 +7,11 @@ interrupted or not. A line is on the disk before `step` returns.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import UserError
+from ppo_cli.errors import Interrupted, UserError
 from ppo_cli.records import Rollout, Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.exploits import explain_rise
 from ppo_cli.report.health import HealthWatch, make_limits
-from ppo_cli.report.loggers import make_sinks
+from ppo_cli.report.loggers import Sink, make_sinks
 from ppo_cli.run_folder.lines import (
     CRITIC_FILE,
     METRICS_FILE,
@@ -37,6 +38,7 @@ from ppo_cli.run_folder.lines import (
     replace_lines,
     rollout_file,
 )
+from ppo_cli.signals import time_left
 
 # Reports that so many more items of a phase are done.
 Advance = Callable[[int], None]
@@ -285,9 +287,18 @@ class Tracker:
     def close(self) -> None:
         """Close the loggers and the screen. Safe to call twice."""
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:
+        with ExitStack() as closing:  # each, even when another one does not answer
+            closing.callback(self.screen.close)
+            for sink in sinks:
+                closing.callback(self._close_sink, sink)
+
+    def _close_sink(self, sink: Sink) -> None:
+        try:
             sink.close()
-        self.screen.close()
+        except Interrupted as late:
+            if math.isinf(time_left()):
+                raise
+            self.screen.note(str(late))  # the run says why it ends, and how to go on
 
     def _write_line(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step to metrics.jsonl, and pass it to the loggers and the screen."""

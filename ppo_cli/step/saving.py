@@ -96,7 +96,7 @@ def undone_on_stop(job: Job, state: RunState, before: Snapshot) -> Iterator[None
 
 @contextmanager
 def saved_on_stop(job: Job, state: RunState) -> Iterator[None]:
-    """Save the run if the block, a validation, is interrupted: its result is noted at its end."""
+    """Save the run if the block, a validation and its report, is interrupted: both are repeated."""
     try:
         yield
     except Interrupted as stop:
