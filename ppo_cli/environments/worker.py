@@ -31,6 +31,7 @@ from typing import Any
 MAX_ANSWER_BYTES = 8 << 20
 CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
 CLOSE_TIMEOUT_S = 1.0
+MACOS_FILES = 10240  # OPEN_MAX: macOS says that there is no limit, and refuses to set none
 FORK_GRACE_S = 1.0  # tools limit each call themselves; their fork is killed after this
 # What to do where the package of an adapter is missing.
 ADAPTERS = {
@@ -540,8 +541,9 @@ def main() -> None:
     """Serve requests; the stdin of the user's code is empty."""
     channel = channels.Channel()
     # Two files for each fork.
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if sys.platform == "linux" else max(soft, min(hard, MACOS_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]

@@ -47,7 +47,7 @@ class Fork:
         files: set[int], memory: int, max_answer: int, channel: Any, reaper: Any,
     ) -> None:  # fmt: skip
         self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
-        self._ended, self._printed, self._tail = "", 0, b""
+        self._ended, self._exit, self._printed, self._tail = "", "", 0, b""
         self._socket, child_end = socket.socketpair()
         self._prints, prints = os.pipe()
         sys.stdout.flush()
@@ -76,7 +76,7 @@ class Fork:
             with open("/proc/self/statm") as file:
                 used = int(file.read().split()[5]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
-        except OSError:  # a system without /proc, or a lower limit of its own
+        except (OSError, ValueError):  # a system without /proc, or a lower limit of its own
             pass
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -178,14 +178,22 @@ class Fork:
 
     def _find_exit(self) -> str:
         """Return how the process has ended, "" while it lives."""
-        if self._ended:
-            return self._ended
-        dead = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if dead is None:
-            return ""
-        if dead.si_code == os.CLD_EXITED:
-            return f"ended with exit code {dead.si_status}"
-        return f"ended by signal {signal.Signals(dead.si_status).name}"
+        if self._ended or self._exit:
+            return self._ended or self._exit
+        if hasattr(os, "waitid"):  # its id stays taken until `kill`
+            dead = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if dead is None:
+                return ""
+            code = dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status
+        else:  # macOS before Python 3.13
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if not pid:
+                return ""
+            code = os.waitstatus_to_exitcode(status)
+        by_itself = code >= 0
+        how = f"with exit code {code}" if by_itself else f"by signal {signal.Signals(-code).name}"
+        self._exit = f"ended {how}"
+        return self._exit
 
     def _pass_on(self) -> None:
         """Print what the fork has printed, up to LOGGED bytes."""
