@@ -397,6 +397,8 @@ class Worker:
             answer = {"error": str(end), "crashed": True}
         except TimeoutError:
             answer = {"error": f"timeout: took longer than {timeout:g} s", "late": True}
+        except OSError as error:
+            answer = {"error": f"its process does not start: {error}", "crashed": True}
         return json.dumps(answer).encode()
 
     async def _answer_in_fork(self, data: bytes) -> bytes:

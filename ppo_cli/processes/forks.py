@@ -51,7 +51,12 @@ class Fork:
         self._socket, child_end = socket.socketpair()
         self._prints, prints = os.pipe()
         sys.stdout.flush()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:  # no process or no memory is left
+            os.close(self._prints)
+            os.close(prints)
+            raise
         if not self._pid:
             self._become(answer, awaits, child_end.fileno(), prints, files, memory)
         child_end.close()
