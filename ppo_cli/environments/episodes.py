@@ -239,7 +239,7 @@ class Episodes:
         """Return an episode that a limit has ended, with the rewards that were still due."""
         *earlier, turn = episode.played.turns
         try:
-            reply = episode.reply.result()
+            reply = await_result(episode.reply, "the environment")
         except EnvironmentFailure as error:
             return episode.finish(str(error))
         rewards = Counter(turn.rewards)
