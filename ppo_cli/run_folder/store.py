@@ -505,10 +505,12 @@ def mirrored(
                         lease = Lease(address, open_store(address), tell, progress)
                         on_failure.callback(lease.release)
                     fetch_if_newer(lease, folder)
+                    if given_up.is_set():  # a late answer: another machine may write now
+                        raise Interrupted(f"Nobody waits for {address} any more.")
                     mirror = Mirror(lease, folder.path)
                     on_failure.pop_all()
                     return mirror
-                except UserError:
+                except (UserError, Interrupted):
                     raise
                 except Exception as error:  # each file system raises errors of its own
                     if isinstance(error, MISTAKES) or "Credential" in type(error).__name__:
