@@ -45,7 +45,7 @@ def log_errors(folder: Path) -> Iterator[None]:
     if VARIABLE in os.environ or "VLLM_CONFIGURE_LOGGING" in os.environ:
         yield
         return
-    level = os.environ["VLLM_LOGGING_LEVEL"]
+    level = os.environ["VLLM_LOGGING_LEVEL"].upper()  # as vLLM reads it
     handlers = {
         "log": {
             "class": "logging.StreamHandler", "stream": "ext://sys.stderr",
