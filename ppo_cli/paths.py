@@ -20,8 +20,11 @@ def user_path(text: str | os.PathLike[str]) -> Path:
 
     The home of an unknown user stays as it is: no such file exists, which the caller says.
     """
-    path = os.path.expanduser(str(text))
+    path = str(text)
     problem = path_problem(path)
+    if not problem:  # it may be the name of a user
+        path = os.path.expanduser(path)
+        problem = path_problem(path)
     if problem:
         raise UserError(f"{shorten(path, 60)!a} is not a path: {problem}.")
     return Path(path)
@@ -45,7 +48,7 @@ def path_problem(path: str) -> str:
 
 def is_existing(text: str) -> bool:
     """Whether a text is the path of a file or a folder; any other text is not."""
-    return os.path.exists(os.path.expanduser(text))
+    return not path_problem(text) and os.path.exists(os.path.expanduser(text))
 
 
 def read_text(path: Path) -> str:
