@@ -226,19 +226,21 @@ async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], An
 
 
 def check_methods(environment: Any, label: str) -> None:
-    """Raise Problems unless an object has reset(row) and step(message)."""
+    """Raise Problems unless an object has reset(row) and step(message), and finish() if any."""
     problems = []
-    for method, argument in (("reset", "row"), ("step", "message")):
+    for method, argument in (("reset", "row"), ("step", "message"), ("finish", "")):
         function = getattr(environment, method, None)
         if not callable(function):
-            problems.append(f"{label} has no method {method}(self, {argument}).")
+            if argument:
+                problems.append(f"{label} has no method {method}(self, {argument}).")
             continue
         try:
-            inspect.signature(function).bind(None)
+            inspect.signature(function).bind(*[None] * bool(argument))
         except TypeError as error:
+            form = f"{method}(self, {argument})".replace(", )", ")")
             problems.append(
                 f"{label}: {method} is called as {method}({argument}), but: {error}. Write def "
-                f"{method}(self, {argument})."
+                f"{form}."
             )
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             problems.append(f"{label}: {method} yields; write return in place of yield.")
