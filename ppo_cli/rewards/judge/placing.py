@@ -25,10 +25,12 @@ from ppo_cli.rewards.judge.visible import Passage, Response
 # More pieces do not fit into one answer of a judge; neighbours are one piece then.
 MAX_PIECES = 60
 
+# Responses may be thousands of full stops: no pattern below reads a run of them more than once.
 # The end of a sentence: full stops of many scripts with what closes after them, and a blank if
 # the stop is one that numbers and names have too.
 _STOP = re.compile(
-    r"(?:[.!?…]+[\"'”’»)\]*_`]*(?=\s|$)|[。！？｡।॥؟۔።]+[\"'”’»」』）)\]]*)(?P<blank>\s*)|\n(?P<lines>\s*)"
+    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|[。！？｡।॥؟۔።]+[\"'”’»」』）)\]]*)(?P<blank>\s*)"
+    r"|\n(?P<lines>\s*)"
 )
 # Words that end with a full stop within a sentence, and numbers of a list.
 _ABBREVIATION = re.compile(
@@ -38,7 +40,8 @@ _ABBREVIATION = re.compile(
 _LINE = re.compile(r"\n\s*")
 # A step is a paragraph, or begins with its number or a bullet of a list.
 _STEP = re.compile(
-    r"\n[ \t]*\n\s*|\n(?=[ \t]*(?:[*#]{0,3}[ \t]*(?:step|schritt|étape|paso)\b|\(?\d{1,3}[.):]\s))",
+    r"\n[ \t]*\n\s*"
+    r"|\n(?=[ \t]*+(?:[*#]{0,3}[ \t]*(?:step|schritt|étape|paso)\b|\(?\d{1,3}[.):]\s))",
     re.I,
 )
 
@@ -95,18 +98,21 @@ def _list_ends(rollout: Rollout, api: ApiReward) -> Iterator[int]:
     """Yield where pieces end in `full_text`; a piece has a letter or a digit."""
     cutter = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}[str(api.place)]
     for start, end in _seen_spans(rollout, api):
-        text, last = rollout.full_text[start:end], 0
+        text = rollout.full_text[start:end]
+        last = max((at for at, character in enumerate(text) if character.isalnum()), default=-1)
+        # The mark of a thought that the prompt opened is no piece.
+        read = max(0, len(rollout.prompt.opened) - start)
         for cut in [*cutter(text), len(text)]:
-            if any(character.isalnum() for character in text[last:cut]):
+            if any(character.isalnum() for character in text[read:cut]):
                 # What has no letter or digit after the last piece belongs to that one.
-                rest = any(character.isalnum() for character in text[cut:])
-                yield start + (cut if rest else len(text))
-                last = cut if rest else len(text)
+                yield start + (cut if cut <= last else len(text))
+            read = max(read, cut)
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
+    padded = f"\n{text}"
     for match in _STOP.finditer(text):
-        before = f"\n{text[: match.start() + 1]}"[-14:]
+        before = padded[max(0, match.start() - 12) : match.start() + 2]
         if match[0][0] == "." and "\n" not in match[0] and _ABBREVIATION.search(before):
             continue
         yield match.end()

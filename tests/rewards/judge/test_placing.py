@@ -65,6 +65,14 @@ def test_thoughts_are_cut_only_where_the_judge_sees_them() -> None:
     text = "I think. Then I write.</think>First. Second."
     assert cut(text, "sentence", opened="<think>") == ["First. ", "Second."]
     assert len(cut(text, "sentence", opened="<think>", reasoning="keep")) == 3
+    lines = cut("One.\nTwo.", "line", opened="<think>\n", reasoning="keep")
+    assert lines == ["<think>\nOne.\n", "Two."]  # the model did not write the mark
+
+
+@pytest.mark.parametrize("text", ["." * 60_000 + "x y", ". " * 30_000 + "x", "\n" + " " * 60_000])
+@pytest.mark.parametrize("place", ["sentence", "step"])
+def test_degenerate_responses_are_cut_in_one_pass(text: str, place: str) -> None:
+    assert cut(text, place) == []  # quadratic, each took a minute
 
 
 def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
