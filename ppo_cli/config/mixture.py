@@ -533,6 +533,11 @@ OF_REWARD = (
 )  # fmt: skip
 
 
+# Settings on which the pieces of a response depend: with --rm_place all judges behind a reward
+# score the same ones.
+OF_PIECES = ("place", "mode", "rubric", "reasoning", "scope")
+
+
 def read_judge(judges: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the settings behind a judge's name: a name in `judges`, TYPE/MODEL or MODEL.
 
@@ -572,6 +577,12 @@ def other_judge(api: ApiReward, name: str) -> ApiReward:
     if not (judge.model or "").strip():
         at = f"reward.api.judges.{name}"
         raise ConfigError(f"{at} has no model: set {at}.model.")
+    other = [key for key in OF_PIECES if getattr(judge, key) != getattr(api, key)]
+    if other and (api.place or judge.place):
+        raise ConfigError(
+            f"reward.api.judges.{name}.{other[0]} differs from reward.api.{other[0]}. With "
+            "--rm_place all judges of a reward score the same pieces: leave it out."
+        )
     return judge
 
 

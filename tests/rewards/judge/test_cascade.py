@@ -18,6 +18,7 @@ from tests.config.settling import problems, settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.server import digest
 from tests.rewards.scoring import score_all, sum_rollout, wait_until
+from tests.settings import complete_judge
 
 Make = Callable[..., CascadeReward]
 SMALL_KEY, STRONG_KEY = "sk-small-0123456789abcdef", "sk-strong-0123456789abcdef"
@@ -231,6 +232,13 @@ def test_settings_that_a_further_judge_does_not_have_are_those_of_the_judge() ->
     for name, problem in {"c": "not a group", "d": "no such setting", "e": "no model"}.items():
         with pytest.raises(ConfigError, match=problem):
             other_judge(api, name)
+
+
+@pytest.mark.parametrize("changes", [{"mode": "decision"}, {"reasoning": "keep"}, {"place": None}])
+def test_with_places_all_judges_score_the_same_pieces(changes: dict[str, Any]) -> None:
+    api = complete_judge(place="line", judges={"a": {"model": "s", **changes}})
+    with pytest.raises(ConfigError, match=f"judges.a.{next(iter(changes))} differs"):
+        other_judge(api, "a")
 
 
 def test_a_band_has_both_ends_and_a_missing_spread_is_doubt() -> None:
