@@ -266,7 +266,8 @@ class Template:
             )
         # Say how the levels in the text map to the scale of the settings.
         named_scale, scale = self.written_for, self.scale
-        if answer_spec is None and named_scale is not None and named_scale != scale:
+        is_scored = answer_spec is None or isinstance(answer_spec, Placing)
+        if is_scored and named_scale is not None and named_scale != scale:
             notes += (
                 f"Levels named above run from {named_scale.low} to {named_scale.high}; spread them "
                 f"evenly over {scale.low} to {scale.high}.\n"

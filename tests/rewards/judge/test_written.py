@@ -8,6 +8,7 @@ from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Material, load_template
+from ppo_cli.rewards.judge.rubric import Placing
 from ppo_cli.rewards.judge.written import named_scale
 from tests.rewards.judge.corpora import read_corpus
 
@@ -36,8 +37,9 @@ def test_the_setting_wins() -> None:
 
 def test_another_scale_than_that_of_the_preset_is_explained() -> None:
     template = load_template(ApiReward(prompt_preset="dialogue", scale="0-5"))
-    user = template.question(Material("p", "r")).user
-    assert "from 1 to 10; spread them evenly over 0 to 5" in user
-    assert "from 0 (worst) to 5 (best)" in user
+    placing = Placing(2, 0, 5, template.scale.key)
+    for user in (template.question(Material("p", "r"), placing=p).user for p in (None, placing)):
+        assert "from 1 to 10; spread them evenly over 0 to 5" in user
+        assert "from 0 (worst) to 5 (best)" in user
     same = load_template(ApiReward(prompt_preset="dialogue", scale="1-10"))
     assert "spread them" not in same.question(Material("p", "r")).user
