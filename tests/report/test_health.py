@@ -98,6 +98,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     ),
     "tool_errors": (3, always(environment__tool_error_share=0.4), "--tool_timeout"),
     "cut_episodes": (3, always(environment__cut_turns_share=0.2), "the limit of turns"),
+    "fewer_pieces": (8, lambda s: {"pieces/count_mean": 6.0 if s < 6 else 3.0}, "piece_grpo"),
     "failed": (1, always(score__failed=3.0), "ppo show outputs --failed"),
     "hacking": (
         4,
