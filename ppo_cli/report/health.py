@@ -588,14 +588,17 @@ def _criterion_credits(steps: History, count: int) -> dict[str, list[float]]:
 
 
 def _check_stuck_criterion(steps: History, limits: Limits) -> str:
-    """Warn about criteria that hardly any response meets, or nearly all from the start."""
+    """Warn about criteria without credit, or with nearly all of it from the start.
+
+    A fault has credit where it is absent, so none of them is called met.
+    """
     unmet, always = [], []
     for name, values in _criterion_credits(steps, SETTLED_STEPS).items():
         credits = [float(line.get(f"rubric/{name}") or 0.0) for line in steps]
         if fmean(values) < SAME_CREDIT:
-            unmet.append(f"'{name}' is hardly ever met (mean credit {fmean(values):.2g})")
+            unmet.append(f"'{name}' hardly ever has credit (mean {fmean(values):.2g})")
         elif min(credits) > 1 - SAME_CREDIT:
-            always.append(f"'{name}' was nearly always met from the start ({fmean(credits):.3g})")
+            always.append(f"'{name}' had nearly full credit from the start ({fmean(credits):.3g})")
     if not unmet and not always:
         return ""
     return (

@@ -68,8 +68,8 @@ def is_opposed_right(steps: Lines, text: str) -> bool:
 
 
 def is_stuck_right(steps: Lines, text: str) -> bool:
-    rare = re.findall(rf"'(\w+)' is hardly ever met \(mean credit {N}\)", text)
-    usual = re.findall(rf"'(\w+)' was nearly always met from the start \({N}\)", text)
+    rare = re.findall(rf"'(\w+)' hardly ever has credit \(mean {N}\)", text)
+    usual = re.findall(rf"'(\w+)' had nearly full credit from the start \({N}\)", text)
     shown = [
         abs(fmean(column(steps, f"rubric/{name}", count)) - float(credit)) < 0.005
         and (float(credit) < 0.05 if count == 8 else float(credit) > 0.95)
