@@ -327,7 +327,10 @@ def shape_step(
         rejected = mask_BT & ~kept_BT
         metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
         batch = replace(batch, response_mask_BT=kept_BT)
-    if any(placed):
+    # Not of turns or tokens that a function rewards, nor of quotations: faults that are gone have
+    # none.
+    place = config.reward.api.place
+    if any(placed) and (estimator.pieces or place) and place != "criterion":
         counts = [len({token for token, _ in row}) or 1 for row in placed]
         judged = [count for count, valid in zip(counts, valid_B.tolist(), strict=True) if valid]
         metrics["pieces/count_mean"] = sum(judged) / max(1, len(judged))
