@@ -140,8 +140,9 @@ def place_score(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubric |
 
     Piece k gets value * p_k / sum(p), with its score p_k in [0, 1]; all get the same where every
     piece has the lowest score. So the shares add up to the value. A criterion of weight w with
-    credit g in [0, 1] gets w (2 g - 1) / sum(w) at the passage that the judge quoted: what breaks
-    it is punished there. A quotation that is not in the response belongs to the end.
+    credit g in [0, 1] gets w g / sum(w) at the passage that the judge quoted, a fault
+    w (g - 1) / sum(w): it is punished there, and its weight is at the end with or without it. So
+    the end never earns what a passage lost. A quotation that is not there belongs to the end.
     """
     if score.value is None:
         return score
@@ -168,7 +169,7 @@ def _place_criteria(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubr
         lost += end is None and bool(quote.strip())
         credit = score.info["criteria"][criterion.name]
         if end is not None and criterion.weight:
-            value = criterion.weight * (2 * credit - 1) / total
+            value = criterion.weight * (credit - criterion.fault) / total
             placed.append(PlacedReward(end - len(rollout.prompt.opened), value))
     return replace(score, steps=tuple(placed), info={**score.info, "quotes_lost": lost})
 

@@ -196,6 +196,10 @@ def test_criteria_are_placed_at_their_quotations(
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye.")])
     assert score.value == 0.25 and score.info["quotes_lost"] == 1
     assert [(step.end, step.value) for step in score.steps] == [(12, 0.25), (22, -0.5)]
+    # An unmet criterion earns nothing where it is broken, and nothing at the end.
+    answer["c3"]["quote"] = "Bye?"
+    (score,) = score_all(judge, [respond("Hello there! You fool. Bye?")])
+    assert [(step.end, step.value) for step in score.steps] == [(12, 0.25), (22, -0.5), (27, 0.0)]
     del answer["c2"]["quote"]
     server.score = lambda system, user: json.dumps(answer)
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye now.")])
