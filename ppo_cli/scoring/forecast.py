@@ -29,6 +29,7 @@ from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
 from ppo_cli.rewards.judge.monitor import NOISE_REPEATS
+from ppo_cli.rewards.judge.placing import MAX_PIECES, request_places
 from ppo_cli.rewards.judge.prices import Price, find_price, look_up_model, model_hint
 from ppo_cli.rewards.judge.prompt import (
     Template,
@@ -40,6 +41,7 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.rubric import TOKENS_A_PIECE
 from ppo_cli.rewards.judge.sanitise import cut_middle
 from ppo_cli.rewards.judge.visible import Passage, Response
 from ppo_cli.scoring.rows import read_held_out
@@ -51,6 +53,8 @@ SAMPLE = 200
 # about twice what prose takes: right for a budget, too high for a forecast.
 TOKEN_BYTES = (4, 3)
 CRITERION_TOKENS = (15, 60)  # verdict on one criterion: a word, or a long sentence
+PIECE_CHARS = 80  # of a piece of a response that the judge scores: a short sentence
+QUOTE_TOKENS = (0, 40)  # of the passage that decides a criterion: none, or a long sentence
 TOOLS_CHARS = 1000  # of the list of tools in an episode: five with a sentence each
 DIFFERING = 0.136  # share of repeated verdicts that differ (arXiv 2606.13685)
 MAX_REQUEST_CHARS = 3000  # of each text of a request in a plan
@@ -404,17 +408,28 @@ def _usage_per_call(
     brief, long = (float(min(api.max_tokens, tokens)) for tokens in VERDICT_TOKENS)
     if criteria:
         brief, long = (criteria * tokens for tokens in CRITERION_TOKENS)
+        if api.place is not None:
+            brief, long = brief + criteria * QUOTE_TOKENS[0], long + criteria * QUOTE_TOKENS[1]
     if api.mode == "decision":
         brief = long = 0.0
     coarse, fine = TOKEN_BYTES
+    # What is written about pieces counts too.
+    placings = [
+        request_places(_filler(config, length), api, template.scale)
+        for length in (short * coarse, full * fine)
+    ]
+    in_pieces = [TOKENS_A_PIECE * placing.count if placing else 0 for placing in placings]
+    brief, long = brief + in_pieces[0], long + in_pieces[1]
 
     def input_bytes(length: int) -> float:
         """Return the mean UTF-8 bytes of the requests for responses of `length` characters."""
         text, sizes = _filler(config, length), []
+        placing = request_places(text, api, template.scale)
         for prompt, each in zip(prompts, rubrics_of_calls, strict=True):
             material = build_material(prompt, *[text] * responses)
             questions = (
-                template.question(material, api, nonce="0" * 16, rubric=rubric) for rubric in each
+                template.question(material, api, nonce="0" * 16, rubric=rubric, placing=placing)
+                for rubric in each
             )
             texts = "".join(q.system + q.user for q in questions)
             sizes.append(len(texts.encode("utf-8", "replace")))
@@ -427,11 +442,15 @@ def _usage_per_call(
 
 
 def _filler(config: Config, length: int) -> Response:
-    """Return a response of `length` characters; an episode has the fences of all its passages."""
+    """Return a response of `length` characters; episodes and pieces have the fences of them all."""
     text = ("and so on " * (length // 10 + 1))[:length]
     turns = config.environment.max_turns
     if not config.environment.is_set or config.reward.api.scope == "turn":
-        return text
+        count = min(MAX_PIECES, length // PIECE_CHARS)
+        if config.reward.api.place not in ("sentence", "line", "step") or count < 2:
+            return text
+        share = length // count
+        return tuple(Passage("piece", k + 1, text[k * share :][:share]) for k in range(count))
     # Of each turn: text, a call and its result, which fill the episode together.
     kinds = [(kind, turn) for turn in range(1, turns + 1) for kind in ("assistant", "call", "tool")]
     share = max(1, length // len(kinds))

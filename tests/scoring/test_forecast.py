@@ -126,6 +126,17 @@ def test_all_criteria_are_decided_in_one_request() -> None:
     assert each.a_step.calls == 9 * few.a_step.calls
 
 
+def test_pieces_are_fenced_and_scored_one_by_one() -> None:
+    whole, placed = (
+        foretell("data.max_response_length=1000", *more).a_step
+        for more in ((), ("reward.api.place=sentence",))
+    )
+    # 2,000 characters of half a response are 25 pieces, 3,000 of a whole one 37.
+    assert (placed.low - whole.low)[1] == 8 * 25 * 14
+    assert (placed.high - whole.high)[1] == 8 * 37 * 14
+    assert (placed.low - whole.low)[0] > 8 * 25 * 15  # two tags and a key
+
+
 def test_validation_rows_have_their_own_length() -> None:
     write("v.jsonl", 4, prompt="word " * 400)
     plain = whole_run(foretell())
