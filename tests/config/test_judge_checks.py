@@ -89,6 +89,7 @@ def test_the_monitor_needs_its_own_key() -> None:
         ("monitor.model=gpt-4o", "14 Jan 2027"),
         ("type=gemini model=gemini-2.5-flash", "1 Dec 2026"),
         ("votes=3 temperature=0", "leave --rm_temperature out"),
+        ("place=turn", "use sentence, line or step"),
     ],
 )
 def test_what_may_surprise_is_remarked_on(overrides: str, message: str) -> None:

@@ -103,6 +103,12 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
                 f"{config.algorithm.adv_estimator} adds the rewards of a response up, so where "
                 "--rm_place puts them makes no difference; leave --adv_estimator out."
             )
+        episodes = config.environment.is_set and api.scope == "episode"
+        if api.place not in (None, "criterion") and episodes != (api.place == "turn"):
+            read = "one turn; use sentence, line or step."
+            if episodes:
+                read = "whole episodes; use turn, or --rm_scope turn."
+            remarks.append(f"--rm_place {api.place} gives no places: the judge reads {read}")
         if api.votes > 1 and api.temperature == 0:
             remarks.append(
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "

@@ -61,9 +61,12 @@ class Piece:
 def cut_response(rollout: Rollout, api: ApiReward) -> list[Piece]:
     """Return the pieces of a response that the judge scores; [] if it scores the whole alone.
 
-    Thoughts that the judge does not see belong to the piece after them.
+    Of an episode that it reads whole, only turns are pieces. Thoughts that the judge does not see
+    belong to the piece after them.
     """
     if api.place is None or api.place == "criterion":
+        return []
+    if rollout.turns and api.scope == "episode" and api.place != "turn":
         return []
     if api.place == "turn":
         return [Piece(turn.text, turn.end, "token") for turn in rollout.turns]

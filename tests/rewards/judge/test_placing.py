@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.placing import cut_response
 from tests.judge_server import JudgeServer
@@ -73,6 +74,17 @@ def test_thoughts_are_cut_only_where_the_judge_sees_them() -> None:
 @pytest.mark.parametrize("place", ["sentence", "step"])
 def test_degenerate_responses_are_cut_in_one_pass(text: str, place: str) -> None:
     assert cut(text, place) == []  # quadratic, each took a minute
+
+
+def test_an_episode_that_the_judge_reads_whole_is_not_cut_within_its_turns() -> None:
+    text = "One. Two."
+    message = {"role": "assistant", "content": text}
+    episode = replace(
+        respond(text), turns=(Turn(0, 3, "A. B.", message), Turn(5, 9, text, message))
+    )
+    for scope, place, count in (("episode", "sentence", 0), ("episode", "turn", 2)):
+        assert len(cut_response(episode, complete_judge(place=place, scope=scope))) == count
+    assert len(cut_response(episode, complete_judge(place="sentence", scope="turn"))) == 2
 
 
 def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
