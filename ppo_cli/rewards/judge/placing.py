@@ -66,7 +66,7 @@ def cut_response(rollout: Rollout, api: ApiReward) -> list[Piece]:
     """
     if api.place is None or api.place == "criterion":
         return []
-    if rollout.turns and api.scope == "episode" and api.place != "turn":
+    if rollout.turns and (api.scope == "episode") != (api.place == "turn"):
         return []
     if api.place == "turn":
         return [Piece(turn.text, turn.end, "token") for turn in rollout.turns]
@@ -152,12 +152,23 @@ def place_score(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubric |
     if rubric is not None and rubric.quoted:
         return _place_criteria(score, rollout, api, rubric.restore())
     shares: Sequence[float] = score.info.get("pieces", ())
-    if not shares:
-        return score
-    total, pieces = math.fsum(shares), cut_response(rollout, api)
+    return _share_out(score, cut_response(rollout, api), shares) if shares else score
+
+
+def place_evenly(score: Score, rollout: Rollout, api: ApiReward) -> Score:
+    """Return a score without a verdict, shared out over the pieces alike.
+
+    At the end alone it would be worth more than a verdict, whose shares are discounted.
+    """
+    pieces = cut_response(rollout, api)
+    return _share_out(score, pieces, [1.0] * len(pieces)) if pieces else score
+
+
+def _share_out(score: Score, pieces: Sequence[Piece], shares: Sequence[float]) -> Score:
+    total = math.fsum(shares)
     weights = [share / total for share in shares] if total else [1 / len(shares)] * len(shares)
     placed = tuple(
-        PlacedReward(piece.end, score.value * weight, piece.unit)
+        PlacedReward(piece.end, (score.value or 0.0) * weight, piece.unit)
         for piece, weight in zip(pieces, weights, strict=True)
     )
     return replace(score, steps=placed)

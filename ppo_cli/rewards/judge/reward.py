@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ppo_cli.rewards.judge.monitor import (
     NoiseCheck,
     StepReport,
 )
-from ppo_cli.rewards.judge.placing import place_score
+from ppo_cli.rewards.judge.placing import place_evenly, place_score
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.signals import shorten_wait
 
@@ -198,7 +199,8 @@ class JudgeReward(JudgeAsker, Reward):
         return asker
 
     def _new_round(self) -> JudgingRound:
-        return JudgingRound(self._policy, self._judge, self.is_up)
+        place = partial(place_evenly, api=self._api)
+        return JudgingRound(self._policy, self._judge, self.is_up, place)
 
     async def _finish(self, ended: JudgingRound, *, measuring: bool) -> None:
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""

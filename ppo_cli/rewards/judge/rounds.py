@@ -74,7 +74,8 @@ class JudgingRound:
     """The responses of one step, from the first `submit` to the last score.
 
     `judge` asks for the score of an entry and leaves it open on failure. `check_judge` asks again
-    about a response that was judged before, and returns whether the judge answered.
+    about a response that was judged before, and returns whether the judge answered. `place` places
+    a score that stands in for a verdict.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class JudgingRound:
         policy: FailurePolicy,
         judge: Callable[[PendingScore], Awaitable[None]],
         check_judge: Callable[[], Awaitable[bool]],
+        place: Callable[[Score, Rollout], Score],
     ) -> None:
         self.entries: list[PendingScore] = []
         self._first_judgings: list[Future[None]] = []
         self._policy = policy
         self._judge = judge
         self._check_judge = check_judge
+        self._place = place
 
     def add(self, entry: PendingScore, first_judging: Future[None]) -> None:
         """Add an entry; `first_judging` is the call that asks about it for the first time."""
@@ -204,6 +207,7 @@ class JudgingRound:
             if mean is not None:
                 reason = "imputed: the mean of the step"
                 score = replace(score, value=mean, failure="", reason=reason, imputed=failure)
+                score = self._place(score, entry.rollout)
             entry.future.set_result(score)
 
     def _describe_missing(self, where: str = "") -> str:

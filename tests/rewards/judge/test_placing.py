@@ -122,6 +122,14 @@ def test_pieces_that_are_all_worthless_share_the_score(judge_of: Make, server: J
     assert [step.value for step in score.steps] == [0.5, 0.5]
 
 
+def test_a_score_without_a_verdict_is_shared_out_too(judge_of: Make, server: JudgeServer) -> None:
+    server.score = lambda system, user: reply(10, 4, whole=10) if "Good one" in user else "none"
+    judge = judge_of(place="sentence", on_failure="batch_mean")
+    responses = [respond("Good one. Bad one."), respond("Two. More. Pieces. Here.")]
+    imputed = score_all(judge, responses)[1]
+    assert imputed.imputed and [step.value for step in imputed.steps] == [0.25] * 4
+
+
 def test_a_response_of_one_piece_is_asked_about_as_without_places(
     judge_of: Make, server: JudgeServer
 ) -> None:

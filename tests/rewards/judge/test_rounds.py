@@ -47,7 +47,7 @@ def play(
         async def check_judge() -> bool:
             return up
 
-        round_ = JudgingRound(rules, judge, check_judge)
+        round_ = JudgingRound(rules, judge, check_judge, lambda score, rollout: score)
         for row in range(rows):
             prompt = Prompt(str(row), "q", (), "q", ())
             entry = PendingScore(Rollout(prompt, 0, (1,), np.zeros(1, np.float32), "r", "stop"))
