@@ -179,22 +179,28 @@ def _place_criteria(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubr
     total = math.fsum(criterion.weight for criterion in rubric.criteria)
     placed, lost = list[PlacedReward](), 0
     for criterion, quote in zip(rubric.criteria, score.info["quotes"], strict=True):
-        end = _find_quote(quote, rollout, api)
-        lost += end is None and bool(quote.strip())
+        place = _find_quote(quote, rollout, api)
+        lost += place is None and bool(quote.strip())
         credit = score.info["criteria"][criterion.name]
-        if end is not None and criterion.weight:
+        if place is not None and criterion.weight:
             value = criterion.weight * (credit - criterion.fault) / total
-            placed.append(PlacedReward(end - len(rollout.prompt.opened), value))
+            placed.append(replace(place, value=value))
     return replace(score, steps=tuple(placed), info={**score.info, "quotes_lost": lost})
 
 
-def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> int | None:
-    """Return where a quotation ends in `full_text`; blanks may differ. None if it is not there."""
+def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> PlacedReward | None:
+    """Return a reward of 0 where a quotation ends; blanks may differ. None if it is not there.
+
+    In an earlier turn of an episode that is the end of the turn.
+    """
     words = quote.strip(" \t\n\"'“”‘’«»").split()
     if not words:
         return None
     pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    for turn in rollout.turns[:-1] if api.scope == "episode" else ():
+        if pattern.search(turn.text):
+            return PlacedReward(turn.end, 0.0, "token")
     for start, end in _seen_spans(rollout, api):
         if match := pattern.search(rollout.full_text, start, end):
-            return match.end()
+            return PlacedReward(match.end() - len(rollout.prompt.opened), 0.0)
     return None

@@ -220,6 +220,12 @@ def test_criteria_are_placed_at_their_quotations(
     answer["c3"]["quote"] = "Bye?"
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye?")])
     assert [(step.end, step.value) for step in score.steps] == [(12, 0.25), (22, -0.5), (27, 0.0)]
+    # In an episode a passage of an earlier turn is placed at the end of that turn.
+    message = {"role": "assistant", "content": "Bye?"}
+    turns = Turn(0, 4, "Hello there! You fool.", message), Turn(5, 9, "Bye?", message)
+    (score,) = score_all(judge, [replace(respond("Bye?"), turns=turns)])
+    places = [(step.end, step.unit, step.value) for step in score.steps]
+    assert places == [(4, "token", 0.25), (4, "token", -0.5), (4, "char", 0.0)]
     del answer["c2"]["quote"]
     server.score = lambda system, user: json.dumps(answer)
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye now.")])
