@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.records import PlacedReward, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.rubric import Placing, Rubric
-from ppo_cli.rewards.judge.sanitise import clean
+from ppo_cli.rewards.judge.sanitise import INVISIBLE, clean
 from ppo_cli.rewards.judge.visible import Passage, Response
 
 # More pieces do not fit into one answer of a judge; neighbours are one piece then.
@@ -37,6 +39,8 @@ _ABBREVIATION = re.compile(
     r"[\s(](?:[A-Z]|e\.g|i\.e|etc|cf|vs|approx|Mr|Mrs|Ms|Dr|Prof|St|Fig|Eq|No|Sec)\.$"
     r"|(?:\n|[.!?;:]\s)[ \t]*(?:[-*>#]+[ \t]*)?\(?\d{1,3}\.$"
 )
+# Judges write the plain forms of these.
+_MARKS = str.maketrans("“”„‘’", '"""\'\'')
 _LINE = re.compile(r"\n\s*")
 # A step is a paragraph, or begins with its number or a bullet of a list.
 _STEP = re.compile(
@@ -189,18 +193,34 @@ def _place_criteria(score: Score, rollout: Rollout, api: ApiReward, rubric: Rubr
 
 
 def _find_quote(quote: str, rollout: Rollout, api: ApiReward) -> PlacedReward | None:
-    """Return a reward of 0 where a quotation ends; blanks may differ. None if it is not there.
+    """Return a reward of 0 where a quotation ends, None if it is not there.
 
-    In an earlier turn of an episode that is the end of the turn.
+    What differs between a response and what a judge reads and copies may differ: blanks, invisible
+    and composed characters, the form of quotation marks. In an earlier turn of an episode, the
+    place is the end of the turn.
     """
-    words = quote.strip(" \t\n\"'“”‘’«»").split()
+    words = _fold(quote)[0].strip(" \t\n\"'«»").split()
     if not words:
         return None
-    pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    pattern = re.compile(r"\s*".join(map(re.escape, words)))
     for turn in rollout.turns[:-1] if api.scope == "episode" else ():
-        if pattern.search(turn.text):
+        if pattern.search(_fold(turn.text)[0]):
             return PlacedReward(turn.end, 0.0, "token")
     for start, end in _seen_spans(rollout, api):
-        if match := pattern.search(rollout.full_text, start, end):
-            return PlacedReward(match.end() - len(rollout.prompt.opened), 0.0)
+        text, origins = _fold(rollout.full_text[start:end])
+        if match := pattern.search(text):
+            end = start + origins[match.end() - 1] + 1
+            return PlacedReward(end - len(rollout.prompt.opened), 0.0)
     return None
+
+
+@lru_cache(maxsize=64)
+def _fold(text: str) -> tuple[str, list[int]]:
+    """Return a text in one form, and the index of the character that each of its own is of."""
+    pairs = [
+        (part, at)
+        for at, character in enumerate(text)
+        if not INVISIBLE.match(character)
+        for part in unicodedata.normalize("NFD", character).translate(_MARKS)
+    ]
+    return "".join(part for part, _ in pairs), [at for _, at in pairs]

@@ -14,7 +14,8 @@ import pytest
 
 from ppo_cli.records import Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.judge.panel import PanelReward
-from ppo_cli.rewards.judge.placing import cut_response
+from ppo_cli.rewards.judge.placing import cut_response, place_score
+from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all
 from tests.settings import complete_judge
@@ -230,3 +231,21 @@ def test_criteria_are_placed_at_their_quotations(
     server.score = lambda system, user: json.dumps(answer)
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye now.")])
     assert score.value is None
+
+
+@pytest.mark.parametrize(
+    ("text", "quote", "end"),
+    [
+        ("Le cafe\u0301 est bon. Oui.", "Le caf\xe9 est bon.", 17),
+        ("Use <custom> here. Yes.", "< custom> here.", 18),  # as a tag is shown
+        ("a\u200bb is.\r\nFine.", "ab is.\nFine.", 14),
+        ("He said \u201cyes, it\u2019s\u201d. No.", 'He said "yes, it\'s".', 20),
+    ],
+)
+def test_a_quotation_is_found_as_a_judge_read_it(text: str, quote: str, end: int) -> None:
+    api = complete_judge(place="criterion", rubric="extra_info.r")
+    score = Score(1.0, info={"quotes": [quote], "criteria": {"a": 1.0}})
+    placed = place_score(
+        score, respond(text), api, Rubric((Criterion("a", "It is."),), quoted=True)
+    )
+    assert [step.end for step in placed.steps] == [end] and not placed.info["quotes_lost"]
