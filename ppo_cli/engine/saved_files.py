@@ -157,7 +157,7 @@ def _name_model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, kind = config.get("rope_parameters") or {}, str(config.get("model_type"))
     if kind == "granitemoehybrid":
         older["layer_types"] = [OLDER_LAYERS.get(layer, layer) for layer in config["layer_types"]]
-    if kind in ROPE_BY_LAYER_TYPE:
+    if kind in ROPE_BY_LAYER_TYPE and rope:
         if kind.startswith("gemma3"):
             older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]

@@ -62,6 +62,12 @@ def test_both_names_of_a_setting_say_the_same(
     assert after.dtype == before.dtype
 
 
+def test_a_config_in_the_older_form_is_kept() -> None:
+    older = {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    files = add_older_names({"config.json": json.dumps(older).encode()})
+    assert json.loads(files["config.json"]) == older
+
+
 def test_a_tokenizer_opens_in_both_generations() -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_path("embedded", "model"))
     config = json.loads(tokenizer_files(tokenizer)["tokenizer_config.json"])
