@@ -224,6 +224,8 @@ def choose_estimator(settings: Settings) -> Choice:
     place, responses = settings["reward.api.place"], settings["rollout.n"]
     if not settings["reward.api.enable"] or place is None:
         return Choice("gae", "PPO with a critic, which learns from single responses")
+    if settings["environment.history"] == "split":
+        return Choice("gae", "each turn is a sample, which has no siblings")
     if place == "criterion" and responses > 1:
         return Choice("piece_grpo", "passages of criteria do not line up between responses")
     if responses > 1:

@@ -72,6 +72,21 @@ def test_a_server_of_ones_own_needs_no_key() -> None:
     assert missing_keys(config("type=gemini"), {"OPENAI_BASE_URL": "http://h/v1"})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ("place=line", "piece_batch"), ("place=line reward.api.enable=false", "gae"),
+        ("place=line rollout.n=4", "piece_group"),
+        ("place=criterion rubric=extra_info.r rollout.n=4", "piece_grpo"),
+        ("place=turn rollout.n=4 environment.mcp=[x] environment.history=split", "gae"),
+    ],
+)  # fmt: skip
+def test_the_estimator_fits_the_places(overrides: str, name: str) -> None:
+    full = [o if "." in o.split("=")[0] else f"reward.api.{o}" for o in overrides.split()]
+    settings = settling.settle("reward.api.enable=true", "reward.api.model=m", *full).config
+    assert settings.algorithm.adv_estimator == name
+
+
 def test_the_monitor_needs_its_own_key() -> None:
     settings = config("monitor.model=n", "monitor.type=claude")
     (message,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
