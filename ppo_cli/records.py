@@ -224,8 +224,7 @@ class Score:
 
     `value` is None if scoring failed, and `failure` says why ("timeout", "raised ValueError: …").
     A failed score is masked out of every loss and statistic, never 0. `steps` assigns shares of
-    `value` to positions in the response; the rest belongs to its end, but for `shift`, which a
-    scaling to mean 0 added to the value of every response alike. `reason` is the scorer's
+    `value` to positions in the response; the rest belongs to its end. `reason` is the scorer's
     explanation. `imputed` says why there was no verdict if the value is a substitute; `gated`: a
     gate of a mixture skipped the scorer; `reply` is a judge's reply; `mixture` has the scores of
     the parts. `info` is for people (cached, tokens, latency_s, cost_usd …), JSON-serialisable: no
@@ -238,7 +237,6 @@ class Score:
     parts: Mapping[str, Part] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[PlacedReward, ...] = ()
-    shift: float = 0.0
     imputed: str = ""
     gated: bool = False
     reply: str = ""

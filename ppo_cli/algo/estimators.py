@@ -99,11 +99,11 @@ ESTIMATORS = Declarations(_declare_estimator, {
         grouped=True, parts=True, scales=True),
     "piece_group": Estimator(
         _PIECES + "piece_group",
-        "Rewards from a piece on, minus their mean at that piece of the prompt's responses.",
+        "Scores from a piece on, minus their mean at that piece of the prompt's responses.",
         grouped=True, pieces=True, scales=True),
     "piece_batch": Estimator(
         _PIECES + "piece_batch",
-        "Rewards from a piece on, minus their mean at that piece of all responses.",
+        "Scores from a piece on, minus their mean at that piece of all responses.",
         pieces=True, scales=True),
     "piece_grpo": Estimator(
         _PIECES + "piece_grpo",

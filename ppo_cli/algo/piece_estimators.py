@@ -22,14 +22,18 @@ def piece_group(
     gamma_piece: float,
     norm_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Discounted rewards from a piece on, minus their mean at that piece in the group.
+    """Discounted scores from a piece on, minus their mean at that piece in the group.
 
-    The discount is `gamma_piece` for each later piece and 1 within one. With `norm_by_std` the
-    advantages of the batch are divided by their root mean square over tokens. A group of one has
-    mean 0. Returns are the discounted rewards.
+    The score of a piece is its reward times the number of pieces: their mean is the score of the
+    whole. Later pieces are discounted by `gamma_piece`, and nothing is within one. A piece that was
+    not written has the score of the whole response, so that neither more nor fewer pieces pay. With
+    `norm_by_std` the advantages of the batch are divided by their root mean square over tokens. A
+    group of one has mean 0. Returns are the discounted scores.
     """
-    rewards_BK, _ = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
-    to_go_BK = _discount(rewards_BK, gamma_piece)
+    rewards_BK, written_BK = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
+    whole_B1 = rewards_BK.sum(1, keepdim=True)
+    scores_BK = torch.where(written_BK, rewards_BK * written_BK.sum(1, keepdim=True), whole_B1)
+    to_go_BK = _discount(scores_BK, gamma_piece)
     centred_BK = torch.zeros_like(to_go_BK)
     for at in group_rows(mask_BT, group_B):
         mean_K = to_go_BK[at].mean(0) if len(at) > 1 else torch.zeros_like(to_go_BK[0])

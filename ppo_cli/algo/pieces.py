@@ -3,9 +3,7 @@
 A piece is a run of tokens that was scored by itself: a sentence, a line, a turn. Every token
 belongs to one. What follows the last end (a separator, the end token) belongs to the last piece: as
 a piece of its own it would earn nothing, always lie below the mean, and be punished until the
-format breaks. A response without placed rewards is one piece. A piece scored 0 is a piece, and one
-that was not written earns 0: otherwise fewer pieces would have fewer chances to be below the mean,
-and responses would shrink.
+format breaks. A response without placed rewards is one piece. A piece scored 0 is a piece.
 
 Legend as in advantages.py; K pieces, numbered from 0.
 """
@@ -38,6 +36,15 @@ def last_of_pieces(mask_BT: Tensor, piece_BT: Tensor) -> Tensor:
     last_BK = torch.full((len(mask_BT), int(piece_BT.max()) + 1), -1)
     last_BK.scatter_reduce_(1, piece_BT, torch.where(mask_BT, position_BT, -1), "amax")
     return mask_BT & (position_BT == last_BK.gather(1, piece_BT))
+
+
+def share_among_pieces(rest_B: Tensor, mask_BT: Tensor, piece_BT: Tensor) -> Tensor:
+    """Return a reward of the whole response in equal shares at the last token of each piece.
+
+    At the end it would be a reward, or a penalty, of the last piece.
+    """
+    ends_BT = last_of_pieces(mask_BT, piece_BT)
+    return torch.where(ends_BT, (rest_B / ends_BT.sum(1).clamp_min(1))[:, None], 0.0)
 
 
 def sum_pieces(

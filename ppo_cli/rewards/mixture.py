@@ -71,14 +71,13 @@ class Column:
     """The scores of one part over a round; None where it failed or was not asked.
 
     `slopes` are the derivatives of the scaling at each raw score: placed rewards, which are shares
-    of the raw score, are multiplied by them. `shifts` are what it adds to any score.
+    of the raw score, are multiplied by them.
     """
 
     part: MixPart
     raw: tuple[float | None, ...]
     scaled: tuple[float | None, ...]
     slopes: tuple[float, ...]
-    shifts: tuple[float, ...]
     gated: int = 0
     failed: int = 0
 
@@ -133,7 +132,6 @@ def _scale_part(
     # Scale and clip each score; a group without a scaling gets 0.
     scaled: list[float | None] = []
     slopes: list[float] = []
-    shifts: list[float] = []
     for value, group in zip(raw, groups, strict=True):
         scale = scale_of.get(group, scale_of.get(None, Affine(slope=0.0)))
         x, slope = None if value is None else scale.of(value), scale.slope
@@ -142,16 +140,12 @@ def _scale_part(
             slope *= x * (1 - x)
         scaled.append(None if x is None else clip(x, part.bound))
         slopes.append(slope)
-        shifts.append(0.0 if part.scaling == "sigmoid" else scale.of(0.0))
     # A closed gate counts as the value that adds least to the total: 0 or one of the round's.
     least = (min if part.weight >= 0 else max)([0.0, *(x for x in scaled if x is not None)])
     shut = [score is GATE_CLOSED for score in scores]
     scaled = [least if closed else x for closed, x in zip(shut, scaled, strict=True)]
     failed = sum(v is None for v in raw) - sum(shut)
-    column = Column(
-        part, tuple(raw), tuple(scaled), tuple(slopes), tuple(shifts), sum(shut), failed
-    )
-    return column, state
+    return Column(part, tuple(raw), tuple(scaled), tuple(slopes), sum(shut), failed), state
 
 
 def _scalings(
@@ -215,8 +209,7 @@ def _mix_row(
         for p in scored
         for s in part_scores[p.name].steps
     )
-    shift = math.fsum(share * p.weight * columns[p.name].shifts[row] for p in scored)
-    return replace(of_all, value=total, steps=steps, shift=shift)
+    return replace(of_all, value=total, steps=steps)
 
 
 def _reported_parts(

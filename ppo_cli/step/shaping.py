@@ -31,7 +31,7 @@ from ppo_cli.algo.kl import (
     penalise,
     token_kl,
 )
-from ppo_cli.algo.pieces import number_pieces
+from ppo_cli.algo.pieces import number_pieces, share_among_pieces
 from ppo_cli.algo.tokens import masked_mean, masked_sum
 from ppo_cli.config.schema.algorithm import Algorithm, RolloutCorrection
 from ppo_cli.config.schema.reward import Shaping
@@ -191,8 +191,7 @@ def _normalise_and_clip(settings: Shaping, sample: Scored, scale: Affine) -> Sco
     # Inner rewards are only scaled: the centre is subtracted once, from the whole score.
     value = clip(scale.of(value), settings.reward_clip)
     steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in sample.score.steps)
-    shift = scale.of(sample.score.shift)
-    return Scored(sample.rollout, replace(sample.score, value=value, steps=steps, shift=shift))
+    return Scored(sample.rollout, replace(sample.score, value=value, steps=steps))
 
 
 def _add_shaping_info(
@@ -261,8 +260,8 @@ def shape_step(
 
     `baselines` has the greedy score of each row's prompt, for ReMax; a row whose baseline failed
     is masked like one whose score failed. `placed` has each row's rewards within the response,
-    whose places are the ends of its pieces; the rest of the score goes to the last token.
-    `critic_lam` is the lambda of the critic's
+    whose places are the ends of its pieces; the rest of the score goes to the last token, or in
+    equal shares to all pieces if they are compared. `critic_lam` is the lambda of the critic's
     targets; None: that of the advantages.
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
@@ -277,10 +276,13 @@ def shape_step(
     estimator = ESTIMATORS[algorithm.adv_estimator]
     inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
+    piece_BT = number_pieces(
+        [[token for token, _ in row] for row in placed] or [()] * len(mask_BT), mask_BT.shape[1]
+    )
+    rest_BT = place_scores(rest_B, annotated.response_len_B, mask_BT)
     if estimator.pieces:
-        # At the last piece alone a scaling's centre would be a penalty for that piece.
-        rest_B = rest_B - torch.tensor([s.score.shift for s in scored])
-    rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
+        rest_BT = share_among_pieces(rest_B, mask_BT, piece_BT)
+    rewards_BT = inner_BT + rest_BT
     rewards_BT = algorithm.score_coef * rewards_BT
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     relative_BT = rewards_BT
@@ -297,9 +299,7 @@ def shape_step(
         algorithm.adv_estimator,
         token_rewards_BT=relative_BT,
         mask_BT=mask_BT,
-        piece_BT=number_pieces(
-            [[token for token, _ in row] for row in placed] or [()] * len(mask_BT), mask_BT.shape[1]
-        ),
+        piece_BT=piece_BT,
         values_BT=annotated.values_BT,
         group_B=annotated.group_B,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),

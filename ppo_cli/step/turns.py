@@ -51,12 +51,11 @@ def split_scores(
     rewards = [sum(x for _, x in places) for places in inside]
     rewards[-1] += value - sum(rewards)
     # From the last turn to the first.
-    to_go, shift, values = 0.0, sample.score.shift, list[tuple[float, float]]()
+    to_go, values = 0.0, list[float]()
     for reward in reversed(rewards):
         to_go = reward + gamma_turn * to_go
-        values.append((to_go, shift))
-        shift *= gamma_turn
+        values.append(to_go)
     return [
-        (Scored(row, replace(sample.score, value=total, shift=of_row, steps=())), places)
-        for row, (total, of_row), places in zip(rows, reversed(values), inside, strict=True)
+        (Scored(row, replace(sample.score, value=total, steps=())), places)
+        for row, total, places in zip(rows, reversed(values), inside, strict=True)
     ]

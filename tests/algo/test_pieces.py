@@ -31,14 +31,16 @@ def test_three_responses_by_hand() -> None:
         "piece_BT": number_pieces([[1, 3], [2], [0]], 4), "gamma_piece": 0.5,
         "norm_by_std": False,
     }  # fmt: skip
-    # At the first piece the rewards to go are 0.5 and 0.25, at the second 0 and, unwritten, 0.
+    # Scores 1 and 0; 0.25, and as much for the second piece, which was not written.
     advantages, returns = compute_advantages("piece_group", **inputs)
-    expected = [[0.125, 0.125, 0, 0], [-0.125, -0.125, -0.125, 0], [1, 0, 0, 0]]
-    assert advantages.tolist() == expected
-    assert returns.tolist() == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0.25, 0], [1, 0, 0, 0]]
-    # All three rows as one group: 7/12 at the first piece.
+    assert advantages.tolist() == [
+        [0.3125, 0.3125, -0.125, -0.125], [-0.3125, -0.3125, -0.3125, 0], [1.5, 0, 0, 0],
+    ]  # fmt: skip
+    assert returns.tolist() == [[1, 1, 0, 0], [0.375, 0.375, 0.375, 0], [1.5, 0, 0, 0]]
+    # All three rows as one group: (1 + 0.375 + 1.5) / 3 at the first piece.
     advantages, _ = compute_advantages("piece_batch", **inputs)
-    assert advantages[:, 0].tolist() == pytest.approx([-1 / 12, -1 / 3, 5 / 12])
+    mean = 2.875 / 3
+    assert advantages[:, 0].tolist() == pytest.approx([1 - mean, 0.375 - mean, 1.5 - mean])
     # Scores 1, 0 and 0.25 of pieces have the mean 5/12; whole scores 0.5 and 0.25 the mean 0.375.
     advantages, _ = compute_advantages("piece_grpo", **inputs)
     first, second, lone = 1 - 5 / 12, -5 / 12, 0.25 - 5 / 12
@@ -98,8 +100,14 @@ def define(
         return sum(discount ** (j - start) * row[j] for j in range(start, len(row)))
 
     if name in ("piece_group", "piece_batch"):
-        mean = fmean(to_go(pieces[i], k, gamma) for i in peers) if len(peers) > 1 else 0.0
-        return to_go(pieces[b], k, gamma) - mean
+        longest = max(map(len, pieces))
+        full = {
+            i: [x * len(pieces[i]) for x in pieces[i]]
+            + [sum(pieces[i])] * (longest - len(pieces[i]))
+            for i in peers
+        }
+        mean = fmean(to_go(full[i], k, gamma) for i in peers) if len(peers) > 1 else 0.0
+        return to_go(full[b], k, gamma) - mean
     if name == "piece_grpo":
         scores = {i: [x * len(pieces[i]) for x in pieces[i]] for i in peers}
         mean = fmean(x for row in scores.values() for x in row)
@@ -111,6 +119,21 @@ def define(
     if pstdev(every) < 1e-9:
         return 0.0
     return to_go([(x - fmean(every)) / (stdev(every) + 1e-6) for x in pieces[b]], k, 1.0)
+
+
+@pytest.mark.parametrize("name", ["piece_group", "piece_batch", "piece_grpo"])
+def test_the_number_of_pieces_does_not_pay(name: str) -> None:
+    """Four responses of one score, all of whose pieces are equal: one has a single piece."""
+    ends = [[11], [2, 5, 8, 11], [2, 5, 8, 11], [1, 3, 5, 7, 9, 11]]
+    rewards = torch.zeros(4, 12)
+    for row, places in enumerate(ends):
+        rewards[row, places] = 0.8 / len(places)
+    advantages, _ = compute_advantages(
+        name, token_rewards_BT=rewards, mask_BT=torch.ones(4, 12, dtype=torch.bool),
+        group_B=torch.zeros(4, dtype=torch.int64), piece_BT=number_pieces(ends, 12),
+        gamma_piece=0.8, norm_by_std=True,
+    )  # fmt: skip
+    assert not advantages.any()
 
 
 def test_equal_rewards_give_no_advantage() -> None:

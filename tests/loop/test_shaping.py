@@ -269,7 +269,7 @@ def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() 
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
 
 
-def test_the_centre_of_a_scaling_is_no_reward_of_the_last_piece() -> None:
+def test_what_a_score_has_besides_its_pieces_is_no_reward_of_the_last_one() -> None:
     """Scores scaled by 2 around 0.75 have the advantages of raw ones, times 2."""
     created, ends = rollouts([4, 4, 4], n=3), [[1, 3], [0], [2, 3]]
     rewards = [[0.25, 0.25], [1.0], [0.0, 0.75]]
@@ -292,7 +292,8 @@ def test_the_centre_of_a_scaling_is_no_reward_of_the_last_piece() -> None:
     )  # fmt: skip
     std = pstdev([0.5, 1.0, 0.75])
     torch.testing.assert_close(normalised, raw / std)
-    assert raw[0, 3] == pytest.approx(0.25 - (0.25 + 0.75) / 3)
+    # At the second piece: scores 0.5 and 1.5, and the whole score 1 of the response without one.
+    assert raw[0, 3] == pytest.approx(0.5 - (0.5 + 1.0 + 1.5) / 3)
 
 
 def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:

@@ -91,11 +91,6 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
     "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
-    "fewer_pieces": (
-        12,
-        lambda s: {"pieces/count_mean": 10.0 if s < 8 else 4.0},
-        "--adv_estimator piece_grpo",
-    ),
     "tool_errors": (3, always(environment__tool_error_share=0.4), "--tool_timeout"),
     "cut_episodes": (3, always(environment__cut_turns_share=0.2), "the limit of turns"),
     "fewer_pieces": (8, lambda s: {"pieces/count_mean": 6.0 if s < 6 else 3.0}, "piece_grpo"),
