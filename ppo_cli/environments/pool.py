@@ -38,6 +38,7 @@ CHECK_TIMEOUT_S = 10.0
 ANSWER_GRACE_S = 5.0
 MAX_DEATHS = 3  # of a process, one after another, before any answer
 MAX_REASON_CHARS = 500
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Calls of tools that took too long or ended a process, and servers that were started again.
 EVENTS = ("timeouts", "crashes", "restarts")
 # A call to a server may wait, and is asked again.
@@ -176,6 +177,8 @@ class _Process:
             [_find_python(self._config), str(WORKER)], kind="environment", log=self._log,
             max_answer_bytes=MAX_ANSWER_BYTES, on_end=self._on_unusable,
             inherited=without_keys(os.environ, self._config.pass_env),
+            # Episodes run side by side, and each thread's stack counts as memory of its fork.
+            environ={name: os.environ.get(name, "1") for name in THREADS},
         )  # fmt: skip
         fields = {"operation": "describe", **self._spec, "timeout": self._config.timeout}
         answer = await self._call(fields, START_TIMEOUT_S)
