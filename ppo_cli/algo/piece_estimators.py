@@ -32,7 +32,7 @@ def piece_group(
     """
     rewards_BK, written_BK = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
     whole_B1 = rewards_BK.sum(1, keepdim=True)
-    scores_BK = torch.where(written_BK, rewards_BK * written_BK.sum(1, keepdim=True), whole_B1)
+    scores_BK = torch.where(written_BK, _score_pieces(rewards_BK, written_BK), whole_B1)
     to_go_BK = _discount(scores_BK, gamma_piece)
     centred_BK = torch.zeros_like(to_go_BK)
     for at in group_rows(mask_BT, group_B):
@@ -65,13 +65,13 @@ def piece_grpo(
 ) -> tuple[Tensor, Tensor]:
     """The advantage of `grpo` for the whole score, plus that of the piece among the group's pieces.
 
-    A piece's reward times the number of pieces is its score: their mean is the whole score. From
-    it the mean over all pieces of the group is subtracted, whatever their place, so that pieces
-    need not line up; later pieces are added with the discount `gamma_piece`. With `norm_by_std`
-    these are divided by their root mean square over the tokens of the batch.
+    From the score of a piece, as in `piece_group`, the mean over all pieces of the group is
+    subtracted, whatever their place, so that pieces need not line up; later pieces are added with
+    the discount `gamma_piece`. With `norm_by_std` these are divided by their root mean square over
+    the tokens of the batch.
     """
     rewards_BK, written_BK = sum_pieces(token_rewards_BT, mask_BT, piece_BT)
-    scores_BK = rewards_BK * written_BK.sum(1, keepdim=True)
+    scores_BK = _score_pieces(rewards_BK, written_BK)
     centred_BK = torch.zeros_like(scores_BK)
     for at in group_rows(mask_BT, group_B):
         mean = masked_mean(scores_BK[at], written_BK[at])
@@ -99,11 +99,15 @@ def process_grpo(
         # Each piece as a row of its own: the group's mean and deviation are those of its pieces.
         rows = torch.ones((len(rewards), 1), dtype=torch.bool)
         same = torch.zeros(len(rewards), dtype=torch.int64)
-        among = torch.zeros_like(rewards_BK[at])
-        among[written] = centre_in_groups(rewards, rows, same, norm_by_std=True)
-        normalised_BK[at] = among
+        normalised = centre_in_groups(rewards, rows, same, norm_by_std=True)
+        normalised_BK[at] = rewards_BK[at].masked_scatter(written, normalised)
     advantages_BT = _spread(_discount(normalised_BK, 1.0), mask_BT, piece_BT, False)
     return advantages_BT, advantages_BT.clone()
+
+
+def _score_pieces(rewards_BK: Tensor, written_BK: Tensor) -> Tensor:
+    """Return rewards times the number of pieces written: their mean is the score of the whole."""
+    return rewards_BK * written_BK.sum(1, keepdim=True)
 
 
 def _discount(rewards_BK: Tensor, gamma: float) -> Tensor:

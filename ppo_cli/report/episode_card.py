@@ -18,7 +18,7 @@ from ppo_cli.run_folder.lines import read_lines, rollout_file, rollout_steps
 
 RECENT = 10  # steps whose means are shown
 MAX_TOOLS = 8
-_CUT = re.compile(r"environment/cut_(\w+)_share")
+CUT_SHARE = re.compile(r"environment/cut_(\w+)_share")
 
 
 def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -39,7 +39,9 @@ def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> li
     ):
         if (share := means.get(f"environment/{key}")) is not None:
             rows.append((name, f"{share:.1%} {what}"))
-    cuts = {m[1]: share for key, share in means.items() if (m := _CUT.fullmatch(key)) and share}
+    cuts = {
+        m[1]: share for key, share in means.items() if (m := CUT_SHARE.fullmatch(key)) and share
+    }
     if cuts:
         each = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in cuts.items())
         rows.append(("cut by limits", ", ".join(each)))

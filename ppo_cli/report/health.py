@@ -22,6 +22,7 @@ from ppo_cli.errors import plural, ppo
 from ppo_cli.moments import TINY
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.report.drift import DRIFTED, History, Opinion
+from ppo_cli.report.episode_card import CUT_SHARE
 from ppo_cli.report.exploits import describe_failures
 from ppo_cli.report.hacking import find_hacking, reward_rises
 from ppo_cli.report.limits import Limits
@@ -446,15 +447,13 @@ def _check_tool_errors(steps: History, limits: Limits) -> str:
 def _check_cut_episodes(steps: History, limits: Limits) -> str:
     """Warn if a limit cuts many episodes of three steps."""
     for key in steps[-1]:
-        limit = key.removeprefix("environment/cut_").removesuffix("_share")
-        if f"environment/cut_{limit}_share" != key:
-            continue
-        cut = _last_values(steps, key, 3)
-        if cut and min(cut) > MANY_CUT_EPISODES:
+        limit = CUT_SHARE.fullmatch(key)
+        cut = _last_values(steps, key, 3) if limit else []
+        if limit and cut and min(cut) > MANY_CUT_EPISODES:
             return (
-                f"{cut[-1]:.0%} of the episodes are cut by the limit of {limit.replace('_', ' ')}: "
-                "they end before the task does. Raise --max_turns, --max_turn_tokens or "
-                "--max_response_length."
+                f"{cut[-1]:.0%} of the episodes are cut by the limit of "
+                f"{limit[1].replace('_', ' ')}: they end before the task does. Raise "
+                "--max_turns, --max_turn_tokens or --max_response_length."
             )
     return ""
 

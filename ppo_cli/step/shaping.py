@@ -279,11 +279,12 @@ def shape_step(
     piece_BT = number_pieces(
         [[token for token, _ in row] for row in placed] or [()] * len(mask_BT), mask_BT.shape[1]
     )
-    rest_BT = place_scores(rest_B, annotated.response_len_B, mask_BT)
-    if estimator.pieces:
-        rest_BT = share_among_pieces(rest_B, mask_BT, piece_BT)
-    rewards_BT = inner_BT + rest_BT
-    rewards_BT = algorithm.score_coef * rewards_BT
+    rest_BT = (
+        share_among_pieces(rest_B, mask_BT, piece_BT)
+        if estimator.pieces
+        else place_scores(rest_B, annotated.response_len_B, mask_BT)
+    )
+    rewards_BT = algorithm.score_coef * (inner_BT + rest_BT)
     kl_BT, metrics, next_kl_coef = _compute_kl(algorithm, annotated, mask_BT, kl_coef)
     relative_BT = rewards_BT
     if kl_BT is not None:
@@ -331,9 +332,8 @@ def shape_step(
     # none.
     place = config.reward.api.place
     if any(placed) and (estimator.pieces or place) and place != "criterion":
-        counts = [len({token for token, _ in row}) or 1 for row in placed]
-        judged = [count for count, valid in zip(counts, valid_B.tolist(), strict=True) if valid]
-        metrics["pieces/count_mean"] = sum(judged) / max(1, len(judged))
+        counts_B = piece_BT.amax(1) + 1
+        metrics["pieces/count_mean"] = float(masked_mean(counts_B.double(), valid_B))
     critic = {}
     if batch.values_BT is not None:
         # Positions count the policy's tokens: those of an environment move behind them.

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.estimates import correlate
+from ppo_cli.records import Score
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.run_folder.folder import paid_calls
@@ -166,6 +168,15 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     assert failed.value is None and "1 of 3 judges gave a verdict, 2 are needed" in failed.failure
 
 
+def submit_two(reward: PanelReward, failing: JudgeServer) -> list[Future[Score]]:
+    """Submit a response that a judge fails on, then one whose answer shows that it is not down."""
+    futures = [reward.submit(sum_rollout(2))]
+    wait_until(lambda: failing.count)
+    futures.append(reward.submit(sum_rollout(1)))
+    reward.end_round()
+    return futures
+
+
 def test_only_judges_without_a_verdict_are_asked_again(
     make: Make, server: JudgeServer, others: list[JudgeServer]
 ) -> None:
@@ -174,10 +185,7 @@ def test_only_judges_without_a_verdict_are_asked_again(
     others[0].score = lambda system, user: "no number"
     others[1].fail(500, said="What is 2 +")
     reward = make(cache="off", max_failure_rate=0.0, deadline=0.001)
-    futures = [reward.submit(sum_rollout(2))]
-    wait_until(lambda: others[1].count)
-    futures.append(reward.submit(sum_rollout(1)))  # its answer shows that the judge is not down
-    reward.end_round()
+    futures = submit_two(reward, others[1])
     wait_until(lambda: "got no verdict" in (reward.waiting_for() or ""))
     others[1].heal()
     assert [future.result(60).value for future in futures] == pytest.approx([4 / 9] * 2)
@@ -192,10 +200,7 @@ def test_a_judge_that_is_down_is_not_waited_for_where_the_others_refuse_the_text
         judge.fail(400, code="content_filter", said="What is 2 +")
     others[1].fail(500, said="What is 2 +")
     reward = make(cache="off", max_failure_rate=0.0, deadline=0.001)
-    futures = [reward.submit(sum_rollout(2))]
-    wait_until(lambda: others[1].count)
-    futures.append(reward.submit(sum_rollout(1)))  # its answer shows that the judge is not down
-    reward.end_round()
+    futures = submit_two(reward, others[1])
     with pytest.raises(Interrupted, match="0 of 3 judges gave a verdict"):
         futures[0].result(60)
 
