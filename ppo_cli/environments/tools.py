@@ -75,6 +75,8 @@ class ToolEnvironment:
         self._timeout = timeout
         self._worker = worker
         self._make_fork, self._fork = fork, cast("Any", None)
+        self._awaits = any(inspect.iscoroutinefunction(tool.run) for tool in tools.values())
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the fork
         self._limit = limit
 
     def reset(self, row: dict[str, Any]) -> None:
@@ -128,9 +130,11 @@ class ToolEnvironment:
             return []
         started, late = time.monotonic(), False
         if self._fork is None:
-            self._fork = self._make_fork(self._answer_in_fork)
+            self._fork = self._make_fork(self._answer_in_fork, awaits=self._awaits)
         try:
-            timeout = self._timeout + self._worker.FORK_GRACE_S
+            # A call alone is limited by the end of its fork.
+            grace = self._worker.FORK_GRACE_S if self._awaits or len(calls) > 1 else 0
+            timeout = self._timeout + grace
             answer = await self._fork.request(json.dumps(calls).encode(), timeout)
             return [Run(*fields) for fields in json.loads(answer)]
         except TimeoutError:
@@ -146,9 +150,19 @@ class ToolEnvironment:
         return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
 
     async def _answer_in_fork(self, data: bytes) -> bytes:
-        return json.dumps([astuple(run) for run in await self._run_here(json.loads(data))]).encode()
+        """Run calls: side by side on an event loop, one alone without, since that takes long."""
+        calls = json.loads(data)
+        if self._awaits:
+            runs = await self._run_here(calls)
+        elif len(calls) > 1:
+            # `asyncio.run` would wait for threads that are late.
+            self._loop = self._loop or asyncio.new_event_loop()
+            runs = self._loop.run_until_complete(self._run_here(calls))
+        else:
+            runs = [await self._run(calls[0], self._worker.run_alone)]
+        return json.dumps([astuple(run) for run in runs]).encode()
 
-    async def _run(self, call: dict[str, Any]) -> Run:
+    async def _run(self, call: dict[str, Any], run_call: Any = None) -> Run:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         started = time.monotonic()
         failed, late, crashed = True, False, False
@@ -165,7 +179,7 @@ class ToolEnvironment:
             run = functools.partial(tool.run, **arguments)
             # Servers limit their calls themselves.
             limit = None if tool.hints is None else self._timeout
-            value = await self._worker.run_call(run, timeout=limit)
+            value = await (run_call or self._worker.run_call)(run, timeout=limit)
             text, failed = self._worker.shorten(write_value(value), self._limit), False
         except ToolError as error:
             text = f"Error: {error}"

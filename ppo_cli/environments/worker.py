@@ -125,6 +125,13 @@ async def run_call(
     return value
 
 
+async def run_alone(function: Callable[..., Any], *arguments: Any, timeout: float = 0) -> Any:
+    """Return what a function returns, in a fork without an event loop, which is killed if late."""
+    value = function(*arguments)
+    # A decorator may hide an async one.
+    return asyncio.run(_wait(value)) if inspect.isawaitable(value) else value
+
+
 RESTARTS: list[str] = []  # of MCP servers, since the last reply
 USER_FILES: set[int] = set()  # the files that the user's code opened when it was loaded
 _HOLDERS: list[asyncio.Future[None]] = []  # the event loop does not keep its tasks
@@ -377,7 +384,7 @@ class Worker:
         closing += [self._relay("close", name, CLOSE_TIMEOUT_S, b"") for name in self._forks]
         await asyncio.wait_for(asyncio.gather(*closing), CLOSE_TIMEOUT_S)
 
-    def fork(self, answer: Callable[[bytes], Any], *, awaits: bool = True) -> Any:
+    def fork(self, answer: Callable[[bytes], Any], *, awaits: bool) -> Any:
         """Return a fork of this process."""
         return forks.Fork(
             answer, awaits=awaits, files=USER_FILES, memory=self._memory,
@@ -413,11 +420,10 @@ class Worker:
         """Call a method of the user's; a fork needs no thread for it, since it can be killed."""
         if not self._is_fork:
             return await run_call(function, *arguments, timeout=timeout)
-        value = function(*arguments)
-        if inspect.isawaitable(value):
-            # A decorator may hide an async method.
-            return await value if self._awaits else asyncio.run(_wait(value))
-        return value
+        if self._awaits:
+            value = function(*arguments)
+            return await value if inspect.isawaitable(value) else value
+        return await run_alone(function, *arguments)
 
     async def _answer(self, data: bytes) -> bytes:
         """Run one request; returns its answer: `result`, `problems`, or `error`."""
