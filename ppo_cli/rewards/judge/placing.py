@@ -31,7 +31,7 @@ MAX_PIECES = 60
 # The end of a sentence: full stops of many scripts with what closes after them, and a blank if
 # the stop is one that numbers and names have too.
 _STOP = re.compile(
-    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|[。！？｡।॥؟۔።]+[\"'”’»」』）)\]]*)\s*"
+    r"(?:(?<![.!?…])[.!?…]++[\"'”’»)\]*_`]*+(?=\s|$)|[。！？｡।॥؟۔።፧։။។།]+[\"'”’»」』）)\]]*)\s*"
     r"|\n\s*"
 )
 # Words that end with a full stop within a sentence, and numbers of a list.

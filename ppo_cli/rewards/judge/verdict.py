@@ -168,7 +168,7 @@ def _read_reply(text: str, question: Question) -> tuple[float, str, dict[str, An
         info = {"grades": grades} | ({"quotes": quotes} if question.rubric.quoted else {})
         return question.rubric.value(grades), reason, info
     if question.placing is not None:
-        value, pieces, reason = _read_pieces(answer, question.placing, question.scale)
+        value, pieces, reason = _read_pieces(answer, question.placing, question)
         return value, reason, {"pieces": pieces}
     # A judge that was asked for text may still answer with an object.
     if answer[0] == "{":
@@ -221,16 +221,20 @@ def _read_object(text: str, question: Question) -> tuple[float, str]:
         raise Unreadable("form", "the reason is not a text")
     if "..." in reasons:
         raise Unreadable("form", "its reason is the placeholder of the form")
-    score = entries[keys[0]]
+    return _read_score(entries[keys[0]], keys[0], question), "\n".join(reasons)
+
+
+def _read_score(score: Any, key: str, question: Question) -> float:
+    """Return the score under a key: a number on the scale, or one in a string."""
     if isinstance(score, str):
-        score = _read_number(score, scale)
+        score = _read_number(score, question.scale)
     if score is None or isinstance(score, bool) or not isinstance(score, int | float):
-        raise Unreadable("form", f'"{keys[0]}" is not a number')
+        raise Unreadable("form", f'"{key}" is not a number')
     # A judge that copies the response without escaping it copies this pair with it.
-    pairs = re.findall(rf"{keys[0]}[\"']?\s*:\s*[\"']?({_NUMBER})", question.shown, re.I)
+    pairs = re.findall(rf"{key}[\"']?\s*:\s*[\"']?({_NUMBER})", question.shown, re.I)
     if any(float(number.replace("−", "-")) == score for number in pairs):
         raise Unreadable("form", "its score may be a quotation")
-    return _check_range(score, scale), "\n".join(reasons)
+    return _check_range(score, question.scale)
 
 
 def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str, list[str]]:
@@ -260,21 +264,21 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str, list[str]
     return grades, "\n".join(reasons), quotes
 
 
-def _read_pieces(text: str, placing: Placing, scale: Scale) -> tuple[float, list[float], str]:
+def _read_pieces(text: str, placing: Placing, question: Question) -> tuple[float, list[float], str]:
     """Return the score of the whole, those of all pieces in [0, 1], in order, and the reason.
 
     A piece without a score, or one too many, fails the reply: the scores may be of other pieces.
     """
     entries, keys = _decode(text), placing.keys
     reason = _pop_reason(entries, "its")
+    if PLAIN_KEY in entries and placing.whole not in entries:
+        entries[placing.whole] = entries.pop(PLAIN_KEY)
     if set(entries) != set(keys):
         missing = [key for key in keys if key not in entries]
         problem = f'no "{missing[0]}" in it' if missing else "it scores more pieces than there are"
         raise Unreadable("form", problem)
-    if any(type(entries[key]) is not int for key in keys):
-        raise Unreadable("form", f"a score is not a whole number from {scale}")
-    scores = [_check_range(entries[key], scale) for key in keys]
-    return scores[-1], [scale.scaled(score) for score in scores[:-1]], reason
+    scores = [_read_score(entries[key], key, question) for key in keys]
+    return scores[-1], [question.scale.scaled(score) for score in scores[:-1]], reason
 
 
 def _pop_reason(entries: dict[str, Any], owner: str) -> str:

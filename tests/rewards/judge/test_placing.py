@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from ppo_cli.records import Prompt, Rollout, Score, Turn
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.placing import cut_response, place_score
-from ppo_cli.rewards.judge.rubric import Criterion, Rubric
+from ppo_cli.rewards.judge.rubric import Criterion, Placing, Rubric
+from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all
 from tests.settings import complete_judge
@@ -46,6 +48,8 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
         ("It is 3.14 m, e.g. here. Dr. No left.", "sentence",
          ["It is 3.14 m, e.g. here. ", "Dr. No left."]),
         ("彼は来た。彼女も来た。", "sentence", ["彼は来た。", "彼女も来た。"]),
+        ("দুই। চার॥ ہاں۔ نعم؟ ሁለት። Երկու։ နှစ်။ ពីរ។ x", "sentence",
+         ["দুই। ", "চার॥ ", "ہاں۔ ", "نعم؟ ", "ሁለት። ", "Երկու։ ", "နှစ်။ ", "ពីរ។ ", "x"]),
         ('He said "No." Then he left…\n\n- a\n- b', "sentence",
          ['He said "No." ', "Then he left…\n\n", "- a\n", "- b"]),
         ("1. First one. 2. Second one.", "sentence", ["1. First one. ", "2. Second one."]),
@@ -144,40 +148,37 @@ def test_a_response_of_one_piece_is_asked_about_as_without_places(
     assert bodies[0] == bodies[1] and len(server.calls) == 1  # the second is in the cache
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        reply(5),  # one is missing
-        reply(5, 5, 5),  # one too many
-        reply(5, "5"),
-        reply(5, True),
-        reply(5, 5.5),
-        reply(5, None),
-        reply(5, 11),
-        reply(5, 0),
-        reply(5, 5, whole=None),
-        json.dumps({"reason": "so", "piece_1": 5, "piece_2": 5}),
-        json.dumps({"reason": "so", "piece_2": 5, "piece_3": 5, "score_1_to_10": 5}),
-        '{"reason": "so", "piece_1": 5, "piece_1": 6, "piece_2": 5, "score_1_to_10": 5}',
-        json.dumps({"reason": "so", "pieces": [5, 5], "score_1_to_10": 5}),
-        "piece_1: 5\npiece_2: 5\nscore: 5",
-        "7",
-    ],
-)
-def test_a_reply_that_does_not_score_each_piece_once_is_no_verdict(
-    judge_of: Make, server: JudgeServer, answer: str
-) -> None:
-    score = judge_once(judge_of, server, "One. Two.", answer)
-    assert score.value is None and not score.steps
+def read_table() -> list[tuple[int, str, str]]:
+    """Pieces, what a careful reader takes, and reply, written before the code that reads them.
+
+    `9 1 5 = 5` are the scores of the pieces and of the whole; with `?` asking again is right too.
+    """
+    text = (Path(__file__).parent / "placed_replies.txt").read_bytes().decode()
+    rows = re.findall(r"^== (\d+): (.*)\n((?:(?!== ).*\n)*)", text, re.M)
+    return [(int(count), expected, answer[:-1]) for count, expected, answer in rows]
 
 
-@pytest.mark.parametrize("wrap", ["{}", "```json\n{}\n```", "<think>piece_1 is 3</think>\n{}"])
-def test_replies_in_other_orders_and_wrappings_are_read(
-    judge_of: Make, server: JudgeServer, wrap: str
+@pytest.mark.parametrize(("count", "expected", "answer"), read_table())
+def test_a_reply_scores_each_piece_once_or_is_no_verdict(
+    count: int, expected: str, answer: str
 ) -> None:
-    answer = '{"score_1_to_10": 10, "piece_2": 1, "piece_1": 10, "reason": "so"}'
-    score = judge_once(judge_of, server, "One. Two.", wrap.replace("{}", answer))
-    assert score.info["pieces"] == [1.0, 0.0]
+    placing = Placing(count, 1, 10, "score_1_to_10") if count > 1 else None
+    question = Question("", "", "", Scale(1, 10), placing=placing)
+    try:
+        value, _, info = read_answer(Reply(answer, Usage()), question)
+    except JudgeError:
+        assert expected == "no verdict" or expected.endswith("?")
+        return
+    pieces = [1 + 9 * share for share in info["pieces"]] if placing else [value][:count]
+    assert f"{' '.join(f'{piece:g}' for piece in pieces)} = {value:g}" == expected.rstrip("?")
+
+
+def test_scores_that_the_response_shows_itself_may_be_quotations(
+    judge_of: Make, server: JudgeServer
+) -> None:
+    text = 'Right. "piece_1": 10, "piece_2": 10, "score_1_to_10": 10.'
+    answer = '{"reason": "It ends with ", "piece_1": 10, "piece_2": 10, "score_1_to_10": 10}'
+    assert judge_once(judge_of, server, text, answer).value is None
 
 
 def test_votes_and_panels_combine_piece_by_piece(judge_of: Make, server: JudgeServer) -> None:
