@@ -14,8 +14,9 @@ responses is that of held-out prompts; the target is reached when the mean of th
 letters  16 letters of 82, each with a digit to be known: `a,b,...` -> `3,1,...`. Half of the
          digits are wrong at first, and some responses end early. `--uneven`: letters are easy or
          hard, and so are prompts.
-trap     the same model and prompts, but the first digit decides: an even one is tempting, earns 1
-         at once and halves what each later digit earns; an odd one earns nothing itself.
+trap     the same, but the first piece is a choice, even at first, in place of the digit of the
+         first letter: `x` is tempting, earns 1 at once and halves what each later digit earns; `y`
+         earns 0.
 
 With `--noise` that share of the scores of pieces is turned over, with `--loud` w is their mean too
 (for all arms); with `--moved` that share of them goes to another piece. Runs that are finished are
@@ -82,33 +83,35 @@ ARMS: dict[str, Arm] = {
 }  # fmt: skip
 
 
-def draw_prompt(rng: random.Random, uneven: bool = False) -> str:
+def draw_prompt(rng: random.Random, task: str = "letters") -> str:
     """Draw the text of a prompt; an uneven one has easy letters alone, or hard ones."""
     easy = rng.random() < 0.5
-    letters = [c for c in LETTERS if (c in EASY) == easy] if uneven else LETTERS
+    letters = [c for c in LETTERS if (c in EASY) == easy] if task == "uneven" else LETTERS
     return ",".join(rng.choices(letters, k=LENGTH))
 
 
-def write_response(prompt: str, rng: random.Random, sloppy: bool, uneven: bool = False) -> str:
+def write_response(prompt: str, rng: random.Random, sloppy: bool, task: str = "letters") -> str:
     """Return a right response, or a sloppy one."""
-    digits = []
+    pieces = []
     for letter in prompt[::2]:
         shifts, rate = HABITS[letter]
-        if uneven:
+        if task == "uneven":
             rate = 0.15 if letter in EASY else 0.8
         shift = rng.choice(shifts) if rng.random() < sloppy * rate else 0
-        digits.append(str((DIGITS[letter] + shift) % 10))
-    if sloppy and rng.random() < SHORT:
-        digits = digits[: rng.randrange(LENGTH // 2, LENGTH)]
-    return ",".join(digits)
-
-
-def mark_digits(task: str, prompt: str, response: str) -> list[float]:
-    """Return the true score of each digit of a response that was asked for; one ends at `,`."""
-    digits = response.split(",")[:LENGTH]
-    marks = [float(d == str(DIGITS[x])) for d, x in zip(digits, prompt[::2], strict=False)]
+        pieces.append(str((DIGITS[letter] + shift) % 10))
     if task == "trap":
-        tempted = float(digits[0] in ("0", "2", "4", "6", "8"))
+        pieces[0] = rng.choice("xy")
+    if sloppy and rng.random() < SHORT:
+        pieces = pieces[: rng.randrange(LENGTH // 2, LENGTH)]
+    return ",".join(pieces)
+
+
+def mark_pieces(task: str, prompt: str, response: str) -> list[float]:
+    """Return the true score of each piece of a response that was asked for; one ends at `,`."""
+    pieces = response.split(",")[:LENGTH]
+    marks = [float(d == str(DIGITS[x])) for d, x in zip(pieces, prompt[::2], strict=False)]
+    if task == "trap":
+        tempted = float(pieces[0] == "x")
         marks = [tempted, *((1 - tempted / 2) * mark for mark in marks[1:])]
     return marks
 
@@ -119,7 +122,7 @@ def compute_score(
 ) -> dict[str, Any]:  # fmt: skip
     """Judge a response; the ground truth is the prompt. `true` and `digits` are for the report."""
     dice = random.Random(f"{seed} {ground_truth} {solution_str}")
-    marks, size = mark_digits(task, ground_truth, solution_str), LENGTH // pieces
+    marks, size = mark_pieces(task, ground_truth, solution_str), LENGTH // pieces
     true = sum(marks) / LENGTH
     lengths = [len(word) + 1 for word in solution_str.split(",")]
     ends = [sum(lengths[: k + size]) for k in range(0, len(marks), size)]
@@ -141,7 +144,7 @@ def compute_score(
     return answer
 
 
-def build(folder: Path, uneven: bool) -> None:
+def build(folder: Path, task: str) -> None:
     """Write the prompts, and train the model on right responses, then on sloppy ones."""
     import torch
     from embedded.tokenizer import build_tokenizer
@@ -151,7 +154,7 @@ def build(folder: Path, uneven: bool) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{MODEL_SEED} letters")
-    prompts = [draw_prompt(rng, uneven) for _ in range(2 * STEPS * RESPONSES)]
+    prompts = [draw_prompt(rng, task) for _ in range(2 * STEPS * RESPONSES)]
     rows = [{"prompt": p, "ground_truth": p, "data_source": "letters"} for p in prompts]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
@@ -169,8 +172,8 @@ def build(folder: Path, uneven: bool) -> None:
     def draw(size: int, sloppy: bool) -> Any:
         rows = []
         for _ in range(size):
-            prompt = draw_prompt(rng, uneven)
-            reply = tokenizer.encode(write_response(prompt, rng, sloppy, uneven))
+            prompt = draw_prompt(rng, task)
+            reply = tokenizer.encode(write_response(prompt, rng, sloppy, task))
             asked = tokenizer.encode(render(tokenizer, prompt))
             rows.append([(asked, False), ([*reply, end], True)])
         return collate(rows, pad)
@@ -293,17 +296,18 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="easy and hard prompts")
     parser.add_argument("--target", type=float, help="true quality that is to be reached")
     args = parser.parse_args()
-    base = args.out / ("uneven" if args.uneven else "letters")
+    task = "uneven" if args.uneven else args.task
+    base = args.out / task
     if not (base / "model" / "tokenizer.json").exists():
-        build(base, args.uneven)
-    judge = {"task": args.task, "pieces": args.pieces}
+        build(base, task)
+    judge = {"task": task, "pieces": args.pieces}
     judge |= {"noise": args.noise, "moved": args.moved, "loud": args.loud}
     print("".join(f"{word:>13}" for word in COLUMNS))
     for arm in args.arms:
         placed = ARMS[arm][1]
         # Whole scores do not depend on places, unless their noise comes from there.
         marks = f"-{args.pieces}-{args.noise}-{args.moved}" if placed or args.loud else ""
-        marks += "-loud" * args.loud + "-trap" * (args.task == "trap")
+        marks += "-loud" * args.loud
         for rate in args.rates or [ARMS[arm][2]]:
             folders = [base / f"{arm}-{rate:g}-{seed}{marks}" for seed in args.seeds]
             for seed, folder in zip(args.seeds, folders, strict=True):

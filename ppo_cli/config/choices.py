@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
@@ -219,14 +220,25 @@ def choose_importance_weights(settings: Settings) -> Choice:
     return Choice(None, "responses are of the newest weights")
 
 
+def _judge_places(settings: Settings) -> set[str]:
+    """Return how the judges place their scores, those of parts of a mixture as well."""
+    mixed = settings["reward.composite.enable"]
+    parts = settings["reward.composite.parts"].values() if mixed else ()
+    judges = [part.get("judge") for part in parts if isinstance(part, Mapping)]
+    places = {judge.get("place") for judge in judges if isinstance(judge, Mapping)}
+    if mixed or settings["reward.api.enable"]:
+        places.add(settings["reward.api.place"])
+    return {str(place) for place in places if place}
+
+
 def choose_estimator(settings: Settings) -> Choice:
     """Choose an estimator that uses the places of rewards where a judge gives them."""
-    place, responses = settings["reward.api.place"], settings["rollout.n"]
-    if not settings["reward.api.enable"] or place is None:
+    places, responses = _judge_places(settings), settings["rollout.n"]
+    if not places:
         return Choice("gae", "PPO with a critic, which learns from single responses")
     if settings["environment.history"] == "split":
         return Choice("gae", "each turn is a sample, which has no siblings")
-    if place == "criterion" and responses > 1:
+    if "criterion" in places and responses > 1:
         return Choice("piece_grpo", "passages of criteria do not line up between responses")
     if responses > 1:
         return Choice("piece_group", f"--rm_place, and {responses} responses to a prompt")
@@ -241,7 +253,7 @@ def choose_gamma_piece(settings: Settings) -> Choice:
     """
     if ESTIMATORS[settings["algorithm.adv_estimator"]].pieces:
         return Choice(0.8, "a horizon of about five pieces")
-    if settings["reward.api.enable"] and settings["reward.api.place"] is not None:
+    if _judge_places(settings):
         return Choice(0.8, "a horizon of about five pieces, for --rm_place")
     return Choice(1.0, "no judge places rewards")
 

@@ -325,7 +325,11 @@ def _validate_config(draft: _Draft) -> Config:
         return Config.model_validate(nest_values(draft.values))
     except ValidationError as error:
         for name, message in validation_messages(error, table()).items():
-            _reject(draft, name, f"{draft.entries[name].origin}: {name} {message}.")
+            _reject(
+                draft,
+                name,
+                f"{draft.entries[name].origin}: {name} {message}" + "." * (message[-1] not in ".?"),
+            )
     return Config.model_validate(nest_values(draft.values))
 
 

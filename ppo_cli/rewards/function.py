@@ -124,7 +124,7 @@ def check_placed_rewards(rollout: Rollout, score: Score) -> Score:
     return Score(None, f"returned {wrong}", info=score.info)
 
 
-def find_file(spec: str) -> tuple[Path, str]:
+def find_file(spec: str, flag: str = "--reward_function") -> tuple[Path, str]:
     """Split FILE[:NAME] into path and function name; RewardError unless the file exists."""
     # A colon may also be part of the path.
     file, _, name = spec.rpartition(":")
@@ -133,17 +133,17 @@ def find_file(spec: str) -> tuple[Path, str]:
     path = user_path(file)
     if not name.isidentifier():
         raise RewardError(
-            f"--reward_function {spec}: {name!r} cannot be a function's name. "
+            f"{flag} {spec}: {name!r} cannot be a function's name. "
             "Write FILE.py:NAME, or FILE.py for compute_score."
         )
     if path.is_dir():
-        raise RewardError(f"--reward_function {spec}: {path} is a folder; name the Python file.")
+        raise RewardError(f"{flag} {spec}: {path} is a folder; name the Python file.")
     if not path.is_file():
         hint = f" The folder {path.parent} does not exist either."
         if path.parent.is_dir():
             neighbours = [p.name for p in path.parent.iterdir() if p.suffix == ".py"]
             hint = did_you_mean(path.name, neighbours)
-        raise RewardError(f"--reward_function {spec}: there is no file {path}.{hint}")
+        raise RewardError(f"{flag} {spec}: there is no file {path}.{hint}")
     return path.resolve(), name
 
 

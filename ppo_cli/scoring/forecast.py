@@ -29,7 +29,7 @@ from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
 from ppo_cli.rewards.judge.monitor import NOISE_REPEATS
-from ppo_cli.rewards.judge.placing import MAX_PIECES, request_places
+from ppo_cli.rewards.judge.placing import MAX_PIECES, request_places, show_example
 from ppo_cli.rewards.judge.prices import Price, find_price, look_up_model, model_hint
 from ppo_cli.rewards.judge.prompt import (
     Template,
@@ -353,12 +353,16 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
 
 def first_request(api: ApiReward, prompts: Sequence[Prompt]) -> list[str]:
     """Return the lines of the request about the first row, redacted and cut in the middle."""
-    material = build_material(prompts[0], RESPONSE_NOTE)
+    response = show_example(RESPONSE_NOTE, api, "" if api.place is None else RESPONSE_NOTE)
+    material = build_material(prompts[0], response)
     if api.mode == "compare":
         other = RESPONSE_NOTE if api.of_the_run else reference_answer(api, material)
         material = build_material(prompts[0], RESPONSE_NOTE, other)
-    rubric = rubric_reader(api)(material)
-    question = load_template(api).question(material, api, nonce="0" * 16, rubric=rubric)
+    template, rubric = load_template(api), rubric_reader(api)(material)
+    question = template.question(
+        material, api, nonce="0" * 16, rubric=rubric,
+        placing=request_places(response, api, template.scale),
+    )  # fmt: skip
     lines = []
     for text in (question.system, question.user):
         head, left_out, tail = cut_middle(redact(text), MAX_REQUEST_CHARS)

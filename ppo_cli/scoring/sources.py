@@ -23,7 +23,7 @@ from ppo_cli.config.mixture import (
     rules_of,
 )
 from ppo_cli.config.models.known_models import choose_adapter, effective_provider
-from ppo_cli.config.schema.reward import ApiReward, Composite, ModelReward
+from ppo_cli.config.schema.reward import PLACES, ApiReward, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError
 from ppo_cli.plugins import entry_points
@@ -44,10 +44,13 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
     # Judges: the prompt, the criteria, the prices, and the labelled responses of a monitor.
     for judge in judges_of(settings):
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
+        from ppo_cli.rewards.judge.splitting import load_split
 
         for api in _asked_judges(judge):
             yield partial(load_template, api)
             yield partial(rubric_reader, api)
+            if api.place not in (None, *PLACES):
+                yield partial(load_split, api.place)
         yield partial(_check_prices, judge.settings)
         if judge.settings.monitor.labels is not None:
             yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)

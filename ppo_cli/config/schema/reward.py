@@ -302,6 +302,17 @@ class Panel(Section):
     )  # fmt: skip
 
 
+# How a response is cut into the pieces that a judge scores.
+PLACES = ("sentence", "line", "step", "turn", "criterion")
+
+
+def _check_place(text: str) -> None:
+    file, _, function = text.rpartition(":")
+    if text not in PLACES and not (file.endswith(".py") and function.isidentifier()):
+        near = did_you_mean(text, PLACES)
+        raise ValueError(f"'{text}' is not one of {', '.join(PLACES)} and FILE.py:FUNCTION.{near}")
+
+
 class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
@@ -351,9 +362,10 @@ class ApiReward(Section):
         None, "Criteria, judged separately: a YAML file. Or extra_info.NAME for criteria of each "
         "row.", absent="no criteria", flag="--rm_rubric",
     )  # fmt: skip
-    place: Literal["sentence", "line", "step", "turn", "criterion"] | None = setting(
+    place: Annotated[LocalPath, checked(_check_place)] = setting(
         None, "Let the judge score each sentence, line, step or turn of a response as well, in the "
-        "same call, or quote the passage that decides each criterion: the rewards land there.",
+        "same call, or the pieces of your FILE.py:FUNCTION, or quote the passage that decides each "
+        "criterion: the rewards land there.",
         absent="one score for the whole", flag="--rm_place",
         advice="Set it where the judge can tell which part of a response is good: training then "
         "needs fewer judge calls. Leave it out where its scores of pieces are mostly noise.",

@@ -33,6 +33,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, wo
 from ppo_cli.rewards.judge.client import JudgeClient, reach_judge
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge
 from ppo_cli.rewards.judge.costs import Spending
+from ppo_cli.rewards.judge.placing import request_places, show_response
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
     RUBRIC_SCALE,
@@ -51,7 +52,7 @@ from ppo_cli.rewards.judge.providers import NO_KEY, provider_class, resolve_base
 from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
-from ppo_cli.rewards.judge.visible import visible_response, written_text
+from ppo_cli.rewards.judge.visible import written_text
 from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response_row, write_rows
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
@@ -146,13 +147,16 @@ def render_row(
         raise DataError(
             f"{row.place} has no column '{RESPONSE}': set a response with --response TEXT."
         )
-    seen = visible_response(rollout, api)
+    seen = show_response(rollout, api)
     material = build_material(rollout.prompt, seen)
     # In comparisons the judge sees two responses: another one of the run, or the row's reference.
     if api.mode == "compare":
         other = OTHER_RESPONSE if api.of_the_run else reference_answer(api, material)
         material = replace(material, compared=(seen, other))
-    question = template.question(material, api, rubric=rubric_reader(api)(material))
+    question = template.question(
+        material, api, rubric=rubric_reader(api)(material),
+        placing=request_places(seen, api, template.scale),
+    )  # fmt: skip
     gated = None
     if api.gate:
         gated = no_content_reason(material.prompt, written_text(seen), material.ground_truth)

@@ -27,7 +27,7 @@ from ppo_cli.rewards.judge.calls import (
 from ppo_cli.rewards.judge.client import judge_label
 from ppo_cli.rewards.judge.connection import JudgeConnection
 from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
-from ppo_cli.rewards.judge.placing import cut_response, request_places, show_pieces
+from ppo_cli.rewards.judge.placing import request_places, show_example, show_response
 from ppo_cli.rewards.judge.prompt import (
     build_material,
     check_rows,
@@ -36,7 +36,7 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import no_content_reason
-from ppo_cli.rewards.judge.visible import Response, visible_response, written_text
+from ppo_cli.rewards.judge.visible import Response, written_text
 from ppo_cli.secrets.redact import redact
 from ppo_cli.thoughts import NO_ANSWER
 
@@ -70,7 +70,9 @@ class JudgeAsker:
         for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
             if prompt is shortest and error is not None and error.cause != "too_long":
                 break
-            question = self.question(prompt, str(prompt.ground_truth or UNKNOWN_ANSWER))
+            # In pieces, as training will ask: the judge shows that it can score them.
+            answer = str(prompt.ground_truth or UNKNOWN_ANSWER)
+            question = self.question(prompt, show_example(answer, self._api, UNKNOWN_ANSWER))
             try:
                 self.connection.test_question(
                     question, self._api, self._loop, patient=patient, tell=tell
@@ -209,9 +211,7 @@ class JudgeAsker:
         return [score or Score.failed(str(error)) for score, error in pairs]
 
     def _visible(self, rollout: Rollout) -> Response:
-        """Return what the judge sees of a response, before it is shortened."""
-        pieces = () if self._api.place == "turn" else cut_response(rollout, self._api)
-        return show_pieces(pieces) if pieces else visible_response(rollout, self._api)
+        return show_response(rollout, self._api)
 
     def _gate_reason(self, rollout: Rollout, response: Response) -> str | None:
         """Return why a response gets the lowest score without a call."""

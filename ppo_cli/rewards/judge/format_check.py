@@ -8,10 +8,11 @@ judge with unreadable replies was refused before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.rewards.judge.calls import Question, Verdict
+from ppo_cli.rewards.judge.placing import request_places, show_example
 from ppo_cli.rewards.judge.prompt import (
     COMPARE,
     RUBRIC_SCALE,
@@ -20,6 +21,7 @@ from ppo_cli.rewards.judge.prompt import (
     load_preset,
 )
 from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Criterion, Rubric
+from ppo_cli.rewards.judge.visible import Passage
 
 _SUM = "What is 2 + 2? Answer with the number."
 _COLOURS = Material(
@@ -32,27 +34,38 @@ _CRITERIA = Rubric((
     Criterion("count", "The number of colours that the response names, 3 at most.", levels=3),
 ))  # fmt: skip
 _GRADES = [1.0, 1.0, 0.0, 1.0]  # the fault `insult` is present, the fault `price` is not
+_ONE_WRONG = (Passage("piece", 1, "2 + 2 is 4. "), Passage("piece", 2, "3 + 3 is 9."))
+_TWO_SUMS = Material("What are 2 + 2 and 3 + 3?", _ONE_WRONG, ground_truth="4 and 6")
 
 
 @dataclass(frozen=True)
 class FormatCheck:
-    """A question and its right verdict: grades of criteria, if any, and bounds of the value."""
+    """A question and its right verdict: grades of criteria, if any, and bounds of the value.
+
+    A response in pieces is right in the first one alone, if `falls`.
+    """
 
     question: Question
     grades: Sequence[float]
     at_least: float
     at_most: float
+    falls: bool = False
 
     def is_passed(self, verdict: Verdict) -> bool:
         """Whether the judge gave the known answer."""
         # A decision endpoint gives mean levels: the nearest level counts.
         pairs = zip(verdict.info.get("grades", ()), _CRITERIA.criteria, strict=False)
         nearest = [round(grade * c.levels) / c.levels for grade, c in pairs]
-        return nearest == list(self.grades) and self.at_least <= verdict.value <= self.at_most
+        pieces = verdict.info.get("pieces", (1.0, 0.0)) if self.falls else (1.0, 0.0)
+        right = nearest == list(self.grades) and pieces[0] > pieces[-1]
+        return right and self.at_least <= verdict.value <= self.at_most
 
 
 def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
-    """Return at most two questions; none for a scoring prompt without worked cases."""
+    """Return two questions or, for a scoring prompt without worked cases, none.
+
+    With places of pieces there is one more.
+    """
     if api.mode == "compare":
         # The right sum is better; once it is shown first, once second.
         checks = []
@@ -66,21 +79,29 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
         return checks
     if api.rubric is not None:
         rubric_template = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
-        question = rubric_template.question(_COLOURS, api, rubric=_CRITERIA)
+        criteria = replace(_CRITERIA, quoted=api.place == "criterion")
+        question = rubric_template.question(_COLOURS, api, rubric=criteria)
         return [FormatCheck(question, _GRADES, 0.0, 1.0)]
+    checks = list[FormatCheck]()
+    if api.place not in (None, "turn"):
+        sums = load_preset("math")
+        placing = request_places(_ONE_WRONG, api, sums.scale)
+        question = sums.question(_TWO_SUMS, api, placing=placing)
+        checks.append(FormatCheck(question, (), sums.scale.low, sums.scale.high, falls=True))
     if template.written_for != template.scale:
-        return []  # the cases are on the scale that the prompt was written for
+        return checks  # the cases are on the scale that the prompt was written for
     # The easiest good case and the easiest bad one.
     best = [case for case in template.cases if case.at_least is not None]
     worst = [case for case in template.cases if case.at_most is not None]
     chosen = [max(best, key=lambda case: case.at_least or 0)] if best else []
     chosen += [min(worst, key=lambda case: case.at_most or 0)] if worst else []
     low, high = template.scale.low, template.scale.high
-    return [
-        FormatCheck(
-            template.question(case.material, api), (),
-            low if case.at_least is None else case.at_least,
-            high if case.at_most is None else case.at_most,
-        )
-        for case in chosen
-    ]  # fmt: skip
+    for case in chosen:
+        at_least = low if case.at_least is None else case.at_least
+        at_most = high if case.at_most is None else case.at_most
+        response = show_example(str(case.material.response), api)
+        placing = request_places(response, api, template.scale)
+        material = replace(case.material, response=response)
+        question = template.question(material, api, placing=placing)
+        checks.append(FormatCheck(question, (), at_least, at_most))
+    return checks

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from ppo_cli.config.schema.reward import ApiReward
@@ -22,7 +23,8 @@ from ppo_cli.records import PlacedReward, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.rubric import Placing, Rubric
 from ppo_cli.rewards.judge.sanitise import INVISIBLE, clean
-from ppo_cli.rewards.judge.visible import Passage, Response
+from ppo_cli.rewards.judge.splitting import load_split
+from ppo_cli.rewards.judge.visible import Passage, Response, visible_response
 
 # More pieces do not fit into one answer of a judge; neighbours are one piece then.
 MAX_PIECES = 60
@@ -74,16 +76,21 @@ def cut_response(rollout: Rollout, api: ApiReward) -> list[Piece]:
         return []
     if api.place == "turn":
         return [Piece(turn.text, turn.end, "token") for turn in rollout.turns]
-    ends = sorted(_list_ends(rollout, api))
+    return _cut(rollout.full_text, _seen_spans(rollout, api), len(rollout.prompt.opened), api.place)
+
+
+def _cut(text: str, shown: Sequence[tuple[int, int]], opened: int, place: str) -> list[Piece]:
+    """Return the pieces of a text of which the judge sees the spans `shown`; [] if it is one."""
+    ends = sorted(_list_ends(text, shown, opened, place))
     # Of too many pieces neighbours are joined, as evenly as possible.
     if len(ends) > MAX_PIECES:
         ends = [ends[len(ends) * (k + 1) // MAX_PIECES - 1] for k in range(MAX_PIECES)]
     # The last piece goes to the end of the text: nothing lies behind all pieces.
-    ends[-1:] = [len(rollout.full_text)] if ends else []
-    shown, pieces, start = _seen_spans(rollout, api), list[Piece](), 0
+    ends[-1:] = [len(text)] if ends else []
+    pieces, start = list[Piece](), 0
     for end in ends:
-        parts = (rollout.full_text[max(start, a) : min(end, b)] for a, b in shown)
-        pieces.append(Piece(clean("".join(parts)), end - len(rollout.prompt.opened)))
+        parts = (text[max(start, a) : min(end, b)] for a, b in shown)
+        pieces.append(Piece(clean("".join(parts)), end - opened))
         start = end
     return pieces if len(pieces) > 1 else []
 
@@ -91,6 +98,26 @@ def cut_response(rollout: Rollout, api: ApiReward) -> list[Piece]:
 def show_pieces(pieces: Sequence[Piece]) -> Response:
     """Return what the judge sees of a response in pieces."""
     return tuple(Passage("piece", k, piece.text) for k, piece in enumerate(pieces, start=1))
+
+
+def show_response(rollout: Rollout, api: ApiReward) -> Response:
+    """Return what the judge sees of a response, before it is shortened."""
+    pieces = () if api.place == "turn" else cut_response(rollout, api)
+    return show_pieces(pieces) if pieces else visible_response(rollout, api)
+
+
+def show_example(text: str, api: ApiReward, second: str = "") -> Response:
+    """Return what the judge sees of a made-up response; `second` is a piece after a single one."""
+    if api.place in (None, "criterion"):
+        return f"{text} {second}".rstrip()
+    if api.place == "turn":
+        return tuple(
+            Passage("assistant", k, part) for k, part in enumerate((text, second), 1) if part
+        )
+    pieces = _cut(text, [(0, len(text))], 0, api.place) or [Piece(text, 0)]
+    if second and len(pieces) == 1:
+        pieces.append(Piece(second, 0))
+    return show_pieces(pieces) if len(pieces) > 1 else text
 
 
 def _seen_spans(rollout: Rollout, api: ApiReward) -> list[tuple[int, int]]:
@@ -101,15 +128,18 @@ def _seen_spans(rollout: Rollout, api: ApiReward) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
-def _list_ends(rollout: Rollout, api: ApiReward) -> Iterator[int]:
-    """Yield where pieces end in `full_text`; a piece has a letter or a digit."""
-    cutter = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}[str(api.place)]
-    for start, end in _seen_spans(rollout, api):
-        text = rollout.full_text[start:end]
+def _list_ends(
+    full_text: str, shown: Sequence[tuple[int, int]], opened: int, place: str
+) -> Iterator[int]:
+    """Yield where pieces end in a text; a piece has a letter or a digit."""
+    for start, end in shown:
+        text = full_text[start:end]
         last = max((at for at, character in enumerate(text) if character.isalnum()), default=-1)
         # The mark of a thought that the prompt opened is no piece.
-        read = max(0, len(rollout.prompt.opened) - start)
-        for cut in [*cutter(text), len(text)]:
+        read = max(0, opened - start)
+        own = place not in _CUTTERS
+        ends = accumulate(map(len, load_split(place)(text))) if own else _CUTTERS[place](text)
+        for cut in [*ends, len(text)]:
             if any(character.isalnum() for character in text[read:cut]):
                 # What has no letter or digit after the last piece belongs to that one.
                 yield start + (cut if cut <= last else len(text))
@@ -131,6 +161,9 @@ def _line_ends(text: str) -> Iterator[int]:
 
 def _step_ends(text: str) -> Iterator[int]:
     return (match.end() for match in _STEP.finditer(text))
+
+
+_CUTTERS = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}
 
 
 def request_places(response: Response, api: ApiReward, scale: Scale) -> Placing | None:

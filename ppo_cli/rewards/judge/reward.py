@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.errors import PpoError
+from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
@@ -210,8 +210,12 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
-        empty = self._gate_reason(entry.rollout, self._visible(entry.rollout))
-        if empty:
+        try:
+            seen = self._visible(entry.rollout)
+        except RewardError as error:  # a split of the user's that fails on this text
+            entry.future.set_result(Score.failed(str(error)))
+            return
+        if empty := self._gate_reason(entry.rollout, seen):
             self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
             return

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.placing import cut_response, place_score
+from ppo_cli.rewards.judge.prompt import load_preset
 from ppo_cli.rewards.judge.rubric import Criterion, Placing, Rubric
 from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer
@@ -250,3 +252,63 @@ def test_a_quotation_is_found_as_a_judge_read_it(text: str, quote: str, end: int
         score, respond(text), api, Rubric((Criterion("a", "It is."),), quoted=True)
     )
     assert [step.end for step in placed.steps] == [end] and not placed.info["quotes_lost"]
+
+
+@pytest.mark.parametrize(("first", "second", "right"), [(10, 1, "3 of 3"), (1, 10, "only 2 of 3")])
+def test_the_start_asks_for_places_and_checks_a_known_one(
+    judge_of: Make, server: JudgeServer, first: int, second: int, right: str
+) -> None:
+    """The trial, two sums of which one is wrong, and the worked cases, in pieces like training."""
+    counts = list[int]()
+    bad = [str(case.material.response) for case in load_preset("math").cases if case.at_most]
+
+    def answer(system: str, user: str) -> Any:
+        counts.append(len(re.findall(r"<piece-\d+-", user)))
+        value = 1 if any(text[-20:].strip() in user for text in bad) else 10
+        scores = ([first, second] * counts[-1])[: counts[-1]]
+        return reply(*scores, whole=value) if scores else value
+
+    server.score = answer
+    notes = list[str]()
+    judge = judge_of(place="sentence", prompt_preset="math", canary_every=9, cache="off")
+    judge.start([respond("").prompt], tell=notes.append)
+    assert counts[0] == 2 and any(right in note for note in notes), notes
+
+
+OWN_SPLIT = """
+import re
+def clauses(text): return re.findall("[^,]*,?", text)
+def half(text): return [text[: len(text) // 2]]
+def bent(text): return [text.upper()]
+def drawn(text, calls=[]): calls.append(0); k = len(calls) % 9; return [text[:k], text[k:]]
+def boom(text): return text.split(None, 1)[1].index("§")
+def numbers(text): return [1]
+"""
+
+
+def test_pieces_of_a_function_are_the_text_in_order_or_a_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "split.py"
+    file.write_text(OWN_SPLIT)
+    pieces = cut("One, two. Three, four.", f"{file}:clauses")
+    assert pieces == ["One,", " two. Three,", " four."]
+    problems = {
+        "half": "no piece has the end of the text, .* (split.py, line 4)",
+        "bent": "piece 1 is 'ONE .* (split.py, line 5)",
+        "drawn": "a second call .* returns other pieces (split.py, line 6)",
+        "boom": "fails on 'One .*ValueError: .* (split.py, line 7)",
+        "numbers": "piece 1 is of type int (split.py, line 8)",
+        "clause": "has no function 'clause'. Did you mean 'clauses'",
+    }
+    for function, problem in problems.items():
+        pattern = re.escape(problem).replace(r"\.\*", ".*")
+        with pytest.raises(RewardError, match=pattern):
+            cut("One, two.", f"{file}:{function}")
+
+
+def test_a_split_that_fails_on_a_response_is_a_failed_score(
+    judge_of: Make, server: JudgeServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "split.py"
+    file.write_text("def words(text):\n    return text.split('|') if '|' in text else [text]\n")
+    (score,) = score_all(judge_of(place=f"{file}:words"), [respond("One|two")])
+    assert score.value is None and "split.py, line 1" in score.failure and not server.calls
