@@ -265,13 +265,13 @@ def _resolve(
 
 def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
     """Yield why a run would be refused, before anything heavy is imported."""
-    from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader
+    from ppo_cli.run.refusals import FirstRows, find_all_refusals
 
     config, scored = resolved.config, resolved.function == "train"
     yield from () if scored else refused_in_session(config)
     findings = find_findings(resolved)
     yield from () if plan else list_texts(findings, "elsewhere")
-    yield from find_all_refusals(resolved, findings, make_prompt_reader(config), scored=scored)
+    yield from find_all_refusals(resolved, findings, FirstRows(config), scored=scored)
 
 
 def _as_typed(value: Any) -> Any:

@@ -57,7 +57,7 @@ from ppo_cli.secrets.redact import redact
 
 if TYPE_CHECKING:
     from ppo_cli.report.tracker import Screen
-    from ppo_cli.run.refusals import PromptReader
+    from ppo_cli.run.refusals import FirstRows
 
 NO_FORECAST = "no forecast: "  # start of a line about a judge whose cost is unknown
 # Sentences of the plan at the start of a run.
@@ -69,15 +69,15 @@ def plan(arguments: Arguments) -> None:
     if arguments.engine:
         import_name(arguments.engine.plan)(arguments)
         return
-    from ppo_cli.run.refusals import find_all_refusals, make_prompt_reader, plan_resume
+    from ppo_cli.run.refusals import FirstRows, find_all_refusals, plan_resume
 
     resolved = add_second_judge(resolve_with_fork(arguments), os.environ)
     if (size := arguments.extras.get("device_memory")) is not None:
         assumed = resolved.machine.assume_memory(read_memory_size(size))
         resolved = replace(resolved, machine=assumed)
-    read = make_prompt_reader(resolved.config)
+    rows = FirstRows(resolved.config)
     findings = find_findings(resolved)
-    refusals = find_all_refusals(resolved, findings, read)
+    refusals = find_all_refusals(resolved, findings, rows)
     try:
         run_plan = make_plan(resolved, findings)
     except ConfigError as error:  # these settings have no plan
@@ -86,19 +86,19 @@ def plan(arguments: Arguments) -> None:
     run_plan = replace(run_plan, notes=(*notes, *run_plan.notes))
     problems = list(dict.fromkeys([*resume_problems, *refusals]))
     # Print the plan even if the run would be refused.
-    _show_plan(run_plan, read, arguments, problems)
+    _show_plan(run_plan, rows, arguments, problems)
     if problems:
         raise ConfigError(problems)
 
 
 def _show_plan(
-    run_plan: RunPlan, read: PromptReader, arguments: Arguments, problems: Sequence[str]
+    run_plan: RunPlan, rows: FirstRows, arguments: Arguments, problems: Sequence[str]
 ) -> None:
     """Print the plan as JSON or text, with the sections of plug-ins that switches ask for.
 
     Problems are printed later, so they are left out of the text.
     """
-    plan_of_run, judge = _add_forecasts(run_plan, read)
+    plan_of_run, judge = _add_forecasts(run_plan, rows)
     extras = arguments.extras  # `ppo train --dry_run` has none of a plan's
     sections = [section for section in PLAN_SECTIONS if extras.get(section.flag)]
     if extras.get("json"):
@@ -189,12 +189,10 @@ def describe_unread_rows(config: Config) -> list[str]:
     return notices
 
 
-def _add_forecasts(plan_of_run: RunPlan, read: PromptReader) -> tuple[RunPlan, PlanPart]:
+def _add_forecasts(plan_of_run: RunPlan, rows: FirstRows) -> tuple[RunPlan, PlanPart]:
     """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
-    from ppo_cli.run.refusals import describe_rows
-
     config = plan_of_run.settings
-    notes = (*plan_of_run.notes, *describe_unread_rows(config), *describe_rows(config))
+    notes = (*plan_of_run.notes, *describe_unread_rows(config), *rows.notes())
     time = _forecast_step_time(config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,
@@ -202,7 +200,7 @@ def _add_forecasts(plan_of_run: RunPlan, read: PromptReader) -> tuple[RunPlan, P
         arithmetic=plan_of_run.arithmetic | time.facts,
         sentences=(*plan_of_run.sentences, *time.sentences),
     )
-    return plan_of_run, _forecast_judges(config, read)
+    return plan_of_run, _forecast_judges(config, rows)
 
 
 def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
@@ -238,7 +236,7 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     return PlanPart((sentence,), {"step_seconds": step})
 
 
-def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
+def _forecast_judges(config: Config, rows: FirstRows) -> PlanPart:
     """Forecast calls, tokens and cost of the judges, or say why not; empty without judges."""
     judges = judges_of(config.reward)
     if not judges:
@@ -254,9 +252,9 @@ def _forecast_judges(config: Config, read: PromptReader) -> PlanPart:
         }  # fmt: skip
         alone = config.model_copy(update={"reward": config.reward.model_copy(update=only)})
         try:
-            estimate = forecast(alone, read)
+            estimate = forecast(alone, rows.prompts)
             sentences, facts = estimate.lines(), estimate.as_dict()
-            request = first_request(judge.settings, read("train"))
+            request = first_request(judge.settings, rows.prompts("train"))
             sentences += ["the request about the first row:", *(f"  {s}" for s in request)]
             facts["request"] = "\n".join(request)
         except UserError as error:
@@ -363,10 +361,10 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
 
 def _describe_start(run_plan: RunPlan) -> list[Sequence[str]]:
     """Return what a run will do: names and facts, for the head of its output."""
-    from ppo_cli.run.refusals import make_prompt_reader
+    from ppo_cli.run.refusals import FirstRows
 
     config, folder = run_plan.settings, run_plan.settings.trainer.output_dir
-    plan_of_run, judge = _add_forecasts(run_plan, make_prompt_reader(config))
+    plan_of_run, judge = _add_forecasts(run_plan, FirstRows(config))
     counts = [line for line in plan_of_run.sentences if line.startswith(SHOWN_COUNTS)]
     # What a judge will cost, and whether its budget is enough.
     bill = [line for line in judge.sentences if "judge: " in line or "--rm_budget" in line]

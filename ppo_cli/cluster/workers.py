@@ -256,7 +256,7 @@ class SamplerRole:
         self, number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
     ) -> None:
         self._number = number
-        self._advice = advise_memory(config, "sampling")
+        self._advise = partial(advise_memory, config, "sampling")
         self._halved: list[Halved] = []
         self._profiler = Profiler(config.trainer, profiles, f"sampler_{number}")
         if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
@@ -277,7 +277,7 @@ class SamplerRole:
         # Greedy responses (validations, baselines) belong to no phase of training.
         training = sampling.temperature > 0
         phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
-        with phase, explain_out_of_memory("Sampling", self._advice):
+        with phase, explain_out_of_memory("Sampling", self._advise):
             for rollout in self._sampler.generate(prompts, sampling, weight_version, begun):
                 while self._halved:
                     yield self._halved.pop(0)

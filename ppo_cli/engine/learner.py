@@ -137,9 +137,7 @@ class Learner:
         )
         # Advice for running out of memory depends on the settings.
         for budget in self._budgets().values():
-            advice = advise_memory(config, "sequence")
-            budget.too_long_advice = f"a single sequence of {{}} tokens. {advice}"
-            budget.no_memory_advice = advise_memory(config, "weights")
+            budget.advise = partial(advise_memory, config)
         # When memory is short, ranks free each gathered layer after use.
         ample = config.model.enable_gradient_checkpointing is False
         if self._compute.device.type == "cpu" and (ranks.alone or ample):
@@ -197,12 +195,12 @@ class Learner:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
         # Both models take the same mini-batch, one after the other.
-        advice = advise_memory(self._config, "step")
+        advise = partial(advise_memory, self._config, "step")
         if minibatch.actor:
-            with self.phase("update actor"), explain_step_errors("actor", self._ranks, advice):
+            with self.phase("update actor"), explain_step_errors("actor", self._ranks, advise):
                 sums |= self._actor.step(minibatch.batch)
         if minibatch.critic and self._critic is not None:
-            with self.phase("update critic"), explain_step_errors("critic", self._ranks, advice):
+            with self.phase("update critic"), explain_step_errors("critic", self._ranks, advise):
                 step = None if minibatch.pretraining else self.weight_version
                 self._critic.optimizer.set_progress(step)
                 sums |= self._critic.step(minibatch.batch)
@@ -601,8 +599,8 @@ class LocalEngine:
         awake = self._learner.policy.awake()
         # Greedy responses (validations, baselines) are not part of a training step's profile.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
-        advice = advise_memory(self._learner._config, "sampling")
-        with phase, explain_out_of_memory("Sampling", advice), awake:
+        advise = partial(advise_memory, self._learner._config, "sampling")
+        with phase, explain_out_of_memory("Sampling", advise), awake:
             version = self._learner.weight_version
             yield from self._sampler.generate(prompts, sampling, version, begun)
 

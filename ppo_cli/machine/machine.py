@@ -27,7 +27,10 @@ from ppo_cli.machine.torch_build import GpuFault, TorchBuild, find_gpu_fault, re
 from ppo_cli.machine.versions import VersionFault, find_version_faults
 
 # Optional packages that choices and checks of settings look for; none of them is imported.
-PACKAGES: Final = ("bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm")
+PACKAGES: Final = (
+    "bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm",
+    "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

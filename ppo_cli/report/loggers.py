@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import MissingPart, UserError, first_line
+from ppo_cli.errors import UserError, first_line
 from ppo_cli.run_folder.lines import plain
 from ppo_cli.secrets.redact import mask_secrets, redact
 from ppo_cli.waits import Progress, await_result, run_in_thread
@@ -33,21 +30,8 @@ TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "
 TABLE_ROWS, TABLE_CHARS = 8, 2000  # rows per step, characters per text
 
 
-def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise MissingPart if a logger's package is not installed; imports nothing."""
-    # Console and metrics.jsonl need no package.
-    missing = [name for name in SINKS if name in loggers and find_spec(name) is None]
-    if missing:
-        raise MissingPart(
-            f"--logger {','.join(missing)} is not installed. Run "
-            f"`{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}`, or leave it out "
-            "of --logger."
-        )
-
-
 def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
-    """Return the sinks of `--logger`; raises MissingPart if a package is not installed."""
-    check_loggers(loggers)
+    """Return the sinks of `--logger`."""
     return [SINKS[name](run_dir, config) for name in SINKS if name in loggers]
 
 

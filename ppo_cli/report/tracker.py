@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
@@ -25,7 +25,6 @@ from ppo_cli.records import Rollout, Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.exploits import explain_rise
 from ppo_cli.report.health import HealthWatch, make_limits
-from ppo_cli.report.loggers import Sink, make_sinks
 from ppo_cli.run_folder.lines import (
     CRITIC_FILE,
     METRICS_FILE,
@@ -39,6 +38,9 @@ from ppo_cli.run_folder.lines import (
     rollout_file,
 )
 from ppo_cli.signals import time_left
+
+if TYPE_CHECKING:
+    from ppo_cli.report.loggers import Sink
 
 # Reports that so many more items of a phase are done.
 Advance = Callable[[int], None]
@@ -126,10 +128,7 @@ class Screen:
 
 
 class Tracker:
-    """Writes the metrics and rollouts of one run, and passes them to the screen and loggers.
-
-    The constructor raises MissingPart if a logger's package is not installed.
-    """
+    """Writes the metrics and rollouts of one run, and passes them to the screen and loggers."""
 
     def __init__(
         self,
@@ -143,7 +142,11 @@ class Tracker:
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._console = "console" in loggers
-        self._sinks = make_sinks(loggers, run_dir, config)
+        self._sinks: list[Sink] = []
+        if set(loggers) - {"console"}:
+            from ppo_cli.report.loggers import make_sinks
+
+            self._sinks = make_sinks(loggers, run_dir, config)
         self._sinks_open = False
         self._config = config
         self._limits = make_limits(config)

@@ -237,6 +237,21 @@ class CannotScore(Exception):
     """A rule cannot score this row; the message becomes the failure of the score."""
 
 
+def describe_episode(rollout: Rollout) -> dict[str, Any]:
+    """Return what a function reads of an episode in `extra_info`; {} for a single response.
+
+    `messages` is the conversation. `num_turns` counts the opening, the turns and the rounds of
+    replies, as in verl. `turn_rewards` has the environment's reward of each turn.
+    """
+    if not rollout.turns:
+        return {}
+    return {
+        "messages": [dict(message) for message in rollout.messages],
+        "num_turns": 1 + sum(2 if turn.replies else 1 for turn in rollout.turns),
+        "turn_rewards": [math.fsum(turn.rewards.values()) for turn in rollout.turns],
+    }
+
+
 def read_returned(value: Any) -> Score:
     """Read a float, int, bool, numpy number, list of placed rewards or dict; never raises.
 

@@ -1,4 +1,7 @@
-"""Builds the reward that the settings describe; the only module that knows every kind."""
+"""Builds the reward that the settings describe; the only module that knows every kind.
+
+A kind is imported when it is used: judges load HTTP and certificates, reward models torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,7 @@ from ppo_cli.config.schema.reward import ModelReward as ModelSettings
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
-from ppo_cli.rewards.environment import EnvironmentReward
-from ppo_cli.rewards.function import FunctionReward, RuleReward
-from ppo_cli.rewards.mixture import CompositeReward
+from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import check_sources, get_rule
 
 
@@ -48,6 +49,8 @@ def _mixture(
     host: HostMaker,
 ) -> Reward:
     """Build every part; on an error, close the parts that are already built."""
+    from ppo_cli.rewards.mixture import CompositeReward
+
     # A part may have started threads or processes by now.
     with ExitStack() as built_parts:
         built = []
@@ -71,12 +74,13 @@ def _part(
     if part.kind == "model":
         return _model(model_settings(settings, part), part.name, host)
     if part.kind == "environment":
+        from ppo_cli.rewards.environment import EnvironmentReward
+
         return EnvironmentReward()
     return _rules(rule_settings(settings, part), sources)
 
 
 def _judge(api: ApiReward, name: str) -> Reward:
-    # Imported here: it loads HTTP and certificates, which a rule does not need.
     from ppo_cli.rewards.judge.cascade import CascadeReward
     from ppo_cli.rewards.judge.compare import CompareReward
     from ppo_cli.rewards.judge.panel import PanelReward
@@ -94,7 +98,6 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
         from ppo_cli.rewards.models.served import ServedModelReward
 
         return ServedModelReward(settings, name=name)
-    # Imported here: it loads torch, which a judge or a rule does not need.
     from ppo_cli.rewards.models.local import LocalModelReward
 
     return LocalModelReward(settings, name=name, host=host)
@@ -110,6 +113,8 @@ def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:
             "--reward_function and --rule are both set; keep the one that should score."
         )
     if settings.function is not None:
+        from ppo_cli.rewards.function import FunctionReward
+
         return FunctionReward(
             settings.function,
             kwargs=settings.function_kwargs,

@@ -55,7 +55,6 @@ from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
 from ppo_cli.records import Prompt
-from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
@@ -436,7 +435,6 @@ def open_run(
     if "RAY_ADDRESS" not in os.environ:  # in a running cluster each worker checks its node
         require_gpus(plan.resolved.machine, config.trainer.n_gpus_per_node)
     gc.freeze()  # loaded modules are not scanned for garbage in every step
-    check_loggers(config.trainer.logger)
     # An empty folder of a run that failed at the start is removed again.
     folder = RunFolder(user_path(config.trainer.output_dir))
     try:

@@ -38,15 +38,44 @@ from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
-from ppo_cli.run_folder.store import try_store
 from ppo_cli.scoring.sources import file_checks, row_checks
 from ppo_cli.secrets.redact import redact
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
-# Reads the prompts of a split; a plan and its checks share what it has read.
-PromptReader = Callable[[DataSplit], Sequence[Prompt]]
+
+
+class FirstRows:
+    """The first MAX_PLAN_ROWS rows of each split's local files, read once for a plan."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        # DataError for bad rows, or for none; sets of the hub are skipped.
+        self.read = cache(self._read)
+        self.prompts = cache(self._build_prompts)
+
+    def _read(self, split: DataSplit) -> list[RowSet]:
+        files, max_samples = split_files(self.config, split)
+        return load_sets(
+            [name for name in files if not is_hub_name(name)],
+            prompt_key=self.config.data.prompt_key,
+            source_key=self.config.data.reward_fn_key,
+            max_samples=max_samples,
+            at_most=MAX_PLAN_ROWS,
+        )
+
+    def _build_prompts(self, split: DataSplit) -> list[Prompt]:
+        """Return the prompts of a split, not yet rendered."""
+        return [prompt_of(rows.label, row) for rows in self.read(split) for row in rows.rows]
+
+    def notes(self) -> list[str]:
+        """Return notes about the rows of both splits; bad rows are refused elsewhere."""
+        notes: dict[str, None] = {}
+        for split in SPLITS:
+            with suppress(UserError):  # there may be no validation files
+                notes |= dict.fromkeys(note for rows in self.read(split) for note in rows.notes)
+        return list(notes)
 
 
 def checkpoints_of(trainer: Trainer) -> CheckpointStore:
@@ -55,7 +84,7 @@ def checkpoints_of(trainer: Trainer) -> CheckpointStore:
 
 
 def find_all_refusals(
-    resolved: Resolved, findings: Iterable[Finding], read: PromptReader, *, scored: bool = True
+    resolved: Resolved, findings: Iterable[Finding], rows: FirstRows, *, scored: bool = True
 ) -> list[str]:
     """Return why a run would be refused: settings and files, the environment, then the rows.
 
@@ -66,7 +95,7 @@ def find_all_refusals(
         from ppo_cli.run.episodes import check_episodes
 
         problems += collect_problems([partial(check_episodes, config)])
-    return list(dict.fromkeys([*problems, *_find_row_refusals(config, read, scored=scored)]))
+    return list(dict.fromkeys([*problems, *_find_row_refusals(rows, scored=scored)]))
 
 
 def find_refusals(resolved: Resolved, findings: Iterable[Finding]) -> list[str]:
@@ -82,50 +111,16 @@ def find_refusals(resolved: Resolved, findings: Iterable[Finding]) -> list[str]:
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
-def make_prompt_reader(config: Config) -> PromptReader:
-    """Return a cached function that reads the first MAX_PLAN_ROWS local prompts of a split."""
-
-    def read(split: DataSplit) -> list[Prompt]:
-        return [
-            prompt_of(rows.label, row)
-            for rows in _read_first_rows(config, split)
-            for row in rows.rows
-        ]
-
-    return cache(read)
-
-
-def describe_rows(config: Config) -> list[str]:
-    """Return notes about the first local rows of both splits; bad rows are refused elsewhere."""
-    notes: dict[str, None] = {}
-    for split in SPLITS:
-        with suppress(UserError):  # there may be no validation files
-            sets = _read_first_rows(config, split)
-            notes |= dict.fromkeys(note for rows in sets for note in rows.notes)
-    return list(notes)
-
-
-def _read_first_rows(config: Config, split: DataSplit) -> list[RowSet]:
-    """Return the first MAX_PLAN_ROWS rows of a split's local files; hub sets are skipped."""
-    files, max_samples = split_files(config, split)
-    return load_sets(
-        [name for name in files if not is_hub_name(name)],
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
-        max_samples=max_samples,
-        at_most=MAX_PLAN_ROWS,
-    )
-
-
-def _find_template_refusals(config: Config, splits: Sequence[DataSplit]) -> Iterator[str]:
+def _find_template_refusals(rows: FirstRows, splits: Sequence[DataSplit]) -> Iterator[str]:
     """Yield the problems of rendering the first rows with a local model's chat template."""
+    config = rows.config
     folder = user_path(model_folder(config.model.path or ""))
     if not folder.is_dir():
         return
     # Templates of models on the hub are not downloaded for a plan.
-    sets = [_read_first_rows(config, split) for split in splits]
+    sets = [rows.read(split) for split in splits]
     raises = template_raises(folder) if config.data.apply_chat_template else None
-    prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
+    prompts = [row.prompt for split in sets for row_set in split for row in row_set.rows]
     plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
     placeholders = has_placeholders(folder)
     # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
@@ -150,8 +145,12 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
     if config.trainer.node_rank:  # other nodes follow node 0
         return [], []
     mode, folder = config.trainer.resume_mode, user_path(config.trainer.output_dir)
-    url = config.trainer.store
-    notes, store_problems = try_store(url.rstrip("/")) if url else ([], [])
+    notes: list[str] = []
+    store_problems: list[str] = []
+    if url := config.trainer.store:
+        from ppo_cli.run_folder.store import try_store
+
+        notes, store_problems = try_store(url.rstrip("/"))
 
     def check() -> None:
         checkpoint = find_resume(checkpoints_of(config.trainer), mode)
@@ -193,8 +192,9 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
     return notes, [redact(line) for line in problems]
 
 
-def _find_row_refusals(config: Config, read: PromptReader, *, scored: bool) -> list[str]:
+def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
     """Return the problems of the data: rows that are bad, too few, or without ground truth."""
+    config = rows.config
     if config.trainer.node_rank:
         return []
     problems: list[str] = []
@@ -203,12 +203,12 @@ def _find_row_refusals(config: Config, read: PromptReader, *, scored: bool) -> l
     named = {split: split_files(config, split)[0] for split in SPLITS}
     for split, files in named.items():
         try:
-            prompts += [] if all(map(is_hub_name, files)) else read(split)
+            prompts += [] if all(map(is_hub_name, files)) else rows.prompts(split)
         except UserError as error:
             problems.append(str(error))
     # Enough rows for a batch.
-    rows = train_rows(config)
-    if rows and (shortage := describe_missing_rows(config, rows)):
+    count = train_rows(config)
+    if count and (shortage := describe_missing_rows(config, count)):
         problems.append(shortage)
     # Only with good rows: what the reward and the template need.
     if not problems and prompts:
@@ -216,7 +216,7 @@ def _find_row_refusals(config: Config, read: PromptReader, *, scored: bool) -> l
         if scored:
             problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
-        problems += _find_template_refusals(config, local)
+        problems += _find_template_refusals(rows, local)
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -229,12 +229,8 @@ def models_by_flag(config: Config) -> Iterator[tuple[str, str]]:
 
 def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield functions that raise UserError if a file, model or package of the run is missing."""
-    from ppo_cli.report.loggers import check_loggers
-
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         yield partial(check_present, name)
     for flag, path in models_by_flag(config):
         yield partial(check_folder, model_folder(path), flag)
-    # Files of the reward and packages of the loggers.
     yield from file_checks(config.reward)
-    yield partial(check_loggers, config.trainer.logger)

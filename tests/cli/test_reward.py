@@ -61,7 +61,7 @@ def test_numbers_that_a_function_only_reports_are_written(
 def test_ctrl_c_writes_what_is_there_and_exits_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.rewards.function import RuleReward
+    from ppo_cli.rewards.rule_reward import RuleReward
 
     def end_round(self: RuleReward, kind: str) -> None:
         raise KeyboardInterrupt

@@ -22,7 +22,6 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import table
 from ppo_cli.machine.machine import Machine
-from ppo_cli.report import loggers
 from tests.config.settling import load_table
 from tests.settings import with_gpus
 
@@ -83,7 +82,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Machine, "here", lambda environ=None: with_gpus(GPUS))
-    monkeypatch.setattr(loggers, "find_spec", lambda name: name)  # every logger is installed
     for name in ("CUDA_VISIBLE_DEVICES", *(key.env for key in table().values() if key.env)):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -15,7 +15,7 @@ import pytest
 from ppo_cli.processes.reaper import descendants
 from ppo_cli.records import Part
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.function import RuleReward
+from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import RULES
 from tests.rewards.scoring import make_rollout
 

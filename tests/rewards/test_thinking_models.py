@@ -17,8 +17,8 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
-from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.judge.prompt import visible_text
+from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import RULES
 from ppo_cli.thoughts import count_tokens
 from tests.rewards.thinking_models import CORPUS, RIGHT, THINKERS, WRONG, Reply, Thinker

@@ -12,7 +12,7 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import RewardError
 from ppo_cli.planning.resolve import resolve
 from ppo_cli.rewards.judge.prompt import EPISODE
-from ppo_cli.run.refusals import make_prompt_reader
+from ppo_cli.run.refusals import FirstRows
 from ppo_cli.scoring.forecast import (
     SAMPLE,
     TOOLS_CHARS,
@@ -50,7 +50,7 @@ def foretell(*overrides: str) -> Forecast:
     settings = resolve(
         flags={}, preset=None, config_files=(), overrides=[*base, *overrides], environ=ENV
     ).config
-    return forecast(settings, make_prompt_reader(settings))
+    return forecast(settings, FirstRows(settings).prompts)
 
 
 def whole_run(forecast: Forecast) -> UsageRange:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed import DistError
@@ -25,14 +25,17 @@ MOST_PADDING = 0.1
 LEAST_TOKENS = 1024
 
 
+Advise = Callable[[Literal["sequence", "weights"]], str]
+
+
 @dataclass
 class Budget:
     """The size limit of micro-batches; halved for good when memory runs out.
 
     `tokens` counts padded tokens (rows x longest row), or real tokens when rows are `packed`;
     `rows` caps the rows. With `shared`, rows of one prompt stay in one micro-batch.
-    `too_long_advice` is the error text when a single row does not fit, `no_memory_advice` the one
-    when the gathered weights do not fit.
+    `row` names a row in errors. `advise` returns what to do when a single row does not fit
+    ("sequence"), or when the gathered weights leave no room for it ("weights").
     """
 
     tokens: int
@@ -40,11 +43,8 @@ class Budget:
     halvings: int = 0
     packed: bool = False
     shared: bool = False
-    too_long_advice: str = (
-        "a single sequence of {} tokens. Lower --max_response_length or --max_prompt_length, "
-        "switch on model.enable_gradient_checkpointing, or take a smaller --model."
-    )
-    no_memory_advice: str = "Use more GPUs (--n_gpus, --nnodes) or take a smaller --model."
+    row: str = "sequence of {} tokens"
+    advise: Advise = lambda cause: "Take a smaller --model."
 
     def size(self, rows: int, longest: int, real: int) -> int:
         """Return what rows count against `tokens`, from their longest length and real tokens."""
@@ -63,9 +63,11 @@ class Budget:
             if gathering:
                 raise UserError(
                     "Out of memory: the weights that a rank gathers leave no room for a single "
-                    f"sequence of {longest} tokens. {self.no_memory_advice}"
+                    f"sequence of {longest} tokens. {self.advise('weights')}"
                 )
-            raise UserError(f"Out of memory with {self.too_long_advice.format(longest)}")
+            raise UserError(
+                f"Out of memory with a single {self.row.format(longest)}. {self.advise('sequence')}"
+            )
         if self.packed:
             self.tokens = most_tokens // 2
         else:
@@ -220,22 +222,22 @@ def _group_rows(
 
 
 @contextmanager
-def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, advise: Callable[[], str]) -> Iterator[None]:
     """Turn running out of memory into an error with advice."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"{what} ran out of memory. {advice}") from error
+        raise UserError(f"{what} ran out of memory. {advise()}") from error
 
 
 @contextmanager
-def explain_step_errors(role: str, ranks: Ranks, advice: str) -> Iterator[None]:
+def explain_step_errors(role: str, ranks: Ranks, advise: Callable[[], str]) -> Iterator[None]:
     """Add the model and the rank to errors of an optimizer step: out of memory, or NCCL."""
     where = "" if ranks.alone else f" on learner rank {ranks.rank}"
     what = f"An optimizer step of the {role}{where}"
-    with explain_collective_errors(ranks.rank), explain_out_of_memory(what, advice):
+    with explain_collective_errors(ranks.rank), explain_out_of_memory(what, advise):
         yield
 
 
@@ -351,5 +353,5 @@ def _stand_in(
             raise
         raise UserError(
             f"Learner rank {ranks.rank} ran out of memory with its shortest sequence alone: the "
-            f"gathered weights leave no room. {budget.no_memory_advice}"
+            f"gathered weights leave no room. {budget.advise('weights')}"
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -61,6 +63,13 @@ def missing_packages(scene: Scene) -> Iterator[str]:
     for name, needed, who, mend in needs:
         if needed and name not in scene.machine.packages:
             yield f"{who} the package {name}, which is not installed: {mend}."
+    loggers = set(config.trainer.logger) - {"console"} - scene.machine.packages
+    if loggers:
+        names = sorted(loggers)
+        yield (
+            f"--logger {','.join(names)} is not installed. Run `{shlex.quote(sys.executable)} -m "
+            f"pip install {' '.join(names)}`, or leave it out of --logger."
+        )
     # The others are always imported.
     unneeded = {name for name, *_ in needs} - {name for name, needed, *_ in needs if needed}
     yield from (str(f) for f in scene.machine.version_faults if f.package not in unneeded)

@@ -17,8 +17,8 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Part
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.registry import build_reward
+from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import RULES
 from tests.rewards.scoring import make_rollout
 

@@ -449,9 +449,10 @@ class Trainer:
         self._recipe = recipe
         # Both samples of a pair are in one micro-batch, because the loss couples them.
         paired = isinstance(network.objective, PairObjective)
-        samples, what = (2, "pair of 2 x {}") if paired else (1, "row of {}")
-        advice = f"a single {what} tokens. {OUT_OF_MEMORY_ADVICE}"
-        self._budget = Budget(max(1, recipe.batch_tokens // samples), too_long_advice=advice)
+        samples, row = (2, "pair of 2 x {} tokens") if paired else (1, "row of {} tokens")
+        self._budget = Budget(
+            max(1, recipe.batch_tokens // samples), row=row, advise=lambda _: OUT_OF_MEMORY_ADVICE
+        )
         self._nonfinite_steps = 0
         self.skipped = 0
         self.optimizer = Optimizer(

@@ -1,0 +1,167 @@
+"""The reward by rule: built-in functions that compare a response with the ground truth.
+
+Rules that compare text answer immediately. Algebra runs in worker processes, code in sandboxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ppo_cli.config.schema.reward import Code
+from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.records import Part, Prompt, Rollout, Score
+from ppo_cli.rewards.base import Call, Reward, Tell, describe_episode, read_returned, tell_nobody
+from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, get_rule, score_immediately
+from ppo_cli.thoughts import NO_ANSWER
+
+if TYPE_CHECKING:
+    from ppo_cli.rewards.code.check import CodePool
+    from ppo_cli.rewards.pool import WorkerPool
+
+# Limits of one comparison in a worker: sympy may take for ever, or all memory.
+CPU_SECONDS = 3.0
+MAX_MEMORY_BYTES = 4 << 30
+
+
+def load_rule_function(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a rule's function for worker processes (`Rule.in_worker`) with `settings` bound.
+
+    The algebra of `math` is called once here, so that its imports do not count as time of a call.
+    """
+    score_rule = get_rule(name).in_worker
+    assert score_rule is not None
+
+    def compute_score(solution_str: str, ground_truth: Any, extra_info: Any, **_: Any) -> Any:
+        return score_rule(solution_str, ground_truth, extra_info, **settings)
+
+    if name == "math":
+        score_rule(r"\boxed{\frac{2}{4}}", "0.5", {})
+    return compute_score
+
+
+class RuleReward(Reward):
+    """Scores by rule: compares texts immediately, sends algebra to workers, code to sandboxes.
+
+    `rule` serves every row; without it each row's data_source selects one. `timeout` is in
+    seconds of wall time, `cpu_seconds` of the worker's processor time; `code` has the limits of
+    the rule `code`.
+    """
+
+    name = "rule"
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        timeout: float = 10.0,
+        num_workers: int = 2,
+        cpu_seconds: float = CPU_SECONDS,
+        code: Code | None = None,
+    ) -> None:
+        self._rule = rule
+        self._settings = dict(settings or {})
+        self._timeout = timeout
+        self._num_workers = num_workers
+        self._cpu_seconds = cpu_seconds
+        self._code = code
+        self._pools: dict[str, WorkerPool | CodePool] = {}
+        self._closed = False
+        _check_settings(rule, self._settings)
+
+    def start(
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
+    ) -> None:
+        """Choose the sandbox if the prompts need one.
+
+        Raises RewardError when no sandbox works, or when a rule can score none of its prompts.
+        """
+        check_prompts(self._rule, self._settings, prompts)
+        if any((self._rule or find_rule(p.data_source)) is RULES["code"] for p in prompts):
+            cast("CodePool", self._pool(RULES["code"])).start(tell)
+
+    def submit(self, rollout: Rollout) -> Future[Score]:
+        """Score one rollout; most rules have the score before this returns."""
+        if self._closed:
+            raise RuntimeError("this reward is closed")
+        prompt = rollout.prompt
+        rule = self._rule or find_rule(prompt.data_source)
+        if rule is None:
+            return _resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
+        text = rollout.full_text if rule.reads_thoughts else rollout.answer
+        extra_info = {"question": prompt.text, **prompt.extra_info, **describe_episode(rollout)}
+        call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
+        score = score_immediately(rule, call, self._settings)
+        # A response that ends inside its thought has no answer, even if the rule accepts "".
+        if (
+            not rule.reads_thoughts
+            and not text
+            and rollout.unclosed
+            and not (score and score.failure)
+        ):
+            score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
+        if score is None:
+            return self._pool(rule).submit(call, partial(_add_rule_name, rule))
+        return _resolved(_add_rule_name(rule, score))
+
+    def _pool(self, rule: Rule) -> WorkerPool | CodePool:
+        """Return the processes for a rule, created on first use: sandboxes for code, or workers."""
+        if rule.name in self._pools:
+            return self._pools[rule.name]
+        pool: WorkerPool | CodePool
+        if rule.in_worker is None:
+            from ppo_cli.rewards.code.check import CodePool
+
+            pool = CodePool(self._code or Code(), size=self._num_workers)
+        else:
+            from ppo_cli.rewards.pool import WorkerPool
+            from ppo_cli.rewards.worker import Task
+
+            load = partial(load_rule_function, rule.name, self._settings)
+            task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MAX_MEMORY_BYTES)
+            pool = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
+        self._pools[rule.name] = pool
+        return pool
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._closed = True
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _resolved(score: Score) -> Future[Score]:
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future
+
+
+def _add_rule_name(rule: Rule, score: Score) -> Score:
+    # Without the latency, so that the same rollout gives the same record.
+    info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
+    value = score.value
+    parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
+    return replace(score, parts=parts, info=info)
+
+
+def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
+    """Raise RewardError for function_kwargs without a rule, or which the rule lacks."""
+    if not settings:
+        return
+    if rule is None:
+        raise RewardError(
+            "reward.function_kwargs belong to --reward_function FILE:NAME or --rule NAME, "
+            "but neither is set."
+        )
+    for name in settings:
+        if name not in rule.settings:
+            names = ", ".join(rule.settings) or "none"
+            hint = did_you_mean(name, rule.settings)
+            raise RewardError(
+                f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
+                f"Known: {names}."
+            )
