@@ -15,4 +15,7 @@ ppo=${PPO_VENV:-$root/.venv}/bin/ppo
 # What the resume command of a run that stopped early begins with.
 PPO_COMMAND=$(printf %q "$ppo")
 export PPO_COMMAND
-exec "$ppo" train "$@"
+# A Ctrl-C while Python starts would print a traceback: it waits until `ppo` takes it.
+hold=()
+env --block-signal=INT true 2>/dev/null && hold=(env --block-signal=INT)
+exec ${hold[@]+"${hold[@]}"} "$ppo" train "$@"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ def start_with_jemalloc() -> None:
     Its child processes use the system's allocator: they do not inherit the variables.
     """
     if os.environ.get(CHOICE) == STARTED:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF"):
             os.environ.pop(name, None)
         return
@@ -63,6 +65,8 @@ def start_with_jemalloc() -> None:
     if library is None:
         return
     variables = {CHOICE: STARTED, "LD_PRELOAD": str(library), "MALLOC_CONF": SETTINGS}
+    # A Ctrl-C while Python starts would print a traceback: it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 

@@ -12,9 +12,16 @@ import time
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.report.metrics import score_metrics, staleness_metrics
+from ppo_cli.signals import note_end_of_work
 from ppo_cli.step.checks import check_reward
 from ppo_cli.step.pretraining import pretrain_critic
-from ppo_cli.step.sampling import StepSample, sample_references, sample_step, validate
+from ppo_cli.step.sampling import (
+    StepSample,
+    leave_step,
+    sample_references,
+    sample_step,
+    validate,
+)
 from ppo_cli.step.saving import (
     Snapshot,
     make_resumable,
@@ -70,6 +77,7 @@ def learn(job: Job, state: RunState, step_sample: StepSample, before: Snapshot) 
         # While the reward scores the responses, the engine annotates them with log-probs and
         # values. The scores become token rewards, and these become advantages.
         scored, scores, shaped = prepare_batch(job, state, step_sample, config.critic.lam)
+        leave_step(job, "annotating")
         state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
         # Train critic and actor in epochs of mini-batches; give the samplers the new weights.
         sums = update(job, state, shaped.batch)
@@ -110,6 +118,8 @@ def finish(job: Job, state: RunState) -> bool:
     done = last or is_out_of_patience(job, state)
     if done or stop_reason or state.is_best or is_due(state.step, trainer.save_freq):
         save(job, state, last=bool(done or stop_reason))
+    if done or stop_reason:
+        note_end_of_work()
     if stop_reason and not done:
         message = f"Stopped after step {state.step} ({stop_reason})."
         raise make_resumable(job, state, Interrupted(message))

@@ -22,6 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # second. The rest of ten seconds is for saving and for ending child processes.
 LEAVE_S = 4.0
 _received: list[float] = []  # when signals asked this run to stop
+_work_ended = -math.inf  # when the work that a signal had to wait for ended
 
 
 def note_signal() -> None:
@@ -29,9 +30,17 @@ def note_signal() -> None:
     _received.append(time.monotonic())
 
 
+def note_end_of_work() -> None:
+    """Note that the step which a signal waited for has ended: what ends now has LEAVE_S for it."""
+    global _work_ended
+    _work_ended = time.monotonic()
+
+
 def forget_signals() -> None:
     """Let waits take their time again: what a signal has asked to stop has ended."""
+    global _work_ended
     _received.clear()
+    _work_ended = -math.inf
 
 
 def time_left(since: float = -math.inf) -> float:
@@ -48,7 +57,7 @@ def time_left(since: float = -math.inf) -> float:
 
 def shorten_wait(seconds: float, least: float = 0.5) -> float:
     """Return how long something that ends may still take: `seconds`, less after a signal."""
-    return min(seconds, max(time_left(), least))
+    return min(seconds, max(time_left(_work_ended), least))
 
 
 AT_ONCE_S = 5.0  # from a second signal to the end of the process, whatever it waits for
@@ -73,14 +82,19 @@ def watch_interrupts() -> None:
     signal.signal(signal.SIGINT, _interrupt)
 
 
+def leave(code: int) -> None:
+    """End this process without freeing its objects one by one, which takes long."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def leave_at_once() -> None:
-    """End a command that Ctrl-C has unwound: freeing millions of rows one by one takes long."""
+    """End a command that Ctrl-C has unwound."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         print("Stopped.", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(EXIT_STOPPED)
+        leave(EXIT_STOPPED)
 
 
 def _forget_pipe() -> None:

@@ -12,6 +12,8 @@ from ppo_cli.errors import ConfigError
 # Ray's default port, which an old cluster may still have.
 RAY_PORT = 6379
 CONNECT_TIMEOUT_S = 3.0
+# The preface of a client, and its settings, which are the defaults.
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
 
 def resolve_host(host: str) -> str:
@@ -124,6 +126,19 @@ def accepts_connections(address: str) -> bool:
         socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
+    return True
+
+
+def answers(address: str) -> bool:
+    """Whether what accepts connections at host:port reacts to what is sent, as HTTP/2 or not."""
+    try:
+        with socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT_S) as line:
+            line.sendall(HTTP2_START)
+            line.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:  # it hung up
+        return True
     return True
 
 

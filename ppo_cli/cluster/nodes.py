@@ -36,6 +36,7 @@ from ppo_cli import cluster
 from ppo_cli.cluster.addresses import (
     CONNECT_TIMEOUT_S,
     accepts_connections,
+    answers,
     check_port,
     connection_error,
     head_address,
@@ -76,6 +77,10 @@ NOTE_EVERY_S = 15.0
 SAME_ON_ALL = (
     "the output there says why it cannot join; all nodes need the same PPO_CLUSTER_SECRET, "
     "output_dir, project_name and experiment_name"
+)
+SILENT = (
+    "accepts connections but does not answer. It is stopped or overloaded, or a firewall holds "
+    "its answers back:"
 )
 # When a node does not fit, node 0 waits this long for the others, to report all problems at once.
 GRACE_S = 20.0
@@ -414,6 +419,9 @@ def find_head(trainer: Trainer, address: str | None, tell: Tell) -> tuple[HeadSt
             "nodes, or another MASTER_PORT."
         ) from error
     except RpcError as error:
+        if not answers(at):
+            advice = "start the same command again on all nodes"
+            raise ConfigError(f"node 0 at {at} {SILENT} {advice}.") from error
         raise ConfigError(
             f"the server at {at} is not node 0 of this run: it is not a Ray head. Is "
             "MASTER_PORT the port of another program there?"
@@ -608,6 +616,10 @@ def _use_given_cluster(address: str, timeout_s: float, tell: Tell) -> Nodes:
                 "of its head to this machine, or set RAY_AUTH_TOKEN."
             ) from error
         except RpcError as error:
+            if not answers(address):
+                raise ConfigError(
+                    f"the server at RAY_ADDRESS {address} {SILENT} try `ray status` there."
+                ) from error
             raise ConfigError(
                 f"the server at RAY_ADDRESS {address} is not a Ray head. "
                 "Give the HOST:PORT that `ray start --head` printed."

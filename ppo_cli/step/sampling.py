@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from ppo_cli.planning.batches import most_gen_batches
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.base import RoundKind, submit_rollout
-from ppo_cli.signals import time_left
+from ppo_cli.signals import note_end_of_work, time_left
 from ppo_cli.step.checks import raise_if_reward_only_raises
 from ppo_cli.step.shaping import compute_penalties
 from ppo_cli.step.state import Job, RunState
@@ -166,12 +168,15 @@ def sample_rollouts(
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
     pairs: list[tuple[Rollout, Future[Score]]] = []
     job.in_flight[:] = [future for future in job.in_flight if not future.done()]
-    with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
-        for rollout in job.engine.generate(prompts, sampling):
+    # All engines return generators: closing one frees it.
+    drawn = cast("Any", job.engine.generate(prompts, sampling))
+    with job.tracker.phase(phase, len(prompts) * sampling.n) as advance, closing(drawn):
+        for rollout in drawn:
             future = Future[Score]() if deferred else submit_rollout(job.reward, rollout)
             pairs.append((rollout, future))
             job.in_flight.append(future)
             advance(1)
+            leave_step(job, "sampling")
     # All responses are submitted: rewards may now compare them with each other.
     if not deferred:
         job.reward.end_round(kind)
@@ -189,6 +194,16 @@ def gather(
             scored.append(Scored(rollout, _wait_for_score(job, future)))
             advance(1)
     return scored
+
+
+def leave_step(job: Job, doing: str) -> None:
+    """Raise Interrupted if a signal asked to stop some time ago.
+
+    It is called before the weights change: the step is undone, and repeated after the next start.
+    """
+    if time_left() <= 0 and (stop := job.stop_requested()):
+        note_end_of_work()
+        raise Interrupted(f"Stopped while {doing} ({stop}).")
 
 
 def _wait_for_score(job: Job, future: Future[Score]) -> Score:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -292,16 +293,29 @@ def test_a_node_on_which_ray_does_not_start_is_named(head: FakeHead) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "fragment"),
+    ("error", "greeting", "fragment"),
     [
-        (AuthenticationError("InvalidAuthToken"), "PPO_CLUSTER_SECRET, output_dir"),
-        (RpcError("timed out"), "is not a Ray head"),
+        (AuthenticationError("InvalidAuthToken"), b"", "PPO_CLUSTER_SECRET, output_dir"),
+        (RpcError("timed out"), b"", "does not answer"),
+        (RpcError("timed out"), b"SSH-2.0", "is not a Ray head"),
     ],
 )
-def test_a_head_that_is_not_ours(head: FakeHead, error: Exception, fragment: str) -> None:
+def test_a_head_that_is_not_ours(
+    head: FakeHead, error: Exception, greeting: bytes, fragment: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     head.error = error
-    with socket.create_server(("", 0)) as server:
+    if not greeting:
+        monkeypatch.setattr(addresses, "CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("", 0)) as server, ExitStack() as lines:
         port = server.getsockname()[1]
+
+        def greet() -> None:
+            with suppress(OSError):  # the server is closed
+                while greeting:
+                    lines.enter_context(server.accept()[0]).sendall(greeting)
+
+        threading.Thread(target=greet, daemon=True).start()
         assert fragment in str(Guest(config(1, master_port=port)).outcome())
         variables = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
         fragment = "needs its token" if isinstance(error, AuthenticationError) else fragment

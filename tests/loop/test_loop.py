@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli import signals
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import Interrupted, UserError, WorkerLost
 from ppo_cli.loop import run
@@ -504,15 +505,28 @@ def test_dynamic_sampling_ends_where_nothing_differs(make: Make) -> None:
         assert message in stage.screen.notes[-1]
 
 
-def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> None:
-    stops: list[str] = []
-    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in stops else None)
-    script.score = lambda rollout, step: stops.append("stop") or 1.0 if step == 2 else 1.0
-    stage = ran(script, Interrupted)
-    assert stage.job.store.steps() == [2]
-    assert stage.screen.notes[-1].startswith(
-        "Stopped after step 2 (SIGTERM). Everything up to step 2 of 4 is saved."
-    )
+@pytest.mark.parametrize(
+    ("patience", "message"),
+    [
+        (60.0, "Stopped after step 2 (SIGTERM). Everything up to step 2 of 4 is saved."),
+        (0.0, "Stopped while sampling (SIGTERM). Everything up to step 1 of 4 is saved."),
+    ],
+)
+def test_a_signal_saves_the_step_that_it_leaves_time_for(
+    patience: float, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "LEAVE_S", patience)
+    script = make(steps=4, stop_requested=lambda: "SIGTERM" if signals.time_left() < 90 else None)
+    script.score = lambda rollout, step: signals.note_signal() or 1.0 if step == 2 else 1.0
+    try:
+        stage = ran(script, Interrupted)
+    finally:
+        signals.forget_signals()
+    assert stage.screen.notes[-1].startswith(message)
+    assert stage.job.store.steps() == [int(message.split(" of ")[0][-1])]
+
+
+def test_a_stop_in_a_validation_goes_on_with_it(make: Make) -> None:
     down = {"now": True}
 
     def score(rollout: Rollout, step: int) -> float:

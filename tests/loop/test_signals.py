@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from ppo_cli.errors import EXIT_STOPPED
 from tests.loop.runs import ROOT
 
 OF_A_TERMINAL = """
@@ -38,6 +41,42 @@ with StopOnSignal(PlainScreen(sys.stdout).note) as stop:
 Path(sys.argv[1], "ended").write_text(str(stop.reason()))
 """
 
+# What takes a Ctrl-C away from a command -> how often it is pressed until the command ends.
+TAKES_IT = {
+    """
+class Finaliser:
+    def __del__(self):
+        touch()
+        time.sleep(0.5)
+
+Finaliser()
+""": 1,
+    """
+while True:
+    try:
+        touch()
+        time.sleep(600)
+    except KeyboardInterrupt:
+        pass
+""": 2,
+}
+COMMAND = """
+import sys, time
+from pathlib import Path
+from ppo_cli import signals
+
+def touch():
+    Path(sys.argv[1], "begun").touch()
+
+signals.AT_ONCE_S = 0.1
+signals.watch_interrupts()
+try:
+    exec(sys.argv[2])
+    time.sleep(600)
+except KeyboardInterrupt:
+    signals.leave_at_once()
+"""
+
 
 def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 300
@@ -47,8 +86,9 @@ def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def mind_the_terminal() -> None:
-    """Under `nohup` the tests themselves hand on that SIGHUP is ignored."""
+    """Under `nohup`, or in the background, the tests themselves hand on what is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -109,3 +149,22 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(120) != 0
         assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize(("program", "presses"), TAKES_IT.items(), ids=["finaliser", "library"])
+def test_a_ctrl_c_that_is_taken_away_ends_a_command(
+    program: str, presses: int, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path), program], stderr=subprocess.PIPE,
+        preexec_fn=mind_the_terminal, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        for _ in range(presses):
+            await_file(tmp_path / "begun", process)
+            (tmp_path / "begun").unlink()
+            process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_STOPPED and b"Traceback" not in printed

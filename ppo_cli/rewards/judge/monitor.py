@@ -34,6 +34,7 @@ from ppo_cli.rewards.remote.limits import Limits
 
 NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
 NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
+NOISE_STOP_S = 2.0  # the same for the last step before a stop, which has no later one
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.connection import DRAIN_S, connect_judge, connect_other
 from ppo_cli.rewards.judge.monitor import (
     MONITOR_PENDING,
+    NOISE_STOP_S,
     NOISE_WAIT_S,
     Canaries,
     LabelledCheck,
@@ -155,7 +156,7 @@ class JudgeReward(JudgeAsker, Reward):
         Repeated verdicts are waited for, so that they belong to a step's metrics in every run.
         """
         if self._measuring is not None:
-            wait([self._measuring], shorten_wait(NOISE_WAIT_S))
+            wait([self._measuring], shorten_wait(NOISE_WAIT_S, NOISE_STOP_S))
         if self._closed:
             return asyncio.run(self._collect_metrics())
         return self._loop.call(self._collect_metrics(), timeout=60.0)
