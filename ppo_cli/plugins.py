@@ -71,11 +71,17 @@ class PlanSection:
 
 @dataclass
 class Line:
-    """A command line under our own names; notes say what was left out, problems what is wrong."""
+    """A command line under our own names; notes say what was left out, problems what is wrong.
+
+    `foreign`: the line was written for another program, so that its settings without an effect are
+    remarked on, not refused. `defaults` are that program's: value and origin by setting.
+    """
 
     args: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    foreign: bool = False
+    defaults: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def advise(self, flag: str, names: Mapping[str, str]) -> str:
         """Return the end of the sentence `there is no flag --x`; "" where nothing is known of it.

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import os
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ PANELS = {
 # Keys of click's `ctx.meta` under which the parser leaves messages about unknown flags, and notes.
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
 FLAG_NOTES = "ppo_cli.flag_notes"
+FOREIGN = "ppo_cli.foreign"  # and whether the line is another program's, with its defaults
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
 SUGGESTION_CUTOFF = 0.75
 
@@ -43,7 +45,8 @@ class Arguments:
     """The arguments of a command, not yet checked.
 
     `flags` has (value, origin) by key, `extras` the flags of the command itself, `unknown` the
-    messages about flags that do not exist, `notes` those about flags that were left out.
+    messages about flags that do not exist, `notes` those about flags that were left out. `foreign`
+    has the defaults of the program that the line was written for; None for our own lines.
     """
 
     flags: Mapping[str, tuple[Any, str]]
@@ -55,6 +58,7 @@ class Arguments:
     notes: tuple[str, ...] = ()
     run: Path | None = None  # a run folder whose settings are the defaults
     debug: bool = False
+    foreign: Mapping[str, tuple[str, str]] | None = None
 
     @property
     def engine(self) -> Engine | None:
@@ -92,6 +96,7 @@ class Arguments:
                 environ=os.environ if environ is None else environ,
                 origins=origins,
                 run=self.run,
+                foreign=self.foreign,
             )
         except ConfigError as error:
             raise ConfigError([*self.unknown, *error.problems]) from error
@@ -137,6 +142,7 @@ def add_command(
                 extras={name: values[name] for name in extra_names},
                 unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
                 notes=ctx.meta.get(FLAG_NOTES, ()),
+                foreign=ctx.meta.get(FOREIGN),
                 debug=bool(ctx.find_root().obj),
             )
         )
@@ -219,6 +225,8 @@ class SettingsCommand(HelpCommand):
         """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
         lines = rewrite_line(args)
         ctx.meta[FLAG_NOTES] = tuple(note for line in lines for note in line.notes)
+        if any(line.foreign for line in lines):
+            ctx.meta[FOREIGN] = dict(ChainMap(*(line.defaults for line in lines)))
         known_words, unknown = self._split_unknown_flags(lines[-1].args)
         problems = [problem for line in lines for problem in line.problems]
         if unknown or problems:

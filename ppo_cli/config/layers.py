@@ -342,18 +342,21 @@ def read_layers(
     environ: Mapping[str, str],
     machine: Machine,
     origins: Mapping[str, str] | None = None,
+    foreign: Mapping[str, tuple[str, str]] | None = None,
     reward_files: Sequence[str] = (),
     run: Path | None = None,
 ) -> Layers:
-    """Read all layers: preset < run < files < variables < flags < overrides.
+    """Read all layers: another program's defaults < preset < run < files < variables < flags <
+    overrides.
 
     `run` is the folder of a run whose settings are the defaults. `origins` names where variables
     really come from, such as SLURM. A reward file is just below the layer that names it;
     `reward_files` were found, not named: they are below `run`.
     """
-    gathered = Layers()
+    gathered = Layers(foreign=foreign is not None)
     # Low layers are files; high ones are variables, flags and overrides.
-    low = [_read_preset(gathered, preset)] if preset else []
+    low = [[Entry(name, raw, origin) for name, (raw, origin) in (foreign or {}).items()]]
+    low += [_read_preset(gathered, preset)] if preset else []
     low += [gathered.read(Path(name), name, read_reward_file) for name in reward_files]
     if run is not None:
         entries = gathered.read(run / CONFIG_FILE, f"{RUN_ORIGIN}{run}")

@@ -65,15 +65,17 @@ def resolve(
     origins: Mapping[str, str] | None = None,
     run: Path | None = None,
     machine: Machine | None = None,
+    foreign: Mapping[str, tuple[str, str]] | None = None,
 ) -> Resolved:
     """Merge the layers, decide what is unset, and check the result.
 
     Raises one ConfigError with every problem. `machine` is this one unless it is given. The
     settings of a `run` folder are defaults, without those that only people may allow. `origins`
-    names where variables in `environ` really come from, such as SLURM.
+    names where variables in `environ` really come from, such as SLURM. `foreign` has the defaults
+    of the program that the line was written for.
     """
     machine = machine or Machine.here(environ)
-    sources = (flags, preset, config_files, overrides, environ, machine, origins)
+    sources = (flags, preset, config_files, overrides, environ, machine, origins, foreign)
     draft = _merge_layers(read_layers(*sources, run=run), machine)
     config = _build_config(draft)
     # Only the merged settings tell whether a judge or a reward model wants its file in this folder.

@@ -21,6 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
+from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.verl.translator import VERSION
@@ -36,7 +37,7 @@ LAUNCHER = re.compile(
 COUNTING = re.compile(
     r"(\S*/)?(accelerate|deepspeed|torchrun)$|torch\.distributed\.(run|launch)$|accelerate\.commands"
 )
-MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+/\S+\.py$")  # without a launcher
+MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+\.py$")  # without a launcher
 # What only the estimator gae uses.
 CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
 VARIABLE = re.compile(r"[A-Z][A-Za-z0-9_]*=")  # in front of a command
@@ -152,17 +153,24 @@ def translate(args: Sequence[str]) -> Translation:
     method = _method(estimator, flags, done)
     defaults = _list_defaults(estimator, method, done)
     done.values = {find_name(flag): values or [] for flag, values in defaults} | done.values
-    for flag in done.tables["with"].keys() & {*done.values, estimator, method}:
+    for flag in filter({*done.values, estimator, method}.__contains__, done.tables["with"]):
         rows = done.tables["with"][flag]
         done.tables = {**done.tables, **{name: done.tables[name] | rows[name] for name in rows}}
-    # What the line leaves out comes first and in one note, so that its own flags win.
-    silent = Translation(values=done.values, tables=done.tables)
-    done.args = _translate_flags(defaults, estimator, silent)
+    # What the line leaves out is in one note, and below everything that somebody set.
+    done.foreign = bool(done.program or defaults)
     if defaults:
         left_out = " ".join(" ".join([flag, *(values or [])]) for flag, values in defaults)
         label = done.tables["defaults_of"].get(method or estimator)
         whole = f"What the line leaves out is as in {label}: {left_out}"
         done.notes.append(f"{whole if method else f'{left_out}: the line has flags of {label}'}.")
+        silent = Translation(values=done.values, tables=done.tables)
+        for word, values in _split(_translate_flags(defaults, estimator, silent)):
+            name, _, value = word.partition("=")
+            raw = " ".join(values) if values else value
+            done.defaults[own_flags().get(name, name)] = (raw, f"{DEFAULT} of {label}")
+    # The program's name or a flag says which estimator it is: no default.
+    if chosen := done.defaults.pop("algorithm.adv_estimator", None):
+        done.args = ["--adv_estimator", chosen[0]]
     done.args += _translate_flags(flags, estimator, done)
     return done
 
@@ -443,8 +451,9 @@ def _list_defaults(estimator: str, method: str, done: Translation) -> list[Flag]
     rows = {
         n: v for n, v in rows.items() if not (_targets(n) & typed or (estimator and n in critic))
     }
-    if not {"lora_r", "lora_rank"} & done.values.keys():
-        rows.pop("lora_alpha", None)
+    adapter = "".join(done.values.get("use_peft", ["no"])).lower() not in OFF
+    if not adapter and not {"lora_r", "lora_rank"} & done.values.keys():
+        rows = {name: value for name, value in rows.items() if not name.startswith("lora_")}
     # A batch that does not divide stays ours.
     counted = Translation(values={n: v.split() for n, v in rows.items()} | done.values)
     if "per_device_train_batch_size" in rows and not _count_batches("", counted):

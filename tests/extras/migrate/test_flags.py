@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.cli.flags import describe_unknown_flags, list_flag_keys
 from ppo_cli.config.layers import DATA_FOLDER
+from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.flags import (
@@ -163,42 +166,123 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, words: s
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "words", "defaults"),
     [
         (
             "trl grpo --max_completion_length 64 --batch_size 4 --mini_batch_size 4",
-            "--adv_estimator grpo actor.optim.lr_scheduler_type=linear --rollout_n 8"
-            " actor.use_kl_loss=false"
-            " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
-            " actor.loss_agg_mode=token-mean --epochs 3 actor.optim.weight_decay=0.0"
-            " actor.clip_ratio_c=null --max_response_length 64 --batch_size 4 --mini_batch_size 4",
+            "--adv_estimator grpo --max_response_length 64 --batch_size 4 --mini_batch_size 4",
+            "actor.optim.lr_scheduler_type=linear rollout.n=8 actor.use_kl_loss=false"
+            " algorithm.use_kl_in_reward=false actor.loss_agg_mode=token-mean"
+            " trainer.total_epochs=3 actor.optim.weight_decay=0.0 actor.clip_ratio_c=null",
         ),
         (
             "--pretrain m --advantage_estimator rloo --lr_scheduler constant --l2 0.1"
             " --prompt_max_len 8 --rollout_batch_size 8 --train_batch_size 4 --adam_betas 1 2"
             " --input_key q --apply_chat_template --data.max_len 16 --init_kl_coef 0",
-            "actor.optim.lr_warmup_steps_ratio=0.03 reward.shaping.reward_clip=10"
-            " actor.clip_ratio_c=null --model m algorithm.adv_estimator=rloo"
+            "--model m algorithm.adv_estimator=rloo"
             " actor.optim.lr_scheduler_type=constant actor.optim.weight_decay=0.1"
             " --max_prompt_length 8 --batch_size 8 --mini_batch_size 4 actor.optim.betas=[1,2]"
             " data.prompt_key=q data.apply_chat_template=true --data.max_len 16"
             " algorithm.use_kl_in_reward=true --kl_coef 0",
+            "actor.optim.lr_warmup_steps_ratio=0.03 reward.shaping.reward_clip=10"
+            " actor.clip_ratio_c=null",
         ),
         (
             "trl grpo --use_peft --lora_r 8 --beta 0 --loss_type grpo --max_completion_length 1"
             " --num_train_epochs 1 --batch_size 1 --weight_decay 0",
-            "--lora_alpha 32 actor.optim.lr_scheduler_type=linear"
-            " --rollout_n 8 actor.clip_ratio_c=null --lora_rank 8 actor.use_kl_loss=false"
+            "--lora_rank 8 actor.use_kl_loss=false"
             " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
             " actor.loss_agg_mode=seq-mean-token-mean --max_response_length 1 --epochs 1"
             " --batch_size 1 actor.optim.weight_decay=0",
+            "model.lora_alpha=32 actor.optim.lr_scheduler_type=linear rollout.n=8"
+            " actor.clip_ratio_c=null",
         ),
-        ("--num_generations 4", "--adv_estimator grpo --rollout_n 4"),
-        ("python main_grpo.py actor.optim.lr=1", "--adv_estimator grpo actor.optim.lr=1"),
+        (
+            "trl ppo --use_peft --lora_alpha 8 --response_length 9 --batch_size 2 --lr 1",
+            "--lora_alpha 8 --max_response_length 9 --batch_size 2 --lr 1",
+            "model.lora_rank=16 actor.optim.lr_scheduler_type=linear"
+            " critic.optim.lr_scheduler_type=linear algorithm.kl_ctrl.kl_coef=0.05"
+            " actor.ppo_epochs=4 critic.ppo_epochs=4 rollout.temperature=0.7"
+            " critic.cliprange_value=0.2 trainer.total_epochs=3"
+            " actor.optim.weight_decay=0.0 critic.optim.weight_decay=0.0 actor.clip_ratio_c=null",
+        ),
+        ("--num_generations 4", "--adv_estimator grpo --rollout_n 4", ""),
+        (
+            "python main_grpo.py actor.optim.lr=1",
+            "--adv_estimator grpo actor.optim.lr=1",
+            "",
+        ),
     ],
 )
-def test_what_a_whole_line_of_another_program_leaves_out_is_as_there(line: str, words: str) -> None:
-    assert translate(line.split()).args == words.split()
+def test_what_a_whole_line_of_another_program_leaves_out_is_as_there(
+    line: str, words: str, defaults: str
+) -> None:
+    done = translate(line.split())
+    settings = [f"{key}={value}" for key, (value, _) in done.defaults.items()]
+    assert (done.args, settings) == (words.split(), defaults.split())
+
+
+def follow_advice(line: list[str], text: str) -> list[str]:
+    """Return a line after what its messages say: what they refuse is left out, what they name set.
+
+    The first of two ways is taken; MODEL and FILE, which only users know, are the bundled ones.
+    """
+    for message in text.splitlines():
+        if command := re.search(r"`[^`]* train (--preset [^`]*)`", message):
+            return re.sub(r"\b(MODEL|FILE)\b", "embedded", command[1]).split()
+        problem, _, advice = message.partition(": use " if ": use " in message else ". Use ")
+        name = r"--[\w.]+|\w+(?:\.\w+)+"
+        left_out = re.findall(r"leave out (.*)", advice)
+        refused = set(re.findall(name, " ".join([problem, *left_out])))
+        rest, line = line, []
+        while rest:
+            word, *rest = rest
+            values = list(itertools.takewhile(lambda w: w[:2] != "--" and "=" not in w, rest))
+            values = values if word.startswith("--") else []
+            rest = rest[len(values) :]
+            if word.partition("=")[0].removeprefix("actor_rollout_ref.") not in refused:
+                line += [word, *values]
+        line += re.findall(r"--\w+ [\d.]+|[\w.]+=[a-z\d.]+|--preset \w+", advice)[:1]
+        line = " ".join(line).split()
+    return line
+
+
+TRL = "trl grpo --model_name_or_path embedded --max_completion_length 32"
+OPENRLHF = (
+    "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path embedded --data.input_key"
+    " prompt --data.prompt_dataset embedded --rollout.n_samples_per_prompt 4"
+)
+VERL = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=embedded"
+    " data.train_files=embedded data.val_files=embedded"
+)
+LINES = [
+    *(f"{TRL} --loss_type {loss}" for loss in ("grpo", "dr_grpo", "cispo", "sapo --epsilon 0.1")),
+    f"{TRL} --importance_sampling_level sequence --loss_type bnpo --delta 5 --use_peft",
+    f"{TRL} --scale_rewards none --mask_truncated_completions --reward_funcs a.b",
+    "python rloo.py --rloo_k 4 --sft_model_path embedded --non_eos_penalty",
+    "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
+    f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",
+    f"{OPENRLHF} --algo.kl.target 6 --ds.lora.rank 8 --ds.lora.dropout 0.1 --data.label_key gold",
+    f"{VERL} algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    " actor_rollout_ref.rollout.n=4",
+    f"{VERL} algorithm.adv_estimator=grpo distillation.enabled=true distillation.num_workers=8",
+    f"{VERL} reward.reward_model.rollout.prompt_length=8 reward.reward_model.enable=false",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_folder("embedded"), "TEACHER")
+    words = line.split()
+    for _ in range(2):
+        if main(["plan", *words]) == 0:
+            return
+        words = follow_advice(words, capsys.readouterr().err)
+    assert main(["plan", *words]) == 0, words
 
 
 @pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])
