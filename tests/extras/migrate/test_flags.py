@@ -94,7 +94,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "arguments"),
     [
         ("CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo rollout.n=4", "rollout.n=4"),
         (
@@ -160,13 +160,13 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
     ],
 )
-def test_a_line_of_another_program_means_what_it_means_there(line: str, words: str) -> None:
+def test_a_line_of_another_program_means_what_it_means_there(line: str, arguments: str) -> None:
     done = translate(shlex.split(line))
-    assert (done.args[-len(words.split()) :], done.problems) == (words.split(), [])
+    assert (done.args[-len(arguments.split()) :], done.problems) == (arguments.split(), [])
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "defaults"),
+    ("line", "arguments", "defaults"),
     [
         (
             "trl grpo --max_completion_length 64 --batch_size 4 --mini_batch_size 4",
@@ -215,11 +215,11 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, words: s
     ],
 )
 def test_what_a_whole_line_of_another_program_leaves_out_is_as_there(
-    line: str, words: str, defaults: str
+    line: str, arguments: str, defaults: str
 ) -> None:
     done = translate(line.split())
     settings = [f"{key}={value}" for key, (value, _) in done.defaults.items()]
-    assert (done.args, settings) == (words.split(), defaults.split())
+    assert (done.args, settings) == (arguments.split(), defaults.split())
 
 
 def follow_advice(line: list[str], text: str) -> list[str]:
@@ -277,12 +277,12 @@ def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_folder("embedded"), "TEACHER")
-    words = line.split()
+    arguments = line.split()
     for _ in range(2):
-        if main(["plan", *words]) == 0:
+        if main(["plan", *arguments]) == 0:
             return
-        words = follow_advice(words, capsys.readouterr().err)
-    assert main(["plan", *words]) == 0, words
+        arguments = follow_advice(arguments, capsys.readouterr().err)
+    assert main(["plan", *arguments]) == 0, arguments
 
 
 @pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])
