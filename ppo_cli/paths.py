@@ -51,6 +51,16 @@ def is_existing(text: str) -> bool:
     return not path_problem(text) and os.path.exists(os.path.expanduser(text))
 
 
+def find_special_file(folder: Path) -> Path | None:
+    """Return a pipe, a socket or a device in a folder, which nobody can copy; None without one."""
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            path = Path(directory, name)
+            if path.exists() and not path.is_file():
+                return path
+    return None
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file, with bytes that are not UTF-8 replaced.
 

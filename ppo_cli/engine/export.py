@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from ppo_cli.atomic import open_to_readers
-from ppo_cli.config.models.folder import read_config
+from ppo_cli.config.models.folder import check_files, read_config
 from ppo_cli.engine.checkpoint import StoredTensors, stored_tensors, to_file_layout
 from ppo_cli.engine.export_check import (
     compare_outputs,
@@ -92,7 +92,14 @@ def write_model(
     if base is not None and not is_adapter:
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
     # An adapter is merged into its base model; a full model is cast file by file.
-    shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES))
+    check_files(source)
+    skipped = shutil.ignore_patterns(*REPLACED_FILES)
+    try:
+        shutil.copytree(
+            source, out, dirs_exist_ok=True, ignore=skipped, ignore_dangling_symlinks=True
+        )
+    except shutil.Error as error:  # of each file: its path, that of its copy, and the problem
+        raise ModelError(f"A file of the model cannot be copied: {error.args[0][0][2]}.") from error
     if is_adapter:
         name, critic = base or base_name(source), _is_critic_adapter(source)
         adapted = _load_adapted(source, name, quantization, trust_remote_code=trust_remote_code)
@@ -224,6 +231,8 @@ def _cast_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     with closing(stored):
+        if not stored:
+            raise ModelError(f"The checkpoint {source} is damaged: its files hold no tensors.")
         _write_shards(out, stored, read)
 
 

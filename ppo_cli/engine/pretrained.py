@@ -88,8 +88,9 @@ def name_load_errors(path: str, what: str, flag: str) -> Iterator[None]:
     """Turn known failures of a loader into one ModelError."""
     try:
         yield
-    except DAMAGED as error:
-        if is_out_of_memory(error):
+    except Exception as error:
+        # Of files: the tokenizers library raises plain Exceptions.
+        if is_out_of_memory(error) or not (type(error) is Exception or isinstance(error, DAMAGED)):
             raise
         raise ModelError(_describe_load_error(path, what, flag, error)) from error
 

@@ -119,7 +119,9 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_model("list", [])
     make_model("words", {"vocab_size": 10})
     make_model("hidden", {"hidden_size": 0})
-    make_model("text", {"hidden_size": "big"})
+    make_model("sizes", {"intermediate_size": {"a": 1}})
+    make_model("kind", {"model_type": ["qwen2"]})
+    os.mkfifo(make_model("pipe") / "notes")
     make_model("layers", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
     point_index_at("passwd", "../../etc/passwd")
     point_index_at("beside", "../elsewhere.safetensors")
@@ -130,7 +132,9 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "list": "should hold a JSON object",
         "words": "vocab_size 10, but the tokenizer",
         "hidden": "hidden_size 0",
-        "text": "hidden_size 'big'",
+        "sizes": "intermediate_size {'a': 1}",
+        "kind": "has no model_type",
+        "pipe": "pipe/notes is a pipe",
         "layers": "missing tensors: model.layers.2.*",
         "passwd": "'../../etc/passwd'",
         "beside": "'../elsewhere.safetensors'",
@@ -144,6 +148,7 @@ def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for name, fragment in fragments.items()
         for word in ("plan", "train")
     }
+    typed["export"] = (["export", "pipe", "--out", "exported"], fragments["pipe"])
     assert wrongly_told(typed, capfd) == {}
 
 

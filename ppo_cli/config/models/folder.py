@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ppo_cli.config.models.known_models import (
     find_model_folder,
     hub_cache,
 )
-from ppo_cli.config.models.remote_configs import find_config
+from ppo_cli.config.models.remote_configs import config_problem, find_config
 from ppo_cli.config.models.weight_files import (
     SAFETENSORS,
     read_json,
@@ -24,7 +24,7 @@ from ppo_cli.config.models.weight_files import (
     weights_problem,
 )
 from ppo_cli.errors import ModelError
-from ppo_cli.paths import user_path
+from ppo_cli.paths import find_special_file, user_path
 
 # Words of a config.json.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -63,6 +63,7 @@ def check_folder(path: str, flag: str) -> None:
             f"The folder {path} holds no config.json, so it is not a model. Give a folder written "
             "by save_pretrained, such as RUN/checkpoints/latest/actor."
         )
+    check_files(local)
     if local.exists():
         return
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
@@ -74,10 +75,12 @@ def check_folder(path: str, flag: str) -> None:
         )
 
 
-SIZE_KEYS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
-)  # fmt: skip
+def check_files(folder: Path) -> None:
+    """Raise ModelError where a folder has a pipe or a device, which loaders would wait for."""
+    if special := find_special_file(folder):
+        raise ModelError(f"{special} is a pipe, a socket or a device, not a file: remove it.")
+
+
 VALUE_HEADS = ("score", "classifier")  # transformers' names of a token classifier's head
 # A model of the same family may have a few added tokens: a fiftieth of the vocabulary may differ.
 _MAX_OTHER_TOKENS = 1 / 50
@@ -101,7 +104,7 @@ def folder_problem(
     """
     try:
         config = read_json(folder / "config.json")
-        if problem := next(_size_problems(config), ""):
+        if problem := config_problem(config):
             return f"{problem}. Correct it, or name another folder with {flag}."
         read_json(folder / "generation_config.json")  # transformers ignores a damaged one
         if weights and (problem := weights_problem(folder, config, head=head)):
@@ -196,17 +199,6 @@ def full_kl_problem(
         f"{' '.join(f'{key}=low_var_kl' for key in keys)}, which reads the sampled tokens alone, "
         "or another --ref_model."
     )
-
-
-def _size_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the kind and the sizes in config.json."""
-    text = text_config(config)
-    if not {"model_type", "auto_map"} & config.keys():
-        yield "config.json has no model_type, which says what kind of model it is"
-    for key in SIZE_KEYS:
-        value = text.get(key)
-        if isinstance(value, int | float | str) and not (type(value) is int and value > 0):
-            yield f"config.json has {key} {value!r}, which is no size: a whole number from 1 up"
 
 
 def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,16 +17,45 @@ from typing import Any
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.config.models.weight_files import read_json
-from ppo_cli.errors import ModelError
+from ppo_cli.config.models.weight_files import LAYERS, read_json, text_config
+from ppo_cli.errors import ModelError, shorten
 from ppo_cli.machine.device_record import cache_folder
 from ppo_cli.paths import load_json, read_text, user_path
 
 DEADLINE_S = 3.0  # of the only attempt: names may take long to resolve behind a firewall
 HUB, TABLE = "the hub", "the bundled table"
+SIZE_KEYS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+MAX_SIZE, MAX_LAYERS = (
+    10**7,
+    10**4,
+)  # ten times what the widest vocabularies and deepest models have
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Addresses that did not answer in this process: not tried again for the next model.
 _silent: set[str] = set()
+
+
+def config_problem(config: Mapping[str, Any]) -> str:
+    """Return what is wrong with the kind and the sizes in a config.json; "" for nothing."""
+    text = text_config(config)
+    if not isinstance(config.get("model_type", "" if "auto_map" in config else None), str):
+        return "config.json has no model_type, which says what kind of model it is"
+    for key in ("architectures", "layer_types"):
+        names = text.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"config.json has {key} {shorten(repr(names), 40)}, which is not a list of names"
+    for key in SIZE_KEYS:
+        value = text.get(key)
+        sizes = [] if value is None else value if isinstance(value, list) else [value]
+        largest = MAX_LAYERS if key in LAYERS else MAX_SIZE
+        if not all(type(size) is int and 0 < size <= largest for size in sizes):
+            return (
+                f"config.json has {key} {shorten(repr(value), 40)}, which is not a size: a whole "
+                f"number from 1 to {largest:,}"
+            )
+    return ""
 
 
 def find_config(path: str) -> tuple[dict[str, Any], str]:
@@ -40,7 +70,10 @@ def find_config(path: str) -> tuple[dict[str, Any], str]:
             from huggingface_hub import try_to_load_from_cache
 
             file = try_to_load_from_cache(path, "config.json")
-        return (read_json(Path(file)), "") if isinstance(file, str | Path) else remote_config(path)
+        if not isinstance(file, str | Path):
+            return remote_config(path)
+        config = read_json(Path(file))
+        return ({} if config_problem(config) else config), ""
     except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
         return {}, ""
 

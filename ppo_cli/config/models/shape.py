@@ -92,10 +92,10 @@ class Shape:
         kinds = {*(fields.get("layer_types") or ())}
         if not kinds <= ATTENTION or any(map(NOT_PLAIN.match, fields)):
             return None
-        if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary)):
+        keys = first("num_key_value_heads", "num_kv_heads") or heads
+        if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary, keys)):
             return None
         size = fields.get("head_dim") or hidden // heads
-        keys = first("num_key_value_heads", "num_kv_heads") or heads
         inner = first(
             "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
         )
