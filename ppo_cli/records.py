@@ -86,7 +86,7 @@ class Turn:
     all tokens that the model read before this turn. `message` is the policy's text as the chat
     template reads it (content, tool_calls); `rewards` are the environment's, by name. `error` says
     what was wrong with its tool calls, `cut` that the turn reached its limit of tokens. `tools` has
-    the seconds of each tool call by tool name, in order.
+    the seconds of each tool call by tool name, in order, `metrics` figures of the environment.
     """
 
     start: int
@@ -100,6 +100,7 @@ class Turn:
     error: str = ""
     cut: bool = False
     context: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,11 @@ class Rollout:
     def messages(self) -> list[Message]:
         """The conversation of an episode: its opening, then each turn with the replies to it."""
         return [*self.prompt.messages, *(m for t in self.turns for m in (t.message, *t.replies))]
+
+    @property
+    def lacks_reward(self) -> bool:
+        """Whether a limit ended the episode before its environment gave a reward."""
+        return bool(self.ended) and not any(turn.rewards for turn in self.turns)
 
     @property
     def turn_start(self) -> int:

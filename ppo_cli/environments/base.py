@@ -29,7 +29,7 @@ class Reply:
     `messages` come after the policy's (role tool or user); none are needed when it is `done`.
     `rewards` are the parts of this turn's reward by name. `error` says what was wrong with the
     message, if the environment could not act on it; the messages then tell the policy. `tools` has
-    the seconds of each tool call by tool name.
+    the seconds of each tool call by tool name, `metrics` are figures by name that are no rewards.
     """
 
     messages: tuple[Message, ...] = ()
@@ -38,6 +38,7 @@ class Reply:
     error: str = ""
     tools: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class EnvironmentFailure(Exception):

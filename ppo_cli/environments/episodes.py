@@ -217,6 +217,7 @@ class Episodes:
             turn = replace(
                 turn, replies=tuple(reply.messages), rewards=dict(reply.rewards),
                 error=turn.error or reply.error, seconds=reply.seconds, tools=tuple(reply.tools),
+                metrics=dict(reply.metrics),
             )  # fmt: skip
             episode.played = replace(episode.played, turns=(*earlier, turn))
             if reply.done:
@@ -244,7 +245,9 @@ class Episodes:
             return episode.finish(str(error))
         rewards = Counter(turn.rewards)
         rewards.update(reply.rewards)
-        turn = replace(turn, rewards=dict(rewards), seconds=turn.seconds + reply.seconds)
+        metrics = {**turn.metrics, **reply.metrics}
+        seconds = turn.seconds + reply.seconds
+        turn = replace(turn, rewards=dict(rewards), metrics=metrics, seconds=seconds)
         episode.played = replace(episode.played, turns=(*earlier, turn))
         return episode.finish()
 

@@ -221,13 +221,16 @@ class _Process:
         result = await self._call_episode(operation, episode, **fields)
         try:
             tools = tuple((str(name), float(seconds)) for name, seconds in result["tools"])
-            rewards = {name: float(value) for name, value in result["rewards"].items()}
-            if not all(map(math.isfinite, rewards.values())):
+            rewards, metrics = (
+                {name: float(value) for name, value in result[kind].items()}
+                for kind in ("rewards", "metrics")
+            )
+            if not all(map(math.isfinite, (*rewards.values(), *metrics.values()))):
                 raise ValueError
             messages, error = _read_messages(result["messages"]), str(result["error"])
-            reply = Reply(
-                messages, result["done"] is True, rewards, error, tools, time.monotonic() - started
-            )
+            seconds = time.monotonic() - started
+            done = result["done"] is True
+            reply = Reply(messages, done, rewards, error, tools, seconds, metrics)
             return reply, {event: int(result[event]) for event in EVENTS}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise self._refuse_answer() from None

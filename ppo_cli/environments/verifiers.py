@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,10 @@ from verifiers.v1.clients.client import resolve_client  # noqa: E402
 from verifiers.v1.configs.agent import agent_config_fields  # noqa: E402
 from verifiers.v1.dialects.chat import message_to_wire  # noqa: E402
 from verifiers.v1.harnesses.null import NullHarness  # noqa: E402
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # noqa: E402
+from verifiers.v1.harnesses.utils.mcp import connect_mcp  # noqa: E402
+from verifiers.v1.harnesses.utils.mcp import (  # noqa: E402
+    mcp_content_to_chat_content as read_content,
+)
 from verifiers.v1.interception import server as interception  # noqa: E402
 from verifiers.v1.runtimes import ProgramResult  # noqa: E402
 from verifiers.v1.utils.loaders import env_config_type, load_environment  # noqa: E402
@@ -49,7 +53,8 @@ class PolicyHarness(NullHarness):
         mcp_urls: dict[str, str], data: Any, tool_interception_url: str | None = None,
     ) -> Any:  # fmt: skip
         """Ask the model and run its tool calls until it makes none."""
-        Taskset.asking[ctx.model].trace = trace
+        episode = Taskset.asking[ctx.model]
+        episode.trace = trace
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -72,9 +77,14 @@ class PolicyHarness(NullHarness):
                     return ProgramResult(0, "", "")
                 for call in message["tool_calls"]:
                     name, text = call["function"]["name"], call["function"]["arguments"]
-                    content = f"error: unknown tool {name!r}"
+                    content: Any = f"error: unknown tool {name!r}"
+                    is_error = name not in names
                     if name in names:
-                        content = await call_mcp(clients, names, name, json.loads(text))
+                        server, tool = names[name]
+                        ask = operator.methodcaller("call_tool", tool, json.loads(text))
+                        result = await clients[server].run(ask)
+                        content, is_error = read_content(result.content), result.is_error
+                    episode.errors += [f"{name}: {content}"] if is_error else []
                     reply = {"role": "tool", "tool_call_id": call["id"], "name": name}
                     messages.append({**reply, "content": content})
 
@@ -156,6 +166,7 @@ class Episode:
         self._run: asyncio.Task[Any] | None = None
         self._num_messages = 0
         self.trace: Any = None  # of the conversation under way
+        self.errors: list[str] = []  # of tool calls, since the last reply
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools that the first task offers."""
@@ -188,21 +199,23 @@ class Episode:
         assert self._answer is not None and self._run is not None
         self._answer.set_result(message)
         body = await self._next_request()
+        error = "; ".join(self.errors)
+        self.errors.clear()
         if body is not None:
             # After those of before, and the policy's own.
             replies = body["messages"][self._num_messages + 1 :]
             self._num_messages = len(body["messages"])
-            return {"messages": [read_message(reply) for reply in replies]}
-        return {"messages": None, "done": True, "reward": read_rewards(self._run.result())}
+            return {"messages": [read_message(reply) for reply in replies], "error": error}
+        return {"messages": None, "done": True, "error": error, **read_result(self._run.result())}
 
-    async def finish(self) -> dict[str, float]:
-        """End the conversation as the limit of turns in verifiers does; returns the rewards."""
+    async def finish(self) -> dict[str, Any]:
+        """End the conversation as the limit of turns in verifiers does; returns its result."""
         assert self._run is not None and self._answer is not None
         while not self._run.done():
             self.trace.stop("max_turns")
             self._answer.set_exception(RuntimeError("a limit has ended the episode"))
             await self._next_request()
-        return read_rewards(self._run.result())
+        return read_result(self._run.result())
 
     async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the policy's message in answer to a request of verifiers."""
@@ -227,12 +240,13 @@ class Episode:
             self._run.cancel()
 
 
-def read_rewards(episode: Any) -> dict[str, float]:
-    """Return the rewards of an episode of verifiers by name; RuntimeError if it failed."""
+def read_result(episode: Any) -> dict[str, dict[str, float | None]]:
+    """Return reward and metrics of an episode of verifiers by name; RuntimeError if it failed."""
     if not episode.ok:
         raise RuntimeError(read_errors(episode))
-    named = (item for trace in episode.traces for item in trace.rewards.items())
-    return {name: reward.value for name, reward in named if reward is not None}
+    rewards = {name: r.value for t in episode.traces for name, r in t.rewards.items() if r}
+    metrics = {name: value for t in episode.traces for name, value in t.metrics.items()}
+    return {"reward": rewards, "metrics": metrics}
 
 
 def read_errors(episode: Any) -> str:

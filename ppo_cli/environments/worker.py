@@ -41,7 +41,9 @@ ADAPTERS = {
 PLUGIN = "plugin:"  # before the entry point of a package, MODULE:NAME
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
-STEP_KEYS = ("messages", "done", "reward", "error", "tools", "timeouts", "crashes", "restarts")
+STEP_KEYS = (
+    "messages", "done", "reward", "error", "tools", "metrics", "timeouts", "crashes", "restarts",
+)  # fmt: skip
 STEP_ADVICE = "step returns (messages, done, reward), or a dict with these keys"
 # How a class plays an environment of Gymnasium, whose actions are numbers, in `self.env`.
 GYM_RESET = 'def reset(self, row): return str(self.env.reset(seed=row["seed"])[0])'
@@ -319,25 +321,32 @@ def read_step(value: Any, limit: int) -> dict[str, Any]:
         raise BadReply(f"step returned {_kind(done)} as done, not True or False; {STEP_ADVICE}")
     reward = fields.get("reward")
     parts = reward if isinstance(reward, dict) else {"environment": reward}
-    rewards = {}
-    for name, number in parts.items():
-        if number is None:
-            continue
-        try:
-            rewards[str(name)] = float(number)
-        except (TypeError, ValueError):
-            text = f"step returned {_kind(number)} as the reward {name!r}, not a number"
-            raise BadReply(text) from None
-        if not abs(rewards[str(name)]) < float("inf"):
-            raise BadReply(f"step returned {number} as the reward {name!r}")
     messages = read_messages(fields.get("messages"), "step", limit)
     if not (messages or done):
         raise BadReply("step returned no message, but the episode is not done")
     return {
-        "messages": messages, "done": bool(done), "rewards": rewards,
+        "messages": messages, "done": bool(done),
+        "rewards": _read_numbers(parts, "reward"),
+        "metrics": _read_numbers(fields.get("metrics") or {}, "metric"),
         "error": str(fields.get("error") or ""), "tools": fields.get("tools", []),
         **{event: fields.get(event, 0) for event in ("timeouts", "crashes", "restarts")},
     }  # fmt: skip
+
+
+def _read_numbers(numbers: dict[Any, Any], kind: str) -> dict[str, float]:
+    """Return rewards or metrics by name, without those that are None; raises BadReply."""
+    read = {}
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        try:
+            read[str(name)] = float(number)
+        except (TypeError, ValueError):
+            text = f"step returned {_kind(number)} as the {kind} {name!r}, not a number"
+            raise BadReply(text) from None
+        if not abs(read[str(name)]) < float("inf"):
+            raise BadReply(f"step returned {number} as the {kind} {name!r}")
+    return read
 
 
 async def _wait(value: Awaitable[Any]) -> Any:
@@ -533,8 +542,16 @@ class Worker:
     async def _finish(self, episode: str, timeout: float) -> dict[str, Any]:
         """Ask for the reward that is still due when a limit of the run ends an episode."""
         finish = getattr(self._episodes[episode], "finish", None)
-        reward = await self._call(finish, timeout=timeout) if callable(finish) else None
-        return read_step({"done": True, "reward": reward}, self._max_reply_chars)
+        reward: Any = None
+        metrics: dict[str, Any] = {}
+        if callable(finish):
+            reward = await self._call(finish, timeout=timeout)
+            if isinstance(reward, dict) and isinstance(reward.get("metrics"), dict):
+                reward, metrics = reward.get("reward"), reward["metrics"]
+            # A reward that is not given is masked, unless the environment says that none is due.
+            reward = 0.0 if reward is None else reward
+        fields = {"done": True, "reward": reward, "metrics": metrics}
+        return read_step(fields, self._max_reply_chars)
 
     async def _close_episode(self, episode: str, timeout: float) -> None:
         environment = self._episodes.pop(episode, None)

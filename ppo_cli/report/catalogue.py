@@ -138,6 +138,7 @@ DECIDING = (
     Metric("environment/tool_error_share", "Errors of episodes", label="tool errors", **SHARE),
     Metric("environment/cut_*_share", "Episodes cut by limits", "Share that each limit cut.",
            "raise --max_turns, --max_turn_tokens or --max_response_length", **SHARE),
+    Metric("environment/metric.*", "Figures of the environment", "Mean over the episodes."),
     # Judges; `judge*` also matches the second judge of a mixture, judge_NAME.
     Metric("judge*/error_rate", "Judge errors", "Share of calls that failed.",
            "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05),

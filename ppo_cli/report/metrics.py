@@ -153,20 +153,28 @@ def _compute_episode_metrics(scored: Sequence[Scored], prefix: str) -> dict[str,
 
     Shares are of the episodes, that of tool errors is of the turns.
     """
-    episodes = [s.rollout for s in scored if s.rollout.turns or s.rollout.failure]
-    if not episodes:
+    played = [s for s in scored if s.rollout.turns or s.rollout.failure]
+    if not played:
         return {}
+    episodes = [s.rollout for s in played]
     turns = [turn for episode in episodes for turn in episode.turns]
     shares = {
         "failed": [bool(e.failure) for e in episodes],
         "cut_turns": [e.ended == "turns" for e in episodes],
         "cut_episode_tokens": [e.ended == "tokens" for e in episodes],
         "cut_turn_tokens": [any(turn.cut for turn in e.turns) for e in episodes],
+        "cut_without_reward": [s.rollout.lacks_reward and s.score.value is None for s in played],
         "tool_error": [bool(turn.error) for turn in turns],
     }
     figures = {f"{name}_share": fmean(flags) for name, flags in shares.items() if flags}
     figures["turns_mean"] = len(turns) / len(episodes)
     figures["seconds_mean"] = sum(turn.seconds for turn in turns) / len(episodes)
+    # The last value of an episode counts, over the episodes that have one.
+    own = defaultdict[str, list[float]](list)
+    for episode in episodes:
+        for name, value in dict(item for t in episode.turns for item in t.metrics.items()).items():
+            own[name].append(value)
+    figures |= {f"metric.{name}": fmean(values) for name, values in own.items()}
     return {f"{prefix}environment/{name}": value for name, value in figures.items()}
 
 

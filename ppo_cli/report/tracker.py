@@ -434,7 +434,7 @@ def make_episode_fields(rollout: Rollout) -> dict[str, Any]:
             "rewards": dict(turn.rewards), "tokens": turn.end - turn.start,
             "seconds": round(turn.seconds, 3),
             "tools": [[name, round(seconds, 3)] for name, seconds in turn.tools],
-            "error": turn.error, "cut": turn.cut,
+            "error": turn.error, "cut": turn.cut, "metrics": dict(turn.metrics),
         }  # fmt: skip
         turns.append({name: value for name, value in fields.items() if value})
     ended = {"ended": rollout.ended} if rollout.ended else {}

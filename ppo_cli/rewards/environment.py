@@ -30,7 +30,15 @@ class EnvironmentReward(Reward):
 
 
 def add_rewards(rollout: Rollout) -> Score:
-    """Return the score of an episode: the sum of its turns' rewards, with the parts by name."""
+    """Return the score of an episode: the sum of its turns' rewards, with the parts by name.
+
+    An episode that a limit ended before it had a reward has no score.
+    """
+    if rollout.lacks_reward:
+        return Score.failed(
+            f"the limit of {rollout.ended} ended the episode before a reward; the environment's "
+            "method finish can give one",
+        )
     sums: dict[str, list[float]] = defaultdict(list)
     for turn in rollout.turns:
         for name, value in turn.rewards.items():

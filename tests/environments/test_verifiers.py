@@ -38,6 +38,10 @@ class Numbers(vf.Task[Data]):
     async def short(self, trace) -> float:
         return float(len(trace.messages[-1].content) < 20)
 
+    @vf.metric
+    async def length(self, trace) -> float:
+        return float(len(trace.messages[-1].content))
+
 class NumbersEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
 
@@ -94,13 +98,20 @@ def test_a_taskset_is_played(start: Start, python: str, tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     reply = pool.step("2", message).result(60)
     assert [(m["role"], m["content"]) for m in reply.messages] == [("tool", "6")]
+    assert not reply.error
+    for name, text in {"server_triple": "unknown tool", "server_double": "number"}.items():
+        wrong = {"id": "call2", "type": "function", "function": {"name": name, "arguments": {}}}
+        reply = pool.step("2", {**message, "tool_calls": [wrong]}).result(60)
+        assert text in reply.error and reply.messages
     assert say(pool, "2", "It is 6.").messages == ({"role": "user", "content": "Are you sure?"},)
     reply = say(pool, "2", "Yes, it is 6, and I am sure.")
     assert reply.done and reply.rewards == {"right": 1.0, "short": 0.0}
+    assert reply.metrics["length"] == 28.0
     # A limit of the run ends one before the second question.
     say(pool, "1", "It is 4.")
     reply = pool.finish("1").result(60)
     assert reply.done and reply.rewards == {"right": 1.0, "short": 0.5}
+    assert reply.metrics["length"] == 8.0
     say(pool, "0", "7")
     assert say(pool, "0", "7").rewards == {"right": 0.0, "short": 0.5}
 

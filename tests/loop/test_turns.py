@@ -14,6 +14,7 @@ from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.learner import Learner
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored, Turn
 from ppo_cli.report.metrics import score_metrics
+from ppo_cli.rewards.environment import add_rewards
 from ppo_cli.step.shaping import place_steps
 from ppo_cli.step.turns import split_scores, split_turns
 from tests.environments.scripted import config, tokenizer
@@ -124,18 +125,24 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
 
 def test_figures_of_episodes_by_hand() -> None:
     first, *others = (episode(seed, split=False) for seed in range(3))
-    turns = (replace(first.turns[0], error="no tool x", seconds=2.0, cut=True), *first.turns[1:])
+    start, *middle, end = first.turns
+    start = replace(start, error="no tool x", seconds=2.0, cut=True, metrics={"x": 1.0})
+    turns = start, *middle, replace(end, metrics={"x": 3.0})
     rollouts = [
         replace(first, turns=turns, ended="turns"),
         replace(others[0], failure="raised ValueError: x"),
         replace(others[1], ended="tokens"),
         replace(others[1], token_ids=(), turns=(), failure="timeout"),  # it never began
     ]
-    scores = [Score(1.0), Score.failed("x"), Score(0.0), Score.failed("timeout")]
+    # A limit has ended one before a reward.
+    unrewarded = add_rewards(rollouts[2])
+    assert unrewarded.value is None and "limit of tokens" in unrewarded.failure
+    scores = [Score(1.0), Score.failed("x"), unrewarded, Score.failed("timeout")]
     figures = score_metrics([*map(Scored, rollouts, scores)])
     expected = {
         "turns_mean": 3.0, "failed_share": 0.5, "tool_error_share": 1 / 12, "seconds_mean": 0.5,
         "cut_turns_share": 0.25, "cut_turn_tokens_share": 0.25, "cut_episode_tokens_share": 0.25,
+        "cut_without_reward_share": 0.25, "metric.x": 3.0,
     }  # fmt: skip
     for name, value in expected.items():
         assert figures[f"environment/{name}"] == pytest.approx(value), name
