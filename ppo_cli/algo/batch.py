@@ -57,7 +57,8 @@ class AnnotatedBatch(Batch):
     """A batch with the outputs of the models before any update.
 
     A tensor is None only if the run has no reference, no critic, or no full-vocabulary KL. Old
-    log-probs that come from the sampler are the batch's own tensor.
+    log-probs that come from the sampler are the batch's own tensor. Where the sampler gave no
+    entropies, `entropy_BT` has -log p of the tokens drawn, whose mean estimates the entropy.
     """
 
     old_logprobs_BT: Tensor  # float32
@@ -158,9 +159,10 @@ def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBa
             merged_BT = tensors.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
             merged_BT[part.row_R] = rows_RT
     # No rank computed old log-probs: they are the sampler's.
-    if "old_logprobs_BT" not in tensors and batch.sampler_entropy_BT is not None:
+    if "old_logprobs_BT" not in tensors:
         tensors["old_logprobs_BT"] = batch.sampler_logprobs_BT
-        tensors["entropy_BT"] = batch.sampler_entropy_BT
+        entropy_BT = batch.sampler_entropy_BT
+        tensors["entropy_BT"] = -batch.sampler_logprobs_BT if entropy_BT is None else entropy_BT
     return AnnotatedBatch(
         **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
         old_logprobs_BT=tensors["old_logprobs_BT"],

@@ -125,7 +125,8 @@ class PolicyLossKind:
     negative advantage, or of the ratio. `chooses`: the place of the function that chooses tokens of
     the whole mini-batch by covariance. `per_sequence`: always averaged over sequences;
     `aggregation`: how it is averaged otherwise, unless actor.loss_agg_mode is set.
-    `geometric_weight`: a sequence has the geometric mean of its importance weights. `summary`: for
+    `geometric_weight`: a sequence has the geometric mean of its importance weights.
+    `to_sampler`: the ratio is to the sampler, not to the policy before the update. `summary`: for
     `ppo explain`.
     """
 
@@ -138,6 +139,7 @@ class PolicyLossKind:
     chooses: str = ""
     per_sequence: bool = False
     geometric_weight: bool = False
+    to_sampler: bool = False
     aggregation: AggregationMode = "token-mean"
 
     @property
@@ -170,6 +172,9 @@ POLICY_LOSSES = Declarations(_declare_loss, {
         _LOSSES + "sapo", "A soft gate instead of clipping.", clips=False, per_sequence=True),
     "cispo": PolicyLossKind(
         _LOSSES + "cispo", "Clips the ratio as a weight; all tokens learn.", around_one=False),
+    "dis": PolicyLossKind(
+        _LOSSES + "dis", "Masks tokens whose ratio to the sampler leaves the range (SAO).",
+        to_sampler=True),
     "gpg": PolicyLossKind(
         _LOSSES + "gpg", "The policy gradient, without ratio and clipping.", clips=False),
     "clip_cov": PolicyLossKind(

@@ -154,8 +154,8 @@ def policy_loss(
 class TokenLoss(NamedTuple):
     """What a formula returns: the loss of each token, and where it is clipped; None: nowhere.
 
-    For dppo the two masks have masked and truncated tokens, for geo_mean tokens outside the range
-    with A > 0 and with A < 0.
+    For dppo the two masks have masked and truncated tokens, for dis the first has masked ones, for
+    geo_mean they have tokens outside the range with A > 0 and with A < 0.
     """
 
     loss_BT: Tensor
@@ -343,6 +343,24 @@ def cispo(
     # Reported as clipped where the weight differs from the ratio.
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high).detach()
     return TokenLoss(-weight_BT * advantages_BT * new_logprobs_BT, weight_BT != ratio_BT)
+
+
+def dis(
+    new_logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """-sg(ratio) A log p where 1 - low <= ratio <= 1 + high, else 0: tokens are masked, not clipped.
+
+    Direct double-sided importance sampling of SAO (arXiv 2607.07508): the old log-probs are the
+    sampler's, so one ratio corrects for older weights and for the sampler's rounding. A ratio
+    outside the range is masked for either sign of A; masked tokens count in the means.
+    """
+    outside_BT = (ratio_BT < 1 - clip_low) | (ratio_BT > 1 + clip_high)
+    weight_BT = torch.where(outside_BT, 0.0, ratio_BT).detach()
+    return TokenLoss(-weight_BT * advantages_BT * new_logprobs_BT, outside_BT)
 
 
 def gpg(new_logprobs_BT: Tensor, advantages_BT: Tensor) -> TokenLoss:

@@ -186,10 +186,15 @@ def choose_bypass(settings: Settings) -> Choice:
 
     They are equal up to rounding when the sampler uses the actor's weights in float32. In bfloat16,
     with 4-bit weights or with experts rounding differs more, and may send a token to another
-    expert.
+    expert. A loss whose ratio is to the sampler needs them.
     """
     if why := why_recompute(settings):
         return Choice(False, why)
+    loss = settings["actor.policy_loss.loss_mode"]
+    if POLICY_LOSSES[loss].to_sampler:
+        return Choice(True, f"the ratio of {loss} is to the sampler")
+    if not _runs_alone(settings):
+        return Choice(False, "the sampler has separate weights")
     if settings["model.dtype"] == "bfloat16":
         return Choice(False, "in bfloat16 sampler and trainer round differently")
     if settings["model.quantization"]:
@@ -203,8 +208,6 @@ def choose_bypass(settings: Settings) -> Choice:
 def why_recompute(settings: Settings) -> str:
     """Return why the sampler's log-probs cannot be the old ones; "" when they can be."""
     correction = "algorithm.rollout_correction"
-    if not _runs_alone(settings):
-        return "the sampler has separate weights"
     full = settings["algorithm.kl_penalty"] == "full"
     if full and settings["algorithm.use_kl_in_reward"]:
         return "the full KL needs the actor's whole vocabulary"
@@ -214,7 +217,15 @@ def why_recompute(settings: Settings) -> str:
 
 
 def choose_importance_weights(settings: Settings) -> Choice:
-    """Choose weights per token if responses may be of older weights."""
+    """Choose weights per token if responses may be of older weights.
+
+    Not where the sampler's log-probs are the old ones: the ratio of the loss corrects then.
+    """
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    loss = settings["actor.policy_loss.loss_mode"]
+    from_sampler = POLICY_LOSSES[loss].to_sampler
+    if settings[bypass] if settings.is_set(bypass) else from_sampler:
+        return Choice(None, "the ratio of the loss is to the sampler")
     if settings["trainer.async_steps"]:
         return Choice("token", "sampling runs ahead of training")
     return Choice(None, "responses are of the newest weights")

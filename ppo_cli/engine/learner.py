@@ -147,11 +147,15 @@ class Learner:
     def annotate(self, batch: Batch) -> Annotations:
         """Compute old and reference log-probs, entropy and values of this rank's rows.
 
-        Skips the actor when the sampler has computed the log-probs with the current weights.
+        Skips the actor when the sampler's log-probs are the old ones. Those of one process are,
+        if they are of the current weights; a separate sampler's by the settings alone.
         """
-        from_sampler = batch.sampler_entropy_BT is not None and bool(
-            (batch.weight_version_B == self.weight_version).all()
-        )
+        if self._config.trainer.engine == "ray":
+            from_sampler = self._config.algorithm.rollout_correction.bypass_mode
+        else:
+            from_sampler = batch.sampler_entropy_BT is not None and bool(
+                (batch.weight_version_B == self.weight_version).all()
+            )
         # The actor comes first; the sampler's log-probs replace it.
         models = self._models()[from_sampler:]
         if not models:

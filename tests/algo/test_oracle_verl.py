@@ -301,6 +301,8 @@ def test_other_policy_losses_and_their_gradients(
         low, high = case.uniform(0.05, 0.4), case.uniform(0.45, 0.6)
         if not POLICY_LOSSES[kind].around_one:  # divergences: small enough that some tokens pass
             low, high = low / 20, high / 20
+        if kind == "dis":  # verl divides by the weights' mean, which is 0 if all are masked
+            low, high = 2 * low, 5 * high
         taus = case.uniform(0.5, 2.0), case.uniform(0.5, 2.0)
         chosen_BT = None
         if POLICY_LOSSES[kind].chooses:
@@ -327,8 +329,16 @@ def test_other_policy_losses_and_their_gradients(
                 is_weight_BT=weights_BT,
             ).loss]  # fmt: skip
 
+        if kind == "dis":  # verl's name for a bypass with a weight of 0 outside of a window
+            correction = {
+                "loss_type": "reinforce", "rollout_is": "token",
+                "rollout_is_threshold": f"{1 - low}_{1 + high}",
+            }  # fmt: skip
+            object.__setattr__(config.policy_loss, "rollout_correction", correction)
+            weights_BT = torch.ones_like(weights_BT)
+
         def compute_verls(new_BT: Tensor) -> list[Tensor]:
-            function = core.get_policy_loss_fn(kind)
+            function = core.get_policy_loss_fn("bypass_mode" if kind == "dis" else kind)
             arguments = (old_BT, new_BT, advantages_BT, mask_BT.float(), "token-mean", config)
             return [function(*arguments, weights_BT)[0]]
 

@@ -89,6 +89,12 @@ def paper(kind: str, x: dict[str, Tensor], selection: Tensor | None, mode: str) 
             token = -torch.minimum(s_t * A, s_t.clamp(1 - LOW, 1 + HIGH) * A)
         elif kind == "cispo":
             token = -r.clamp(1 - LOW, 1 + HIGH).detach() * A * new
+        elif kind == "dis":  # arXiv 2607.07508: f(r) = r inside of the range, 0 outside
+            inside = [1 - LOW <= ratio <= 1 + HIGH for ratio in r.tolist()]
+            token = torch.stack(
+                [-r[t].detach() * A[t] * new[t] if kept else 0.0 * new[t]
+                 for t, kept in enumerate(inside)]
+            )  # fmt: skip
         elif kind == "gpg":
             token = -new * A
         elif kind == "kl_cov":

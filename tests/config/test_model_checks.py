@@ -58,6 +58,8 @@ RS = "algorithm.rollout_correction.rollout_rs=token_k1"
         ("model.dtype=bfloat16", "in bfloat16"),
         (f"model.dtype=bfloat16 {BYPASS}=true", ""),
         ("trainer.engine=ray", "separate weights"),
+        (f"trainer.engine=ray trainer.async_steps=2 {BYPASS}=true", ""),
+        ("trainer.async_steps=2 model.dtype=bfloat16 actor.policy_loss.loss_mode=dis", ""),
         ("algorithm.kl_penalty=full", "full KL"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout_is and rollout_rs"),
         (f"{RS} algorithm.rollout_correction.rollout_rs_threshold=2", "rollout_is and rollout_rs"),
@@ -81,6 +83,8 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
     resolved = settle(*overrides.split())
     bypass = resolved.config.algorithm.rollout_correction.bypass_mode
     assert bypass is not bool(why) and why in resolved.why.get(BYPASS, "")
+    if bypass:  # one ratio corrects for both
+        assert resolved.config.algorithm.rollout_correction.rollout_is is None
 
 
 def test_what_the_sampler_cannot_give_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer
@@ -48,6 +49,23 @@ def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
     names = learner.annotate(batch).tensors.keys()
     assert {"ref_logprobs_BT", "values_BT"} <= names
     assert ({"old_logprobs_BT", "entropy_BT"} <= names) is annotate_again
+
+
+def test_separate_samplers_logprobs_are_the_old_ones_if_bypassed() -> None:
+    """Those of older weights too; without entropies -log p estimates them."""
+    config = settings(
+        trainer={"engine": "ray"}, actor={"policy_loss": {"loss_mode": "dis"}},
+        algorithm={"kl_penalty": "kl"},
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    batch = make_batch(ROWS, seed=0)
+    batch = replace(batch, sampler_logprobs_BT=-torch.rand(batch.response_mask_BT.shape))
+    annotated = merge_annotations(
+        batch, [Learner(config, tokenizer, total_steps=1).annotate(batch)]
+    )
+    assert annotated.old_logprobs_BT is batch.sampler_logprobs_BT
+    assert torch.equal(annotated.entropy_BT, -batch.sampler_logprobs_BT)
+    assert annotated.values_BT is not None and annotated.ref_logprobs_BT is not None
 
 
 def test_an_adapters_reference_is_the_model_that_ref_path_names(tmp_path: Path) -> None:

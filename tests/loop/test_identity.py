@@ -281,13 +281,13 @@ def test_a_resume_keeps_what_another_machine_has_decided(tmp_path: Path) -> None
 
 def test_a_decision_that_cannot_be_kept_here_makes_no_other_run(tmp_path: Path) -> None:
     checkpoint = decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True})
-    several = make_plan(settle("model.path=embedded", "trainer.num_workers=2"))
-    kept, free, (note,) = keep_decisions(several, checkpoint)
+    with_full_kl = make_plan(settle("model.path=embedded", "algorithm.kl_penalty=full"))
+    kept, free, (note,) = keep_decisions(with_full_kl, checkpoint)
     assert not kept.settings.algorithm.rollout_correction.bypass_mode
-    assert free == {"algorithm.rollout_correction.bypass_mode"} and "separate weights" in note
+    assert free == {"algorithm.rollout_correction.bypass_mode"} and "full KL" in note
     # The others are kept all the same.
     decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True, "rollout.seed": 7})
-    kept, free, notes = keep_decisions(several, checkpoint)
+    kept, free, notes = keep_decisions(with_full_kl, checkpoint)
     assert kept.settings.rollout.seed == 7 and len(free) == 1 and len(notes) == 2
 
 

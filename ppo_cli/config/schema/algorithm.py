@@ -568,12 +568,18 @@ class RolloutCorrection(Section):
     bypass_mode: bool = setting(
         Chosen(
             choose_bypass,
-            "if the sampler computes with the actor's weights in float32 (one process, hf sampler)",
+            "if the sampler computes with the actor's weights in float32 (one process, hf sampler), "
+            "or with the policy loss dis",
         ),
-        "Use the sampler's log-probs as old log-probs.",
+        "Use the sampler's log-probs as old log-probs: the ratio of the loss is then to the "
+        "sampler, also with older weights and in other processes.",
     )  # fmt: skip
     rollout_is: Literal["token", "sequence"] | None = setting(
-        Chosen(choose_importance_weights, "token with trainer.async_steps, else off"),
+        Chosen(
+            choose_importance_weights,
+            "token with trainer.async_steps, unless bypass_mode or the policy loss dis takes the "
+            "sampler's log-probs; else off",
+        ),
         "Importance weights per token or per sequence.",
     )
     rollout_is_threshold: float = setting(

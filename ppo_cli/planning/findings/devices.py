@@ -502,7 +502,8 @@ def device_remarks(scene: Scene) -> Iterator[str]:
             f"`{VLLM_SETUP}` installs it."
         )
     steps = config.trainer.async_steps
-    if steps and requested.algorithm.rollout_correction.rollout_is is None:
+    weights = (c.algorithm.rollout_correction.rollout_is for c in (requested, config))
+    if steps and [*weights] == [None, "token"]:
         yield (
             f"With --async_steps {steps} responses come from older weights, so "
             "algorithm.rollout_correction.rollout_is is token unless you set it."

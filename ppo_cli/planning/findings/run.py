@@ -28,9 +28,22 @@ def kl_remarks(config: Config) -> Iterator[str]:
         )
 
 
-def gspo_remarks(config: Config) -> Iterator[str]:
-    """Remark on settings that differ from GSPO's paper (arXiv 2507.18071)."""
+def loss_remarks(config: Config) -> Iterator[str]:
+    """Remark on settings that differ from the papers of GSPO (2507.18071) and SAO (2607.07508)."""
     actor, mode = config.actor, config.actor.loss_agg_mode
+    if actor.policy_loss.loss_mode == "dis":
+        if actor.clip_ratio_high <= 0.5:
+            yield (
+                "The policy loss dis masks tokens on both sides of the clip range, so a narrow one "
+                "masks many. Its paper has actor.clip_ratio_low=0.8 actor.clip_ratio_high=3 for "
+                "agents, and 0.3 and 5 for reasoning."
+            )
+        if not config.algorithm.rollout_correction.bypass_mode:
+            yield (
+                "The policy loss dis is meant for a ratio to the sampler, but "
+                "algorithm.rollout_correction.bypass_mode is false: its ratio is to the policy "
+                "before the update."
+            )
     if actor.policy_loss.loss_mode != "gspo":
         return
     # Clip ranges, then the aggregation of the loss.
