@@ -352,7 +352,7 @@ def dis(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """-sg(ratio) A log p where 1 - low <= ratio <= 1 + high, else 0: tokens are masked, not clipped.
+    """-sg(ratio) A log p where 1 - low <= ratio <= 1 + high, else 0: masked, not clipped.
 
     Direct double-sided importance sampling of SAO (arXiv 2607.07508): the old log-probs are the
     sampler's, so one ratio corrects for older weights and for the sampler's rounding. A ratio
@@ -496,7 +496,7 @@ def value_loss(
     returns_BT: Tensor,
     mask_BT: Tensor,
     *,
-    clip_range: float,
+    clip_range: float | None,
     mode: str = "token-mean",
     global_tokens: float,
     global_sequences: float,
@@ -504,7 +504,8 @@ def value_loss(
 ) -> ValueLoss:
     """0.5 max((V - R)^2, (clip(V, old V +- clip_range) - R)^2), normalised as in `aggregate`.
 
-    The clipped value loss of PPO as in the baselines code that came with arXiv 1707.06347.
+    The clipped value loss of PPO as in the baselines code that came with arXiv 1707.06347. Without
+    a `clip_range` it is 0.5 (V - R)^2.
     """
     require_same_shape(
         values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT, mask_BT=mask_BT
@@ -514,7 +515,8 @@ def value_loss(
         torch.where(mask_BT, x, 0.0) for x in (values_BT, old_values_BT, returns_BT)
     )
     # clip(V, old V - range, old V + range); the bounds differ per token.
-    held_BT = torch.maximum(torch.minimum(new_BT, old_BT + clip_range), old_BT - clip_range)
+    reach = torch.inf if clip_range is None else clip_range
+    held_BT = torch.maximum(torch.minimum(new_BT, old_BT + reach), old_BT - reach)
     free_error_BT = (new_BT - returns_BT).square()
     held_error_BT = (held_BT - returns_BT).square()
     loss = 0.5 * aggregate(

@@ -299,6 +299,18 @@ def choose_aggregation(settings: Settings) -> Choice:
     return Choice(POLICY_LOSSES[name].aggregation, f"usual with {name}")
 
 
+def choose_lam(settings: Settings) -> Choice:
+    """Choose the usual lambda of PPO; set, it is also the critic's."""
+    return Choice(0.95, "as usual in PPO")
+
+
+def choose_critic_lam(settings: Settings) -> Choice:
+    """Choose the critic's lambda: its targets are the rewards, unless a lambda is set for both."""
+    if settings.is_set("algorithm.lam"):
+        return Choice(settings["algorithm.lam"], "as algorithm.lam, which is set")
+    return Choice(1.0, "targets are the rewards, without the critic's errors")
+
+
 def choose_pretrain_steps(settings: Settings) -> Choice:
     """Choose at most how many steps pretrain the critic."""
     if settings["critic.pretrain_until"] is None:

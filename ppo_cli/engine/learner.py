@@ -59,7 +59,7 @@ from ppo_cli.engine.models.lora import (
     write_adapter_config,
 )
 from ppo_cli.engine.models.policy import Adapt, adapted, stop_token_ids
-from ppo_cli.engine.models.value_models import CRITIC_FLAG, load_value_model
+from ppo_cli.engine.models.value_models import CRITIC_FLAG, freeze_attention, load_value_model
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks, run_on_all_ranks
@@ -541,6 +541,8 @@ class Learner:
         checkpointing = c.critic.model.enable_gradient_checkpointing
         path = model_folder(c.critic.model.path)
         adapter = adapt(c.critic.model, c.trainer.seed, self.remarks.append)
+        if c.critic.model.freeze_attention:
+            adapter = freeze_attention
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )

@@ -57,7 +57,10 @@ def make_limits(config: Config) -> Limits:
     # machine, which need not be the one that shows the run.
     rough = config.model.dtype != "float32"
     in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
+    # Masks of tokens that are far from the sampler are meant to be rare.
+    rarely_clips = actor.policy_loss.loss_mode == "dis"
     return Limits(
+        clip_fraction=(0.0, 0.3) if rarely_clips else Limits.clip_fraction,
         grad_clip=actor.grad_clip,
         updates_per_step=actor.ppo_epochs * mini_batches,
         max_response_length=config.data.max_response_length,

@@ -113,10 +113,13 @@ def test_first_update_has_ratio_1_and_nothing_clipped() -> None:
 
 def test_value_loss_by_hand() -> None:
     # V 3 from 1, clipped to 1.5. R 2: errors 1 and 0.25. R 4: errors 1 and 6.25, clipped larger.
-    for target, loss, clipped in ((2.0, 0.5, 0), (4.0, 3.125, 1)):
+    for target, reach, loss, clipped in (
+        (2.0, 0.5, 0.5, 0), (4.0, 0.5, 3.125, 1), (4.0, None, 0.5, 0),
+    ):  # fmt: skip
         actual = losses.value_loss(
             torch.tensor([[3.0]]), torch.tensor([[1.0]]), torch.tensor([[target]]),
-            torch.ones(1, 1, dtype=torch.bool), clip_range=0.5, global_tokens=1, global_sequences=1,
+            torch.ones(1, 1, dtype=torch.bool), clip_range=reach, global_tokens=1,
+            global_sequences=1,
         )  # fmt: skip
         assert (float(actual.loss), int(actual.clip_sum)) == (loss, clipped)
 

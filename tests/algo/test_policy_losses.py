@@ -92,8 +92,8 @@ def paper(kind: str, x: dict[str, Tensor], selection: Tensor | None, mode: str) 
         elif kind == "dis":  # arXiv 2607.07508: f(r) = r inside of the range, 0 outside
             inside = [1 - LOW <= ratio <= 1 + HIGH for ratio in r.tolist()]
             token = torch.stack(
-                [-r[t].detach() * A[t] * new[t] if kept else 0.0 * new[t]
-                 for t, kept in enumerate(inside)]
+                [-r[t].detach() * A[t] * new[t] if counts else 0.0 * new[t]
+                 for t, counts in enumerate(inside)]
             )  # fmt: skip
         elif kind == "gpg":
             token = -new * A

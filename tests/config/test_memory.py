@@ -193,6 +193,10 @@ def test_a_critic_is_counted_by_its_adapter_and_moments_by_their_bits() -> None:
     assert critic.moments == 2 * adapter
     # A byte an element, and four bytes for each 256.
     assert actor.moments == int(2 * (WEIGHTS / 4 + WEIGHTS / 256))
+    # Of two layers with MLPs of 3 x 10 x 20 only these are trained.
+    frozen = counted(critic={"model": {"freeze_attention": True}}).roles["critic"]
+    assert (frozen.parameters, frozen.gradients) == (WEIGHTS, 4 * 2 * 3 * 10 * 20)
+    assert frozen.moments == 2 * frozen.gradients
 
 
 def test_weights_in_4_bits_are_counted_as_bitsandbytes_holds_them() -> None:

@@ -87,6 +87,22 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
         assert resolved.config.algorithm.rollout_correction.rollout_is is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "lams"),
+    [
+        ("", (0.95, 1.0)),
+        ("algorithm.lam=0.9", (0.9, 0.9)),
+        ("algorithm.lam=0.9 critic.lam=0.8", (0.9, 0.8)),
+        ("algorithm.lam_alpha=1.5", (0.95, 1.0)),
+    ],
+)
+def test_the_critics_lambda_is_1_unless_one_is_set_for_both(
+    overrides: str, lams: tuple[float, float]
+) -> None:
+    config = settle(*overrides.split()).config
+    assert (config.algorithm.lam, config.critic.lam) == lams
+
+
 def test_what_the_sampler_cannot_give_is_refused() -> None:
     (line,) = refusals(settle(f"{BYPASS}=true", "algorithm.kl_penalty=full"))
     assert "the full KL needs" in line and "leave it out" in line

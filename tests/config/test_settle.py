@@ -67,6 +67,8 @@ def test_naming_what_was_decided_changes_nothing(
         and asked.get("algorithm.adv_estimator", "gae") != "gae"
     ):
         return  # to name it turns the KL in the loss off
+    if name == "algorithm.lam":
+        return  # to name it sets the critic's as well
     named = settle(with_settings(config, {name: value}), machine)
     assert named.config == settled.config
     others = settled.why.keys() - {name, *NAMING}

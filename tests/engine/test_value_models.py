@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,18 +24,24 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
+from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.checkpoint import describe_full_model, restore, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
 from ppo_cli.engine.models.lora import adapt, merged_tensors
 from ppo_cli.engine.models.policy import adapted
-from ppo_cli.engine.models.value_models import load_value_model
+from ppo_cli.engine.models.value_models import (
+    build_value_model,
+    freeze_attention,
+    load_value_model,
+)
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.saved_files import model_files
 from ppo_cli.errors import ModelError
 from ppo_cli.planning.findings.models import broken_models, critic_remarks
 from tests.engine.adapted_models import save_adapter, trained
+from tests.engine.packed_steps import make_batch, scored, settings
 from tests.engine.test_checkpoint import train
 from tests.settings import complete
 
@@ -225,3 +233,51 @@ def test_an_adapted_critic_is_exported_with_its_adapter_merged(tmp_path: Path, f
     for name, tensor in actual_tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
     torch.testing.assert_close(values(merged), values(value_model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phimoe", "mamba", "jamba", "granitemoehybrid"])
+def test_only_what_mixes_no_tokens_is_trained_with_frozen_attention(family: str) -> None:
+    config = CONFIG_MAPPING[family](**SIZES[family])
+    with torch.device("meta"):
+        model = build_value_model(config, trust_remote_code=False).model
+    freeze_attention(model)
+    mixes = re.compile(r"attn\.|attention\.|mamba\.|mixer\.|(embed\w*|wte|wpe)\.weight")
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad is not bool(mixes.search(name)), name
+
+
+def test_a_model_without_attention_that_is_known_is_refused() -> None:
+    model = nn.Sequential()
+    model.config = SimpleNamespace(model_type="gpt2")
+    with pytest.raises(ModelError, match="freeze_attention: a gpt2 model has no layer"):
+        freeze_attention(model)
+
+
+def test_frozen_attention_has_no_moments_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    config = settings(critic={"model": {"freeze_attention": True}, "cliprange_value": None})
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("embedded"))
+    batch = make_batch(((3, 4), (2, 6)), seed=0)
+
+    def build() -> tuple[LocalEngine, dict[str, Tensor]]:
+        engine = LocalEngine(config, tokenizer, total_steps=2)
+        critic = engine._learner._critic
+        assert critic is not None
+        return engine, dict(critic.value_model.model.named_parameters())
+
+    def step(engine: LocalEngine) -> None:
+        engine.step(MiniBatch(scored(engine.annotate(batch), 0), actor=False, critic=True))
+
+    engine, weights = build()
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    step(engine)
+    step(engine)  # with the head at zero the first step moves the head alone
+    moved = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    assert moved == {name for name in weights if not re.search("attn|embed", name)}
+    engine.save(tmp_path).result()
+    resumed, loaded = build()
+    resumed.load(tmp_path)
+    for each in (engine, resumed):
+        step(each)
+    assert all(torch.equal(weight, loaded[name]) for name, weight in weights.items())
+    # Moments in the file: two and a count for each trained weight.
+    assert len(resumed._learner._critic.optimizer.moments()) == 3 * len(moved)

@@ -119,8 +119,12 @@ class Shape:
     @property
     def layer(self) -> int:
         """Number of weights in a layer of a gated decoder; biases and norms are small."""
-        inner = self.expert_width or self.inner
-        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * inner
+        return 2 * self.hidden * (self.queries + self.keys) + self.mlp
+
+    @property
+    def mlp(self) -> int:
+        """Number of weights in the MLP of a layer, or in all its experts."""
+        return 3 * self.hidden * (self.expert_width or self.inner)
 
     @property
     def embedding(self) -> int:

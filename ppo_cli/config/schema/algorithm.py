@@ -20,11 +20,13 @@ from ppo_cli.config.choices import (
     DEFAULT_PRETRAIN_STEPS,
     choose_aggregation,
     choose_bypass,
+    choose_critic_lam,
     choose_estimator,
     choose_gamma_piece,
     choose_importance_weights,
     choose_kl_in_loss,
     choose_kl_in_reward,
+    choose_lam,
     choose_pretrain_steps,
 )
 from ppo_cli.config.schema.unset import Chosen, Fitted, Follows, Rule
@@ -472,6 +474,26 @@ class CriticModel(Section):
         None, "Store the critic's linear layers under its adapter in 4 bits.",
         absent="not in 4 bits", identity="checkpoint",
     )  # fmt: skip
+    # SAO (arXiv 2607.07508), section 4.
+    freeze_attention: bool = setting(
+        False, "Train only MLPs, experts, norms and value head of the critic: attention and "
+        "embeddings stay as loaded.", identity="checkpoint",
+        advice="True for a large critic that learns too fast from few responses; it also saves "
+        "gradients and moments.",
+    )  # fmt: skip
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "freeze_attention lora_rank",
+            lambda s: s.freeze_attention and s.lora_rank > 0,
+            lambda s, at: (
+                f"{at}freeze_attention is for a critic that trains its own weights; with "
+                f"{at}lora_rank {s.lora_rank} leave it out, and name the modules of the MLPs in "
+                f"{at}target_modules."
+            ),
+            example="freeze_attention=true lora_rank=4",
+            advice="lora_rank=0",
+        ),
+    )
 
 
 class Critic(Trained):
@@ -486,15 +508,18 @@ class Critic(Trained):
         1, "Passes over the responses of a step, critic.", flag="--critic_epochs",
         env="CRITIC_EPOCHS", ge=1, advice="Raise it to 2 to 4 if explained variance stays below 0.",
     )  # fmt: skip
-    cliprange_value: float = setting(
-        0.5, "Clip range of the value loss.", flag="--cliprange_value", env="CLIPRANGE_VALUE",
-        gt=0.0,
+    cliprange_value: float | None = setting(
+        0.5, "Clip range of the value loss.", absent="no clipping", flag="--cliprange_value",
+        env="CLIPRANGE_VALUE", gt=0.0,
     )  # fmt: skip
     value_loss_coef: float = setting(1.0, "Weight of the value loss.", gt=0.0)
     # Decoupled GAE (arXiv 2503.01491).
     lam: float = setting(
-        Follows("algorithm.lam"), "Lambda of GAE for the critic's targets.", flag="--critic_lam",
+        Chosen(choose_critic_lam, "as algorithm.lam where that is set, else 1"),
+        "Lambda of GAE for the critic's targets.", flag="--critic_lam",
         usual=(0.8, 1.0), ge=0.0, le=1.0,
+        advice="Keep 1, the rewards themselves, unless they are very noisy: below 1 the targets "
+        "have the critic's own errors.",
     )  # fmt: skip
     # Value pretraining (arXiv 2503.01491, section 3.2; 50 steps are those of arXiv 2504.05118).
     pretrain_steps: int = setting(
@@ -568,8 +593,8 @@ class RolloutCorrection(Section):
     bypass_mode: bool = setting(
         Chosen(
             choose_bypass,
-            "if the sampler computes with the actor's weights in float32 (one process, hf sampler), "
-            "or with the policy loss dis",
+            "if the sampler computes with the actor's weights in float32 (one process, hf "
+            "sampler), or with the policy loss dis",
         ),
         "Use the sampler's log-probs as old log-probs: the ratio of the loss is then to the "
         "sampler, also with older weights and in other processes.",
@@ -693,8 +718,9 @@ class Algorithm(Section):
         "responses.",
     )  # fmt: skip
     lam: float = setting(
-        0.95, "Lambda of GAE.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0,
-        unused="no_lam",
+        Chosen(choose_lam, "0.95, for the advantages alone"),
+        "Lambda of GAE, for the advantages and the critic's targets.", flag="--lam",
+        env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0, unused="no_lam",
         advice="Raise it towards 1 if explained variance is below 0 (trust rewards more than "
         "the critic); lower it to 0.9 if advantages are noisy.",
     )  # fmt: skip

@@ -31,6 +31,8 @@ CRITIC_FLAG = "--critic_model"
 HEAD = "score"
 TASK = "ForTokenClassification"
 CLASSIFIES_TEXTS = "ForSequenceClassification"
+# Names of classes of attention, state spaces and short convolutions.
+MIXES_TOKENS = re.compile(r"(Attention\d*|Mixer|DeltaNet|Conv|MambaLayer|RecurrentBlock)$")
 # Suffixes of transformers' classes of causal language models.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
@@ -83,6 +85,22 @@ def load_value_model(
     if head.bias is not None and fresh:
         nn.init.zeros_(head.bias)
     return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def freeze_attention(model: Any) -> Any:
+    """Freeze attention, other layers that mix tokens, and embeddings in place; return the model.
+
+    MLPs, experts, norms between them and the head stay trained.
+    """
+    mixers = [part for part in model.modules() if MIXES_TOKENS.search(type(part).__name__)]
+    if not mixers:
+        raise ModelError(
+            f"critic.model.freeze_attention: a {model.config.model_type} model has no layer of "
+            "attention that is known here; leave it out."
+        )
+    for part in (*mixers, *(part for part in model.modules() if isinstance(part, nn.Embedding))):
+        part.requires_grad_(False)
+    return model
 
 
 def _rename_head(builder: Any, config: Any, options: dict[str, Any]) -> dict[str, Any]:

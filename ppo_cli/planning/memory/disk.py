@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from ppo_cli.config.models.shape import FLOAT, Shape
-from ppo_cli.config.schema.algorithm import Actor, Critic
+from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel
 from ppo_cli.config.schema.run import Config
 from ppo_cli.paths import user_path
 from ppo_cli.planning.memory.devices import read_shapes
@@ -71,9 +71,11 @@ def _checkpoint_bytes(config: Config) -> int | None:
 def _model_bytes(shape: Shape, model: Any, part: Actor | Critic, *, head: bool) -> int:
     """Return the bytes of a model's float32 weights, or of its adapter, and of two moments."""
     rank, targets = model.lora_rank, model.target_modules
-    trained = shape.adapter(rank, targets) if rank else shape.parameters(head=head)
+    weights = trained = shape.adapter(rank, targets) if rank else shape.parameters(head=head)
+    if isinstance(model, CriticModel) and model.freeze_attention:
+        trained = shape.layers * shape.mlp
     bits = EIGHT_BITS if part.optim.optimizer == "AdamW8bit" else 1
-    return int(FLOAT * trained * (1 + 2 * bits))
+    return int(FLOAT * (weights + 2 * bits * trained))
 
 
 def _count_checkpoints(config: Config, steps: int | None) -> int | None:

@@ -124,6 +124,16 @@ class ModelOnRank:
         return model.lora_rank if self.part is not None else 0
 
     @property
+    def attention_frozen(self) -> bool:
+        """Whether only its MLPs are trained; norms and head are small."""
+        return self.is_critic and self.config.critic.model.freeze_attention
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all its weights are trained."""
+        return not (self.lora_rank or self.attention_frozen)
+
+    @property
     def in_4_bits(self) -> bool:
         """Whether the linear layers under the adapter are quantised to NF4."""
         model = self.config.critic.model if self.is_critic else self.config.model
@@ -136,6 +146,8 @@ class ModelOnRank:
             model = self.config.critic.model if self.is_critic else self.config.model
             adapter = self.shape.adapter(self.lora_rank, model.target_modules)
             return FLOAT * adapter // self.device.shards
+        if self.attention_frozen:
+            return self.device.sharded_bytes(self.shape, self.shape.layers * self.shape.mlp)
         return self.device.sharded_bytes(self.shape, self.shape.parameters(head=not self.is_critic))
 
     @property
@@ -143,9 +155,11 @@ class ModelOnRank:
         """Bytes of all its weights on this rank."""
         if self.part is None:
             return self.device.frozen(self.shape)
-        if not self.lora_rank:
+        if self.trains_all:
             return self.trained
         base = self.device.sharded_bytes(self.shape, self.shape.parameters(head=not self.is_critic))
+        if self.attention_frozen:
+            base -= self.trained
         width = self.device.frozen_width
         base = base * width // FLOAT
         if self.in_4_bits:
@@ -178,7 +192,7 @@ class ModelOnRank:
     @property
     def embedding(self) -> int:
         """Number of weights of the embedding if it is a separate FSDP2 group, 0 if it is not."""
-        return self.shape.embedding if self.is_critic and not self.lora_rank else 0
+        return self.shape.embedding if self.is_critic and self.trains_all else 0
 
     @property
     def layer(self) -> int:
@@ -335,15 +349,16 @@ class ModelOnRank:
         earlier = self.gradients if several else 0
         if self.gathered_once:
             earlier *= device.shards
-        ranks, trains_all = device.shards > 1, not self.lora_rank
+        ranks, trains_all = device.shards > 1, self.trains_all
         number = device.width if ranks else FLOAT  # of a gradient before it is reduced
         head = number * shape.embedding if trains_all and not self.is_critic else 0
         # The gradient of a tied table waits for that of the embedding; a sharded one for the root.
         waits = head if ranks or shape.tied else 0
         open_ = earlier + self.activations + self.gathered
         layer = self._layer_at_work()
-        reduced = FLOAT * self.layer if ranks and trains_all else 0
-        casts = trains_all or device.frozen_width == FLOAT
+        layer_gradients = self.layer if trains_all else shape.mlp // device.tensor
+        reduced = FLOAT * layer_gradients if ranks and not self.lora_rank else 0
+        casts = not self.lora_rank or device.frozen_width == FLOAT
         if device.half and not ranks and not self.in_4_bits and casts:
             copies = 1 if self.recomputes else shape.layers
             open_ += copies * device.width * shape.layer

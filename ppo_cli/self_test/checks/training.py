@@ -162,7 +162,8 @@ class Formulas:
         if self._critic:
             c = self._config.critic
             new_BT, old_BT = _pad([self._values(*row) for row in rows], batch), old["values_BT"]
-            near_BT = old_BT + (new_BT - old_BT).clamp(-c.cliprange_value, c.cliprange_value)
+            reach = torch.inf if c.cliprange_value is None else c.cliprange_value
+            near_BT = old_BT + (new_BT - old_BT).clamp(-reach, reach)
             errors_BT = [(v_BT - batch.returns_BT.double()).square() for v_BT in (new_BT, near_BT)]
             value_loss = 0.5 * torch.maximum(*errors_BT)[mask_BT].sum() / tokens
             loss = c.value_loss_coef * value_loss

@@ -389,6 +389,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "algorithm.subtract_group_mean": (False, "verl's GAE reads the rewards as they are"),
     "algorithm.score_coef": (1.0, "verl adds the score as it is; change kl_ctrl.kl_coef"),
     "critic.lam": (None, "verl has one lambda for actor and critic"),
+    "critic.model.freeze_attention": (False, "verl trains all weights of the critic"),
     "critic.pretrain_steps": (None, "verl has trainer.critic_warmup only, with the actor's lambda"),
     "critic.pretrain_until": (None, "it belongs to critic.pretrain_steps"),
     "actor.positive_nll_coef": (0.0, "verl's losses have no such term"),
