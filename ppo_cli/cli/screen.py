@@ -62,6 +62,10 @@ CURVE_WIDTH = 40
 MIN_POINTS = 3  # of a curve; with fewer there is nothing to see
 # Sums of normalised numbers that should be 0 are below this.
 ROUNDING = 1e-12
+# Marks within texts, which are no characters of Unicode, and their codes on a terminal: the page's
+# colours of numbers below and above zero, bold, and the end of each.
+BELOW, ABOVE, BOLD, PLAIN = "\ufdd0\ufdd1\ufdd2\ufdd3"
+STYLES = {BELOW: "\x1b[38;5;208m", ABOVE: "\x1b[38;5;75m", BOLD: "\x1b[1m", PLAIN: "\x1b[0m"}
 # Control codes of terminals but tab and newline.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -99,8 +103,14 @@ def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None
 
 
 def print_text(text: str) -> None:
-    """Print text to stdout, without secrets, control codes and unencodable characters."""
-    print(replace_unencodable(make_printable(text), sys.stdout.encoding), flush=True)
+    """Print text to stdout, without secrets, control codes and unencodable characters.
+
+    Its STYLES become colours on a terminal, and nothing elsewhere.
+    """
+    shown = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    styles = {ord(mark): code * shown for mark, code in STYLES.items()}
+    printable = make_printable(text).translate(styles)
+    print(replace_unencodable(printable, sys.stdout.encoding), flush=True)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.help import App, HelpCommand
+from ppo_cli.cli.passages import list_passages
 from ppo_cli.cli.screen import (
     COLUMNS,
     align_columns,
@@ -293,7 +294,7 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
 # Fields that responses are sorted, matched and counted by; other fields may have any type.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "score": (int, float), "parts": (dict,), "uid": (str, int), "sample": (int,), "prompt": (str,),
-    "turns": (list,),
+    "turns": (list,), "token_details": (dict,),
 }  # fmt: skip
 
 
@@ -472,6 +473,7 @@ def format_rollout(line: Line, *, full: bool = False) -> str:
         lines += format_turn(number, turn, full=full)
     if not turns:
         lines += indent_block("response", line.get("response"))
+    lines += indent_block("placed rewards and advantages", "\n".join(list_passages(line)))
     lines += [row for name, key in blocks for row in indent_block(name, line.get(key))]
     # The parts of a mixture; with a single part it is the score itself.
     parts = {n: p.get("raw") for n, p in (line.get("parts") or {}).items()}

@@ -5,9 +5,11 @@ What it prints is in tests/messages.txt.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
+from ppo_cli.cli.screen import ABOVE, BELOW, BOLD, PLAIN, STYLES
+from ppo_cli.cli.show import format_rollout
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder.lines import append_line, read_lines, replace_lines, rollout_file
 from tests.config.settling import settle
@@ -149,3 +153,21 @@ turn 1 (form 0.250, add 0.5 s, cut off):
     replace_lines(file, lines)
     assert main(["show", str(run), "--step", "3"]) == 2
     assert "turns.1.message is" in capsys.readouterr().err
+
+
+def test_placed_rewards_and_advantages_are_shown_by_passage() -> None:
+    """A passage ends at a reward or with its advantage; a single reward is not placed."""
+    reward, advantage = (
+        base64.b64encode(struct.pack("<4e", *numbers)).decode()
+        for numbers in ((0, 0.5, 0, 0.25), (1, 1, -2, -2))
+    )
+    details = {"lengths": "2 3 3 0", "reward": reward, "advantage": advantage}
+    line = {"step": 1, "score": 0.75, "response": "A b. C.\n", "token_details": details}
+    text = format_rollout(line)
+    for mark in STYLES:
+        text = text.replace(mark, "")
+    assert "  +0.50  +1.00  A b.\n  +0.25  -2.00  C." in text
+    assert f"{ABOVE}{BOLD}A b.{PLAIN}" in format_rollout(line)
+    assert f"{BELOW}{BOLD}C.{PLAIN}" in format_rollout(line)
+    line["token_details"] = details | {"reward": 0.0}
+    assert "advantages" not in format_rollout(line)

@@ -45,6 +45,7 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
     start, slope = draw(VALUES), draw(st.sampled_from([-0.02, 0.0, 1e-7, 0.05]))
     optional = {
         "judge/noise": 0.2, "judge/noise_responses": 8.0, "judge/votes": 2.0, "judge/cached": 3.0,
+        "judge/place_noise": 0.1, "judge/place_repeats": 0.8, "judge/place_pieces": 30.0,
         "judge/place_followed": 0.5, "judge/monitor_correlation": -0.3, "score/failed": 1.0,
         "environment/turns_mean": 2.5, "environment/tool_error_share": 0.25,
         "environment/cut_turns_share": 0.5, "explained_variance": -177.75,

@@ -32,6 +32,7 @@ from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
+PlacedVerdict = tuple[float, Sequence[float]]  # the score, and those of pieces, all in [0, 1]
 NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
 NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
 NOISE_STOP_S = 2.0  # the same for the last step before a stop, which has no later one
@@ -124,6 +125,25 @@ def noise_metrics(verdicts: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
+def place_metrics(verdicts: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Return how well the scores of pieces repeat: several verdicts on each response.
+
+    The noise is the standard deviation of the scores of one piece. What repeats is the share of the
+    variance between the pieces of a response that is not noise, as an intraclass correlation.
+    """
+    tables = [np.array(each) for each in verdicts if len({len(p) for p in each}) == 1]
+    tables = [table for table in tables if len(table) > 1 and table.shape[1] > 1]
+    if not tables:
+        return {}
+    noise = float(np.concatenate([table.var(0, ddof=1) for table in tables]).mean())
+    spread = float(np.mean([table.var(1, ddof=1).mean() for table in tables]))
+    return {
+        "judge/place_noise": math.sqrt(noise),
+        "judge/place_repeats": max(0.0, 1 - noise / spread) if spread else 0.0,
+        "judge/place_pieces": float(sum(table.shape[1] for table in tables)),
+    }
+
+
 class NoiseCheck:
     """Asks again about a few responses of one step, to measure how much verdicts differ by chance.
 
@@ -136,8 +156,8 @@ class NoiseCheck:
         self._file: Path | None = None
         self._step: int | None = None  # the step whose responses are asked about
         self._due = self._listening = False
-        self._first: dict[str, tuple[Rollout, float]] = {}  # with the first verdict, in [0, 1]
-        self._repeated: dict[str, list[float]] = defaultdict(list)
+        self._first: dict[str, tuple[Rollout, PlacedVerdict]] = {}
+        self._repeated: dict[str, list[PlacedVerdict]] = defaultdict(list)
         self._metrics: dict[str, float] = {}
 
     def attach(self, file: Path) -> None:
@@ -145,7 +165,8 @@ class NoiseCheck:
         self._file = file
         for line in read_lines(file):
             self._step = int(line["step"])
-            self._repeated[line["response"]].append(float(line["verdict"]))
+            verdict = float(line["verdict"]), line.get("pieces", [])
+            self._repeated[line["response"]].append(verdict)
 
     def begin_step(self, step: int) -> None:
         """Mark the check as due in the run's first step."""
@@ -159,12 +180,14 @@ class NoiseCheck:
         due, self._due = self._due, False
         return due
 
-    def offer(self, rollout: Rollout, question: Question, score: float) -> None:
-        """Take note of a first verdict, in [0, 1]."""
+    def offer(
+        self, rollout: Rollout, question: Question, score: float, pieces: Sequence[float] = ()
+    ) -> None:
+        """Take note of a first verdict."""
         if self._listening:
-            self._first[digest_text(question.identity, 16)] = rollout, score
+            self._first[digest_text(question.identity, 16)] = rollout, (score, pieces)
 
-    async def measure(self, rejudge: Callable[[Rollout], Awaitable[float]]) -> None:
+    async def measure(self, rejudge: Callable[[Rollout], Awaitable[PlacedVerdict]]) -> None:
         """Ask again about the responses with the lowest digests, which are the same in every run.
 
         Failures leave a response with fewer verdicts.
@@ -175,14 +198,17 @@ class NoiseCheck:
             verdict = await rejudge(chosen[name][0])
             self._repeated[name].append(verdict)
             if self._file is not None:
-                line = {"step": self._step, "response": name, "verdict": verdict}
+                line: dict[str, Any] = {"step": self._step, "response": name, "verdict": verdict[0]}
+                line |= {"pieces": list(verdict[1])} if verdict[1] else {}
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(line)}\n")
 
         missing = [n for n in chosen for _ in range(NOISE_REPEATS - len(self._repeated[n]))]
         answers = await asyncio.gather(*map(repeat, missing), return_exceptions=True)
         failed = sum(isinstance(answer, BaseException) for answer in answers)
-        self._metrics = noise_metrics([[v, *self._repeated[n]] for n, (_, v) in chosen.items()])
+        verdicts = [[first, *self._repeated[name]] for name, (_, first) in chosen.items()]
+        self._metrics = noise_metrics([[value for value, _ in each] for each in verdicts])
+        self._metrics |= place_metrics([[pieces for _, pieces in each] for each in verdicts])
         self._metrics |= {"judge/noise_failed": float(failed)} if failed else {}
 
     def pop_metrics(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Literal
 
@@ -137,9 +137,8 @@ def _list_ends(
         last = max((at for at, character in enumerate(text) if character.isalnum()), default=-1)
         # The mark of a thought that the prompt opened is no piece.
         read = max(0, opened - start)
-        own = place not in _CUTTERS
-        ends = accumulate(map(len, load_split(place)(text))) if own else _CUTTERS[place](text)
-        for cut in [*ends, len(text)]:
+        cutter = _CUTTERS.get(place) or partial(_split_ends, place)
+        for cut in [*cutter(text), len(text)]:
             if any(character.isalnum() for character in text[read:cut]):
                 # What has no letter or digit after the last piece belongs to that one.
                 yield start + (cut if cut <= last else len(text))
@@ -161,6 +160,10 @@ def _line_ends(text: str) -> Iterator[int]:
 
 def _step_ends(text: str) -> Iterator[int]:
     return (match.end() for match in _STEP.finditer(text))
+
+
+def _split_ends(place: str, text: str) -> Iterator[int]:
+    return accumulate(map(len, load_split(place)(text)))
 
 
 _CUTTERS = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}

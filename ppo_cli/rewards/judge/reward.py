@@ -32,6 +32,7 @@ from ppo_cli.rewards.judge.monitor import (
     LabelledCheck,
     Monitor,
     NoiseCheck,
+    PlacedVerdict,
     StepReport,
 )
 from ppo_cli.rewards.judge.placing import place_evenly, place_score
@@ -207,7 +208,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
         await ended.finish()
         if measuring:
-            await self._noise.measure(self._ask_fresh_score)
+            await self._noise.measure(self._ask_fresh_verdict)
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
@@ -235,7 +236,8 @@ class JudgeReward(JudgeAsker, Reward):
         score = place_score(score, entry.rollout, self._api, question.rubric)
         self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
-            self._noise.offer(entry.rollout, question, float(score.value or 0.0))
+            pieces = score.info.get("pieces", ())
+            self._noise.offer(entry.rollout, question, float(score.value or 0.0), pieces)
             if votes := score.info.get("votes"):
                 self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
         # The second judge reads a share; its verdict is filled into `info` later.
@@ -256,10 +258,14 @@ class JudgeReward(JudgeAsker, Reward):
 
     async def _ask_fresh_score(self, rollout: Rollout) -> float:
         """Return the score in [0, 1] of a fresh verdict on a response."""
+        return (await self._ask_fresh_verdict(rollout))[0]
+
+    async def _ask_fresh_verdict(self, rollout: Rollout) -> PlacedVerdict:
+        """Return the scores in [0, 1] of a fresh verdict on a response."""
         # Built again, so that the request has another nonce, as in another run.
         question = self.question(rollout.prompt, self._visible(rollout))
         verdict = await self._ask_verdict(rollout, question, fresh=True)
-        return question.scale.scaled(verdict.value)
+        return question.scale.scaled(verdict.value), verdict.info.get("pieces", ())
 
     async def _collect_metrics(self) -> dict[str, float]:
         """Return the metrics of all judges together, and those that only this kind has."""

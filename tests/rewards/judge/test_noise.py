@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,20 @@ def test_another_vote_is_asked_for_only_while_no_score_has_a_majority(
     # The noise is that of the votes which every response gets.
     gap = abs(verdicts[0] - verdicts[1]) / 9
     assert metrics["judge/noise"] == pytest.approx(gap / math.sqrt(2))
+
+
+def test_how_well_places_repeat_is_measured_with_the_same_calls(
+    server: JudgeServer, judge_of: Make, tmp_path: Path
+) -> None:
+    replies = [{"piece_1": 10, "piece_2": low, "score_1_to_10": 5} for low in (1, 4, 1)]
+    answers = iter(map(json.dumps, replies))
+    server.score = lambda system, user: next(answers)
+    reward = judge_of(noise_responses=3, place="sentence")
+    reward.attach(tmp_path)
+    reward.begin_step(1)
+    score_all(reward, [replace(sum_rollout(1), text="It is 2. Sure?")])
+    metrics = reward.pop_metrics()
+    # Of 0, 1/3 and 0 the variance is 1/27; between the pieces it is 1/2, 2/9 and 1/2.
+    assert metrics["judge/place_noise"] == pytest.approx(math.sqrt(1 / 54))
+    assert metrics["judge/place_repeats"] == pytest.approx(1 - 1 / 22)
+    assert metrics["judge/place_pieces"] == 2 and metrics["judge/noise"] == 0
