@@ -20,7 +20,7 @@ from ppo_cli.errors import EXIT_STOPPED, Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # All waits on something foreign end within this time after the first signal, and at once after the
 # second. The rest of ten seconds is for saving and for ending child processes.
-LEAVE_S = 4.0
+LEAVE_S = 3.0
 _received: list[float] = []  # when signals asked this run to stop
 _work_ended = -math.inf  # when the work that a signal had to wait for ended
 

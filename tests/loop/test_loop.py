@@ -516,8 +516,16 @@ def test_a_signal_saves_the_step_that_it_leaves_time_for(
     patience: float, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "LEAVE_S", patience)
-    script = make(steps=4, stop_requested=lambda: "SIGTERM" if signals.time_left() < 90 else None)
-    script.score = lambda rollout, step: signals.note_signal() or 1.0 if step == 2 else 1.0
+    stops: list[str] = []
+    script = make(steps=4, stop_requested=lambda: stops[0] if stops else None)
+
+    def score(rollout: Rollout, step: int) -> float:
+        if step == 2 and not stops:
+            stops.append("SIGTERM")
+            signals.note_signal()
+        return 1.0
+
+    script.score = score
     try:
         stage = ran(script, Interrupted)
     finally:
