@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import UserError, first_line
+from ppo_cli.errors import Interrupted, UserError, first_line
 from ppo_cli.run_folder.lines import plain
 from ppo_cli.secrets.redact import mask_secrets, redact
 from ppo_cli.waits import Progress, await_result, run_in_thread
@@ -128,6 +128,8 @@ class RunSink(Sink):
             self._last_step = int((self._folder / "last_step").read_text())
         try:
             self._run, name = self._await(lambda: self._start(run_id))
+        except Interrupted:
+            raise
         except Exception as error:  # each package has its own errors
             raise UserError(
                 f"{self.package} did not start ({redact(first_line(error))}). {self.advice}, "
