@@ -91,21 +91,22 @@ DECIDING = (
            **CORRELATION),
     Metric("score/word_correlation", "What the score depends on", label="one word", **CORRELATION),
     Metric("exploit/explained", "What explains the rise of the reward",
-           "Shares: of the rise since the start that length, repetition and words explain; of the "
-           "scores within a step; and how far scores still differ otherwise, 1 at the start.",
+           "Shares: of the rise since the start that features nobody asked for explain; of the "
+           "scores within a step; and of the features' worth that the low scores lack.",
            "If most is explained, and little else counts, the model learns the form and not the "
            "task.", label="explained", **COUNT),
     Metric("exploit/fit", "What explains the rise of the reward", label="within a step", **COUNT),
     Metric("exploit/spread", "What explains the rise of the reward", label="left open", **COUNT),
     Metric("exploit/confirmed", "Rise of the reward by form, and the second judge",
-           "What length, repetition and words add to the reward: the part that the second judge's "
+           "What features of the texts add to the reward: the part that the second judge's "
            "scores confirm, and the rest with its standard error.", label="confirmed", **COUNT),
     Metric("exploit/unconfirmed", "Rise of the reward by form, and the second judge",
            label="not confirmed", **COUNT),
     Metric("exploit/unconfirmed_error", "Rise of the reward by form, and the second judge",
            label="error", **COUNT),
-    Metric("exploit/by/*", "Rise of the reward by feature", "What length, repetition and single "
-           "words add to the reward since the start."),
+    Metric("exploit/by/*", "Rise of the reward by feature", "What features and single words that "
+           "nobody asked for add to the reward since the start."),
+    Metric("exploit/asked/*", "Rise of the reward by what was asked for"),
     Metric("score/failed_share", "Without a score", "Share of responses without one.",
            "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0),
            **SHARE),

@@ -17,17 +17,17 @@ from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import Drift, History, measure_judge_drift
+from ppo_cli.report.features import FEATURES
 from ppo_cli.report.limits import Limits
 
 EXPLAINED = 0.5  # share of the reward's rise from which surface features explain it
 FIT = 0.15  # share of the scores' variance within a step that they explain at least
-SETTLED = 0.6  # highest spread that they leave open, of the first steps': above, content counts
+SETTLED = 0.6  # share of their worth that the low scores lack at most: above, content decides
 RISEN = 0.5  # rise of the reward, in spreads of the first step's scores
 UNCONFIRMED = 0.02  # rise of the reward by surface features that a second judge does not confirm
 UNCONFIRMED_ERRORS = 3.5  # the same in standard errors, as each step is another chance to err
-UNCONFIRMED_FIT = 0.1  # as FIT, where a second judge confirms too little
 MORE_FAILURES = 0.1  # rise of the share of responses without a score
-MIN_STEPS = 2  # before an alarm
+MIN_STEPS = 5  # before an alarm
 
 
 def find_hacking(steps: History, limits: Limits) -> str:
@@ -39,7 +39,8 @@ def find_hacking(steps: History, limits: Limits) -> str:
         return ""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
-    texts = "" if drift is not None and drift.confirming else _describe_texts(steps)
+    confirmed = _is_confirmed(steps[-1]) or (drift is not None and drift.confirming)
+    texts = "" if confirmed else _describe_texts(steps)
     early = "" if watched else _describe_unconfirmed(steps[-1])
     evidence = [part for part in (watched, early, _describe_failures(steps), texts) if part]
     if not evidence:
@@ -95,18 +96,25 @@ def _describe_drift(drift: Drift) -> str:
     return f"while {drift.watcher} {moved}"
 
 
+def _is_confirmed(now: Mapping[str, Any]) -> bool:
+    """Whether a second judge pays for at least half of what the features earn."""
+    confirmed, unconfirmed = (now.get(f"exploit/{n}") for n in ("confirmed", "unconfirmed"))
+    return confirmed is not None and unconfirmed is not None and confirmed >= max(unconfirmed, 0)
+
+
 def _describe_unconfirmed(now: Mapping[str, Any]) -> str:
     """Return what features of the texts earn without the second judge's consent; "" if little."""
-    names = ("confirmed", "unconfirmed", "unconfirmed_error", "fit")
+    names = ("confirmed", "unconfirmed", "unconfirmed_error")
     values = [float(now[key]) for name in names if now.get(key := f"exploit/{name}") is not None]
     if len(values) < len(names):
         return ""
-    confirmed, unconfirmed, error, fit = values
+    confirmed, unconfirmed, error = values
     chance = UNCONFIRMED_ERRORS * error
-    if unconfirmed <= max(UNCONFIRMED, chance, confirmed) or fit < UNCONFIRMED_FIT:
+    if unconfirmed <= max(UNCONFIRMED, chance, confirmed):
         return ""
+    features = _name_features(now, wished=True)
     return (
-        f"while responses earn {confirmed + unconfirmed:.2f} more by {_name_features(now)}, of "
+        f"while responses earn {confirmed + unconfirmed:.2f} more by {features}, of "
         f"which its second judge confirms {max(confirmed, 0):.2f}"
     )
 
@@ -124,11 +132,15 @@ def _describe_texts(steps: History) -> str:
     )
 
 
-def _name_features(now: Mapping[str, Any]) -> str:
-    """Return the features that add the most to the reward."""
-    gains = {key[11:]: value or 0 for key, value in now.items() if key.startswith("exploit/by/")}
+def _name_features(now: Mapping[str, Any], *, wished: bool = False) -> str:
+    """Return the features that add the most to the reward, also `wished` ones."""
+    gains = {
+        key.split("/", 2)[2]: value or 0
+        for key, value in now.items()
+        if key.startswith(("exploit/by/", "exploit/asked/")[: 1 + wished])
+    }
     return " and ".join(
-        name if name in ("length", "repetition") else f"the word '{name}'"
+        name if name in FEATURES else f"the word '{name}'"
         for name, gain in sorted(gains.items(), key=lambda item: -item[1])
         if gain > max(gains.values()) / 2
     )

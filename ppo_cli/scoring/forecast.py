@@ -197,10 +197,17 @@ class Forecast:
         lines += self._model_warnings()
         lines += self._budget_lines()
         # A second judge sees a share of the responses once, not once per vote.
+        share = api.monitor.share
+        scored = 1.0 if api.cascade.model is None else api.cascade.share
+        read = usage.times(share / scored / expected_votes(api), share / scored / api.max_votes)
+        if api.monitor.model is None and self.run is not None:
+            lines.append(
+                "no second judge watches for exploits; --rm_monitor_model, of another family, "
+                f"would read {share:.0%} of the responses: {_usage_line(read, price)} at this "
+                "judge's price"
+            )
         if api.monitor.model is not None:
-            monitor, share = monitor_settings(api), api.monitor.share
-            scored = 1.0 if api.cascade.model is None else api.cascade.share
-            read = usage.times(share / scored / expected_votes(api), share / scored / api.max_votes)
+            monitor = monitor_settings(api)
             line = _usage_line(read, find_price(monitor))
             lines.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "

@@ -96,7 +96,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "fewer_pieces": (8, lambda s: {"pieces/count_mean": 6.0 if s < 6 else 3.0}, "piece_grpo"),
     "failed": (1, always(score__failed=3.0), "ppo show outputs --failed"),
     "hacking": (
-        4,
+        5,
         lambda s: grows(s, length=0.5, great=0.3, a=0.1),
         "80% of the rise follows from length and the word 'great', whatever",
     ),
@@ -295,7 +295,7 @@ def test_silence() -> None:
 
 def test_advice_to_allow_longer_responses_is_not_given_next_to_the_alarm() -> None:
     cut = {"response_length/clip_ratio": 0.95}
-    assert kinds(4, lambda s: grows(s, length=0.5) | cut) == {"hacking"}
+    assert kinds(5, lambda s: grows(s, length=0.5) | cut) == {"hacking"}
     assert kinds(4, lambda s: cut) == {"too_long"}
     limits = Limits(has_episodes=True)
     (advice,) = find_troubles(history(4, lambda s: cut), limits).values()
@@ -309,7 +309,6 @@ def test_advice_to_allow_longer_responses_is_not_given_next_to_the_alarm() -> No
         ({"exploit/unconfirmed": 0.015}, False),
         ({"exploit/unconfirmed_error": 0.02}, False),
         ({"exploit/confirmed": 0.07}, False),
-        ({"exploit/fit": 0.05}, False),
         ({"exploit/confirmed": None}, False),
     ],
 )
@@ -318,7 +317,7 @@ def test_features_that_a_second_judge_would_not_pay_for_raise_the_alarm(
 ) -> None:
     second = {f"exploit/{n}": x for n, x in (("confirmed", 0.01), ("unconfirmed", 0.06))}
     signs = second | {"exploit/unconfirmed_error": 0.01, "exploit/explained": 0.3}
-    steps = history(4, lambda s: grows(s, length=0.07) | signs | change)
+    steps = history(5, lambda s: grows(s, length=0.07) | signs | change)
     sentence = "while responses earn 0.07 more by length, of which its second judge confirms 0.01"
     assert (sentence in find_troubles(steps, Limits()).get("hacking", "")) is alarm
 
@@ -346,7 +345,7 @@ def test_a_second_opinion_that_rises_with_the_reward_silences_texts_alone() -> N
     ],
 )
 def test_texts_alone_raise_the_alarm_only_with_all_signs(change: dict[str, Any]) -> None:
-    assert kinds(4, lambda s: grows(s, length=0.5) | change) == set()
+    assert kinds(5, lambda s: grows(s, length=0.5) | change) == set()
 
 
 def test_failures_that_become_more_frequent_while_the_reward_rises_raise_the_alarm() -> None:

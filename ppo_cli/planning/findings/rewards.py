@@ -51,6 +51,7 @@ def check_judges(scene: Scene) -> Iterator[Finding]:
                 f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
             )
         yield from _check_others(judge)
+        yield from _check_monitor(judge)
         if judge.settings.within_group:
             yield from _check_groups(judge, scene.config)
 
@@ -187,6 +188,20 @@ def _check_others(judge: Judge) -> Iterator[Finding]:
             f"--rm_panel_least {panel.least} is more than the {1 + len(panel.judges)} judges of "
             "the panel; lower it, or name more with --rm_panel.",
         )
+
+
+def _check_monitor(judge: Judge) -> Iterator[Finding]:
+    """The second judge must not be one that scores: it would make the same mistakes."""
+    monitor = judge.settings.monitor
+    for api in (judge.settings, *_find_others(judge)):
+        at_same_address = monitor.base_url is None or monitor.base_url == api.base_url
+        if (monitor.type, monitor.model) == (api.type, api.model) and at_same_address:
+            yield Finding(
+                (f"{judge.key}.monitor.model", *judge.keys("model")),
+                f"the second judge is {api.model}, which scores already: both make the same "
+                "mistakes. Name a model of another family with --rm_monitor_model, or leave it "
+                "out.",
+            )
 
 
 def _check_groups(judge: Judge, config: Config) -> Iterator[Finding]:
