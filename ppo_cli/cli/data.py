@@ -97,10 +97,12 @@ def examine_files(
     max_prompt_length: int,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    answer_key: str | None = None,
 ) -> Report:
     """Check every row of the files; raises DataError only for files that cannot be read."""
     # First the format of the rows, then the chat template and the tokenizer.
-    sets = [load_rows(s, prompt_key=prompt_key, source_key=source_key) for s in sources]
+    keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
+    sets = [load_rows(s, **keys) for s in sources]
     rows = [row for row_set in sets for row in row_set.rows]
     rendered, refused = renderer.render(rows)
     problems = [problem for row_set in sets for problem in row_set.problems] + refused
@@ -326,6 +328,7 @@ def check(
     model: str | None,
     max_prompt_length: int,
     prompt_key: str,
+    answer_key: str | None,
     reward_fn_key: str,
     system_prompt: str | None,
     raw: bool,
@@ -351,6 +354,7 @@ def check(
         max_prompt_length=max_prompt_length,
         prompt_key=prompt_key,
         source_key=reward_fn_key,
+        answer_key=answer_key,
     )
     if json:
         typer.echo(report.to_json(model))
@@ -373,6 +377,7 @@ CHECK_FLAGS = [
         "max_prompt_length", int, _DEFAULTS.max_prompt_length, "Longest prompt, in tokens.", min=1
     ),
     make_flag("prompt_key", str, _DEFAULTS.prompt_key, "Column that holds the prompt."),
+    make_flag("answer_key", str, None, "Column that holds the ground truth."),
     make_flag(
         "reward_fn_key", str, _DEFAULTS.reward_fn_key, "Column that chooses the reward rule."
     ),

@@ -87,8 +87,7 @@ def score(arguments: Arguments) -> None:
     else:
         responses = read_responses(
             file,
-            prompt_key=config.data.prompt_key,
-            source_key=config.data.reward_fn_key,
+            **config.data.keys,
             response_key=arguments.extras["response_key"],
         )
     # Check that the result can be written before paying for verdicts.
@@ -190,8 +189,7 @@ def audit(arguments: Arguments) -> None:
         file=arguments.extras["data"],
         preset=arguments.extras["items"],
         max_rows=int(arguments.extras["rows"]),
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
+        **config.data.keys,
     )
     with (
         closing(screen),

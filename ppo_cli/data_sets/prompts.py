@@ -313,6 +313,7 @@ def load_prompts(
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    answer_key: str | None = None,
     max_samples: int = -1,
     max_prompt_length: int,
     **how: Any,
@@ -322,7 +323,8 @@ def load_prompts(
     `max_samples` keeps the first rows over all sources, before overlong ones are dropped. For the
     rest see `render_prompts`.
     """
-    sets = load_sets(sources, prompt_key=prompt_key, source_key=source_key, max_samples=max_samples)
+    keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
+    sets = load_sets(sources, **keys, max_samples=max_samples)
     return render_prompts(sets, tokenizer, max_prompt_length=max_prompt_length, **how)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -280,7 +280,20 @@ def question_of(prompt: str | tuple[Message, ...]) -> str:
 
 # Column names that other data sets use.
 PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
-TRUTH_ALIASES = ("answer", "target", "reference_answer")
+TRUTH_ALIASES = (
+    "answer", "target", "reference_answer", "final_answer", "expected_answer", "correct_answer",
+    "gold_answer", "label",
+)  # fmt: skip
+# Worked solutions, which are read where no column has the answer alone.
+SOLUTIONS = ("solution", "reference_solution")
+NESTING = ("reward_model", "extra_info", "metadata", "info")  # columns that may have it inside
+LAST_TURN = "[-1].content"  # after the prompt column: its last message is the answer
+# Columns that a message names where no ground truth is read.
+ANSWER_LIKE = re.compile(
+    r"(?:.*[._])?(?:answers?|solutions?|labels?|targets?|gold|truth|references?|responses?|outputs?"
+    r"|completions?|chosen|gt)(?:_.*)?",
+    re.IGNORECASE,
+)
 Item = TypeVar("Item")
 OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")
 # Columns of code data sets with tests; they are added to the extra_info of their row.
@@ -310,6 +323,8 @@ class Columns:
     ground_truth: str
     data_source: str
     unused: tuple[str, ...]
+    # Columns that look like an answer, if no row has a ground truth.
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -329,6 +344,7 @@ def load_sets(
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    answer_key: str | None = None,
     max_samples: int = -1,
     at_most: int | None = None,
 ) -> list[RowSet]:
@@ -341,7 +357,7 @@ def load_sets(
     sets: list[RowSet] = []
     remaining = at_most
     for source in sources:
-        keys = {"prompt_key": prompt_key, "source_key": source_key}
+        keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
         sets.append(load_rows(source, **keys, at_most=remaining))
         remaining = None if remaining is None else max(1, remaining - len(sets[-1].rows))
     # All bad rows of all sources are one error.
@@ -369,6 +385,7 @@ def load_rows(
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    answer_key: str | None = None,
     at_most: int | None = None,
 ) -> RowSet:
     """Read one file or hub set as rows; bad rows are collected as problems."""
@@ -377,8 +394,10 @@ def load_rows(
     if not raw.records:
         columns = Columns(prompt_key, "", source_key, ())
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
-    columns = find_columns(raw, prompt_key, source_key)
+    columns = find_columns(raw, prompt_key, source_key, answer_key)
     rows, problems = read_records(raw, partial(read_row, columns=columns))
+    if rows and all(row.ground_truth is None for row in rows):
+        columns = replace(columns, answers=tuple(list_answer_like(raw, columns)))
     notes = (*raw.notes, *column_notes(raw, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
 
@@ -415,25 +434,105 @@ def read_records(
     return items, problems
 
 
-def find_columns(raw: Records, prompt_key: str, source_key: str) -> Columns:
+def find_value(record: Record, name: str) -> Any:
+    """Return the value of a column; a dotted name that is no column names a key inside one."""
+    if name in record or "." not in name:
+        return record.get(name)
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def find_columns(
+    raw: Records,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    answer_key: str | None = None,
+) -> Columns:
     """Choose the columns of a file by the names that occur in any of its rows."""
     names = list(dict.fromkeys(name for _, record in raw.records for name in record))
-    prompt = find_prompt_column(raw.source, names, prompt_key)
+    prompt = find_prompt_column(raw, names, prompt_key)
     source = source_key if source_key in names else ""
     if not source and source_key != "data_source":
         raise DataError(
             f"{raw.source}: no column '{source_key}' (data.reward_fn_key). "
             f"Its columns: {list_names(names)}.{did_you_mean(source_key, names)}"
         )
-    truth = "" if {"ground_truth", "reward_model"} & set(names) else sole(TRUTH_ALIASES, names)
+    if answer_key is None:
+        truth = find_truth_column(raw, names, prompt)
+    elif has_column(raw, truth := answer_key):
+        pass
+    else:
+        near = list_names(filter(ANSWER_LIKE.fullmatch, _list_paths(raw)))
+        raise DataError(
+            f"{raw.source}: no column '{answer_key}' (data.answer_key). Its columns: "
+            f"{list_names(names)}. Like an answer look {near}."
+        )
     used = {prompt, source, truth, *OWN_COLUMNS, *TEST_COLUMNS}
+    used |= {name.partition(".")[0] for name in (prompt, truth) if name not in names}
     unused = tuple(name for name in names if name not in used)
     return Columns(prompt, truth or "ground_truth", source, unused)
 
 
-def find_prompt_column(source: str, names: list[str], prompt_key: str) -> str:
+def has_column(raw: Records, name: str) -> bool:
+    """Whether a row has something in a column, or under a dotted name inside one."""
+    return any(name in record or find_value(record, name) is not None for _, record in raw.records)
+
+
+def find_truth_column(raw: Records, names: Sequence[str], prompt: str) -> str:
+    """Return the column of the ground truth under another name, if it can be no other; or ""."""
+    nested_truths = (_nested_truth(r) for _, r in raw.records if "reward_model" in names)
+    if "ground_truth" in names or any(truth is not None for truth in nested_truths):
+        return ""
+    flat = [name for name in TRUTH_ALIASES if name in names and _holds_answer(raw, name)]
+    paths = [f"{outer}.{key}" for outer in NESTING for key in ("ground_truth", *TRUTH_ALIASES)]
+    nested = [path for path in _list_paths(raw) if path in paths and _holds_answer(raw, path)]
+    # Tests are what code is compared with, not a solution.
+    has_tests = not set(TEST_COLUMNS[:-1]).isdisjoint(names)
+    worked = [] if has_tests else [name for name in SOLUTIONS if _holds_answer(raw, name)]
+    for candidates in (flat, nested, worked):
+        if candidates:
+            return candidates[0] if len(candidates) == 1 else ""
+    turns = (record.get(prompt) for _, record in raw.records if prompt != "prompt")
+    ends = [turn[-1].get("role") == "assistant" for turn in turns if _is_conversation(turn)]
+    return f"{prompt}{LAST_TURN}" if ends and all(ends) else ""
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 1 and isinstance(value[-1], Mapping)
+
+
+def _holds_answer(raw: Records, name: str) -> bool:
+    """Whether a column has a text, a number or a list in some row."""
+    values = (find_value(record, name) for _, record in raw.records)
+    return any(
+        (isinstance(v, str) and bool(v)) or not isinstance(v, str | bool | Mapping | None)
+        for v in values
+    )
+
+
+def _list_paths(raw: Records) -> list[str]:
+    """Return the names of columns, and the dotted ones of keys inside them."""
+    names: dict[str, None] = {}
+    for _, record in raw.records[:1000]:
+        for name, value in record.items():
+            inner = value if isinstance(value, Mapping) else {}
+            names |= dict.fromkeys([name, *(f"{name}.{key}" for key in inner)])
+    return list(names)
+
+
+def list_answer_like(raw: Records, columns: Columns) -> Iterator[str]:
+    """Yield the columns that look like an answer, and are not read."""
+    for name in _list_paths(raw):
+        unread = name not in (columns.prompt, "ground_truth", "reward_model.ground_truth")
+        if unread and ANSWER_LIKE.fullmatch(name) and _holds_answer(raw, name):
+            yield name
+
+
+def find_prompt_column(raw: Records, names: list[str], prompt_key: str) -> str:
     """Return the prompt column; another name is taken only when it can be no other."""
-    if prompt_key in names:
+    if prompt_key in names or ("." in prompt_key and has_column(raw, prompt_key)):
         return prompt_key
     aliases = [name for name in PROMPT_ALIASES if name in names]
     if prompt_key == "prompt" and len(aliases) == 1 and "input" not in names:
@@ -441,15 +540,9 @@ def find_prompt_column(source: str, names: list[str], prompt_key: str) -> str:
     near = f" It may be one of {list_names(aliases)}." if aliases else ""
     near = near or did_you_mean(prompt_key, names)
     raise DataError(
-        f"{source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
+        f"{raw.source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
         "Set data.prompt_key to the column that holds the prompt."
     )
-
-
-def sole(aliases: Iterable[str], names: Iterable[str]) -> str:
-    """Return the one alias that is among the names; none or several: an empty string."""
-    columns = [name for name in aliases if name in set(names)]
-    return columns[0] if len(columns) == 1 else ""
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -490,7 +583,7 @@ def column_notes(raw: Records, columns: Columns, prompt_key: str) -> list[str]:
             f"{file}: {list_names(unread)} may belong to the question, but the model only sees "
             f"'{columns.prompt}': add their text to the prompt, or leave the columns out."
         )
-    truths = [(r.get(columns.ground_truth), _nested_truth(r)) for _, r in raw.records]
+    truths = [(find_value(r, columns.ground_truth), _nested_truth(r)) for _, r in raw.records]
     nans = sum(
         any(map(is_nan, pair)) and all(truth is None or is_nan(truth) for truth in pair)
         for pair in truths
@@ -515,7 +608,14 @@ def _nested_truth(record: Record) -> Any:
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
     """Turn one record into a row; RowError if anything is wrong with it."""
     refuse_media(record)
-    prompt = read_prompt(record.get(columns.prompt), columns.prompt)
+    turns = find_value(record, columns.prompt)
+    if columns.ground_truth == f"{columns.prompt}{LAST_TURN}" and _is_conversation(turns):
+        record = {
+            **record,
+            columns.ground_truth: read_content(turns[-1].get("content"), columns.prompt),
+        }
+        turns = turns[:-1]
+    prompt = read_prompt(turns, columns.prompt)
     ground_truth = read_ground_truth(record, columns.ground_truth)
     # Missing columns are allowed, except the prompt.
     named = record.get(columns.data_source) if columns.data_source else None
@@ -535,10 +635,10 @@ def read_ground_truth(record: Record, column: str) -> Any:
 
     RowError if both are present and differ, or if `reward_model` is not an object.
     """
-    flat = read_plain(record.get(column), column)
+    flat = read_plain(find_value(record, column), column)
     flat = None if is_nan(flat) else flat
     model = read_plain(record.get("reward_model"), "reward_model")
-    if model is None:
+    if model is None or column != "ground_truth":
         return flat
     if not isinstance(model, dict):
         raise RowError(

@@ -392,8 +392,9 @@ def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt])
         else:
             raise RewardError(
                 f"None of {len(rule_prompts)} prompts for the rule {name} can be scored: "
-                f"{failure}. Add what the rule compares with to the rows, or choose another "
-                "reward with --rule NAME or --reward_function FILE:NAME."
+                f"{failure}. Name the column with what the rule compares with (--answer_key), add "
+                "it to the rows, or choose another reward with --rule NAME or "
+                "--reward_function FILE:NAME."
             )
 
 

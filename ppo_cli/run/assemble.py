@@ -636,8 +636,7 @@ def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], max_rows:
     return load_prompts(
         files,
         tokenizer,
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
+        **config.data.keys,
         max_samples=max_rows,
         vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),

@@ -19,7 +19,7 @@ from ppo_cli.config.models.folder import (
 )
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config, Trainer
-from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
+from ppo_cli.data_sets.rows import RowSet, list_names, load_sets, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
@@ -59,8 +59,7 @@ class FirstRows:
         files, max_samples = split_files(self.config, split)
         return load_sets(
             [name for name in files if not is_hub_name(name)],
-            prompt_key=self.config.data.prompt_key,
-            source_key=self.config.data.reward_fn_key,
+            **self.config.data.keys,
             max_samples=max_samples,
             at_most=MAX_PLAN_ROWS,
         )
@@ -198,12 +197,13 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
     if config.trainer.node_rank:
         return []
     problems: list[str] = []
-    prompts: list[Prompt] = []
+    prompts: dict[DataSplit, list[Prompt]] = {}
     # Format of the rows, for files on this disk.
     named = {split: split_files(config, split)[0] for split in SPLITS}
     for split, files in named.items():
         try:
-            prompts += [] if all(map(is_hub_name, files)) else rows.prompts(split)
+            if not all(map(is_hub_name, files)):
+                prompts[split] = rows.prompts(split)
         except UserError as error:
             problems.append(str(error))
     # Enough rows for a batch.
@@ -212,9 +212,17 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
         problems.append(shortage)
     # Only with good rows: what the reward and the template need.
     if not problems and prompts:
-        far = any(is_hub_name(name) for files in named.values() for name in files)
-        if scored:
-            problems += collect_problems(row_checks(config.reward, prompts, all_known=not far))
+        for split, split_prompts in prompts.items() if scored else ():
+            far = any(map(is_hub_name, named[split]))
+            sets = rows.read(split)
+            answers = dict.fromkeys(name for row_set in sets for name in row_set.columns.answers)
+            hint = (
+                f" The answer may be in {list_names(answers)}: --answer_key NAME."
+                if answers
+                else ""
+            )
+            checks = row_checks(config.reward, split_prompts, all_known=not far)
+            problems += [f"{problem}{hint}" for problem in collect_problems(checks)]
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
         problems += _find_template_refusals(rows, local)
     return [redact(line) for line in dict.fromkeys(problems)]

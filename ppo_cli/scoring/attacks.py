@@ -66,19 +66,19 @@ def load_items(
     file: str | None,
     preset: str | None,
     max_rows: int,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
+    **keys: Any,
 ) -> list[Item]:
-    """Return up to `max_rows` tasks: rows of `file`, else those bundled for the judge prompt."""
+    """Return up to `max_rows` tasks: rows of `file`, else those bundled for the judge prompt.
+
+    `keys` name the columns of the file, as those of `find_columns`.
+    """
     if max_rows < 1:
         raise ConfigError(f"--rows {max_rows}: an audit needs at least one row.")
     if file is not None and preset is not None:
         raise ConfigError("--data and --items are both set; keep one.")
     # A file of the user's has its own rows; the bundled tasks are not added to them.
     if file is not None:
-        responses = read_responses(
-            file, prompt_key=prompt_key, source_key=source_key, response_key=None
-        )
+        responses = read_responses(file, **keys, response_key=None)
         return _items_from_rows(responses.rows)[:max_rows]
     # Attacks on criteria need the criteria of each row, which bundled rows cannot have.
     if any(

@@ -80,6 +80,7 @@ def read_responses(
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    answer_key: str | None = None,
     response_key: str | None = RESPONSE,
 ) -> ResponseSet:
     """Read a file of rows; the DataError for bad rows lists all of them.
@@ -92,7 +93,8 @@ def read_responses(
         raise_problems(raw.problems)
     names = list(dict.fromkeys(name for _, record in raw.records for name in record))
     # A data_source column named in the settings belongs to the training files.
-    columns = find_columns(raw, prompt_key, source_key if source_key in names else "data_source")
+    source = source_key if source_key in names else "data_source"
+    columns = find_columns(raw, prompt_key, source, answer_key)
     column = response_key or RESPONSE
     episodes = any(_holds_episode(record, column) for _, record in raw.records)
     if response_key is not None and response_key not in names and not episodes:

@@ -89,20 +89,21 @@ def test_verl_parquet_row(tmp_path: Path) -> None:
     assert json.dumps(row.extra_info)
 
 
-@pytest.mark.parametrize("name", ["question", "messages", "problem", "instruction", "query"])
-def test_a_sole_other_prompt_column_is_taken_and_told(tmp_path: Path, name: str) -> None:
-    row_set = read(tmp_path, {name: "1+1?", "answer": "2"})
-    assert (row_set.rows[0].prompt, row_set.rows[0].ground_truth) == ("1+1?", "2")
-    assert row_set.notes == (
-        f"a.jsonl: the prompt is read from column '{name}'.",
-        "a.jsonl: the ground truth is read from column 'answer'.",
-    )
-
-
-def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
-    row_set = read(tmp_path, {"prompt": "p", "question": "q"}, prompt_key="question")
-    assert row_set.rows[0].prompt == "q"
-    assert row_set.columns.unused == ("prompt",)
+def test_columns_of_known_shapes_are_found_and_told(tmp_path: Path) -> None:
+    for row, keys, prompt, truth_column, truth in table(__file__, "shape"):
+        row_set = read(tmp_path, row, **keys)
+        columns = (row_set.columns.prompt, row_set.columns.ground_truth)
+        assert (*columns, row_set.rows[0].ground_truth) == (prompt, truth_column, truth), row
+        assert question_of(row_set.rows[0].prompt) == "q"
+        notes = " ".join(row_set.notes)
+        for column, usual in (
+            (prompt, keys.get("prompt_key", "prompt")),
+            (truth_column, "ground_truth"),
+        ):
+            assert (f"from column '{column}'" in notes) == (column != usual), row
+        if truth is None:
+            names = {name for name in row if name in ("label", "target", "answer", "solution")}
+            assert set(row_set.columns.answers) == {n for n in names if row[n] is not True}
 
 
 @pytest.mark.parametrize(("row", "keys", "message"), table(__file__, "missing column"))

@@ -184,7 +184,14 @@ class Data(Section):
         flag="--system_prompt",
     )  # fmt: skip
     # How a row becomes a prompt.
-    prompt_key: str = setting("prompt", "Column that holds the prompt.")
+    prompt_key: str = setting(
+        "prompt", "Column that holds the prompt; a dotted name is a key inside a column."
+    )
+    answer_key: str | None = setting(
+        None, "Column that holds the ground truth, as prompt_key; unset: found by its name.",
+        absent="ground_truth, reward_model.ground_truth, answer, solution, label and others",
+        flag="--answer_key",
+    )  # fmt: skip
     reward_fn_key: str = setting("data_source", "Column that selects the rule.")
     apply_chat_template: bool = setting(True, "Render prompts with the chat template.")
     apply_chat_template_kwargs: dict[str, Any] = setting(
@@ -197,6 +204,15 @@ class Data(Section):
     val_max_samples: int = setting(
         -1, "Use only the first N validation rows; -1 is all.", ge=-1, unused="no_validation"
     )
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The names of columns, as what reads rows takes them."""
+        return {
+            "prompt_key": self.prompt_key,
+            "source_key": self.reward_fn_key,
+            "answer_key": self.answer_key,
+        }
 
 
 class ValSampling(Section):

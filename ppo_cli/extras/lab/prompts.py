@@ -136,12 +136,14 @@ def render_row(
     row_number: int,
     *,
     response: str | None = None,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
+    **keys: Any,
 ) -> RenderedRow:
-    """Render the request for one row; `response` replaces the row's response."""
+    """Render the request for one row; `response` replaces the row's response.
+
+    `keys` name its columns, as those of `find_columns`.
+    """
     template = load_template(api)
-    row = read_numbered_row(source_file, row_number, prompt_key, source_key)
+    row = read_numbered_row(source_file, row_number, **keys)
     rollout = row.rollout if response is None else replace(row.rollout, text=response, turns=())
     if response is None and not row.has_response:
         raise DataError(
@@ -163,9 +165,7 @@ def render_row(
     return RenderedRow(template, question, gated)
 
 
-def read_numbered_row(
-    source_file: str, number: int, prompt_key: str, source_key: str
-) -> ResponseRow:
+def read_numbered_row(source_file: str, number: int, **keys: Any) -> ResponseRow:
     """Read one row by the number used in messages: a line of JSONL, a row of other files."""
     # Mistakes in other rows do not matter here.
     raw = read_source(source_file)
@@ -175,7 +175,7 @@ def read_numbered_row(
         numbers = f"{min(records)} to {max(records)}" if records else "none"
         raise DataError(f"{raw.source} has no row {number}; it has {numbers}.")
     place, record = records[number]
-    columns = find_columns(raw, prompt_key, source_key)
+    columns = find_columns(raw, **keys)
     try:
         return read_response_row(raw.label, place, record, columns)
     except RowError as error:

@@ -149,7 +149,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
             "--remote_rm_url http://h:1/r",
             "reward.model.path=http://h:1/r reward.model.adapter=openrlhf",
         ),
-        ("--use_wandb KEY --label_key answer --stop_token eos", "trainer.logger=[console,wandb]"),
+        ("--use_wandb KEY --stop_token eos --label_key a", "--answer_key a"),
         ("--max_len 512 --max_new_tokens 128", "--max_prompt_length 384 --max_response_length 128"),
         ("learning_rate=1e-6, '' \u2014max_steps 5", "--lr 1e-6 --max_steps 5"),
         ("$ openrlhf.cli.train_ppo --actor.adam.lr 1", "--lr 1"),
@@ -263,7 +263,7 @@ LINES = [
     "python rloo.py --rloo_k 4 --sft_model_path embedded --non_eos_penalty",
     "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
     f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",
-    f"{OPENRLHF} --algo.kl.target 6 --ds.lora.rank 8 --ds.lora.dropout 0.1 --data.label_key gold",
+    f"{OPENRLHF} --algo.kl.target 6 --ds.lora.rank 8 --ds.lora.dropout 0.1",
     f"{VERL} algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
     " actor_rollout_ref.rollout.n=4",
     f"{VERL} algorithm.adv_estimator=grpo distillation.enabled=true distillation.num_workers=8",

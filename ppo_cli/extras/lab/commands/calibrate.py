@@ -52,8 +52,7 @@ def calibrate(arguments: Arguments) -> None:
 
     responses = read_responses(
         str(arguments.extras["file"]),
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
+        **config.data.keys,
         response_key=arguments.extras["response_key"],
     )
     # Labels of criteria add up to a label of the response, if it has none.

@@ -22,7 +22,7 @@ app = App(
     epilog="ppo prompts show math",
 )
 # Settings that the help of `render` and `rubric` lists.
-SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
+SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.answer_key", "data.reward_fn_key")
 SEPARATOR = "─" * 30
 
 
@@ -71,8 +71,7 @@ def render(arguments: Arguments) -> None:
         file,
         int(arguments.extras["row"]),
         response=arguments.extras["response"],
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
+        **config.data.keys,
     )
     # The request as the provider's SDK receives it.
     facts: dict[str, Any] = {
@@ -104,8 +103,7 @@ def rubric(arguments: Arguments) -> None:
     from ppo_cli.scoring.rows import check_out, read_responses
 
     file = prompt_files([str(arguments.extras["file"])], "train")[0]
-    keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}
-    responses = read_responses(file, response_key=None, **keys)
+    responses = read_responses(file, response_key=None, **config.data.keys)
     out = user_path(str(arguments.extras["out"]))
     check_out(out, file)
     api, max_criteria = config.reward.api, int(arguments.extras["criteria"])

@@ -279,9 +279,7 @@ def load_prompts(config: Config, split: DataSplit) -> list[Prompt]:
     """Return the prompts of a split with the system prompt, without rendering."""
     data = config.data
     files, max_samples = split_files(config, split)
-    sets = load_sets(
-        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=max_samples
-    )
+    sets = load_sets(files, **data.keys, max_samples=max_samples)
     prompts = [
         prompt_of(f"{split}:{label}", row)
         for rows, label in zip(sets, unique_labels(sets), strict=True)

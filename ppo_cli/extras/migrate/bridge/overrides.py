@@ -311,8 +311,9 @@ def _as_whole_number(number: float | None) -> float | None:
 
 
 @_register_writer(
-    "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
-    "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
+    "data.train_files data.train_max_samples data.prompt_key data.answer_key data.reward_fn_key "
+    "rollout.name rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size "
+    "trainer.logger "
     "trainer.critic_warmup trainer.output_dir "
     "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
 )
