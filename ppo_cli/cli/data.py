@@ -101,7 +101,9 @@ def examine_files(
 ) -> Report:
     """Check every row of the files; raises DataError only for files that cannot be read."""
     # First the format of the rows, then the chat template and the tokenizer.
-    keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
+    keys: dict[str, Any] = {
+        "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
+    }  # fmt: skip
     sets = [load_rows(s, **keys) for s in sources]
     rows = [row for row_set in sets for row in row_set.rows]
     rendered, refused = renderer.render(rows)

@@ -323,7 +323,9 @@ def load_prompts(
     `max_samples` keeps the first rows over all sources, before overlong ones are dropped. For the
     rest see `render_prompts`.
     """
-    keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
+    keys: dict[str, Any] = {
+        "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
+    }  # fmt: skip
     sets = load_sets(sources, **keys, max_samples=max_samples)
     return render_prompts(sets, tokenizer, max_prompt_length=max_prompt_length, **how)
 

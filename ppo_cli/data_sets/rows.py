@@ -357,7 +357,9 @@ def load_sets(
     sets: list[RowSet] = []
     remaining = at_most
     for source in sources:
-        keys = {"prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key}
+        keys: dict[str, Any] = {
+            "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
+        }  # fmt: skip
         sets.append(load_rows(source, **keys, at_most=remaining))
         remaining = None if remaining is None else max(1, remaining - len(sets[-1].rows))
     # All bad rows of all sources are one error.
@@ -494,7 +496,7 @@ def find_truth_column(raw: Records, names: Sequence[str], prompt: str) -> str:
     for candidates in (flat, nested, worked):
         if candidates:
             return candidates[0] if len(candidates) == 1 else ""
-    turns = (record.get(prompt) for _, record in raw.records if prompt != "prompt")
+    turns: Iterable[Any] = (r.get(prompt) for _, r in raw.records if prompt != "prompt")
     ends = [turn[-1].get("role") == "assistant" for turn in turns if _is_conversation(turn)]
     return f"{prompt}{LAST_TURN}" if ends and all(ends) else ""
 
@@ -543,6 +545,12 @@ def find_prompt_column(raw: Records, names: list[str], prompt_key: str) -> str:
         f"{raw.source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
         "Set data.prompt_key to the column that holds the prompt."
     )
+
+
+def sole(aliases: Iterable[str], names: Iterable[str]) -> str:
+    """Return the one alias that is among the names; none or several: an empty string."""
+    columns = [name for name in aliases if name in set(names)]
+    return columns[0] if len(columns) == 1 else ""
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -608,7 +616,7 @@ def _nested_truth(record: Record) -> Any:
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
     """Turn one record into a row; RowError if anything is wrong with it."""
     refuse_media(record)
-    turns = find_value(record, columns.prompt)
+    turns: Any = find_value(record, columns.prompt)
     if columns.ground_truth == f"{columns.prompt}{LAST_TURN}" and _is_conversation(turns):
         record = {
             **record,
