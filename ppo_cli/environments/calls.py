@@ -207,7 +207,8 @@ class TaggedCalls:
         name = name.strip().removesuffix(self.name_end).strip()
         arguments = {}
         for piece in pieces:
-            value, closed, _ = piece.partition(self.value_closing)
+            # A text may contain the closing mark: the last one is the template's.
+            value, closed, _ = piece.rpartition(self.value_closing)
             key, *rest = re.split(_loosen(self.key_closing), value, maxsplit=1)
             if not closed or not rest:
                 raise CallError(f"An argument of the tool call is not closed. Write {self.example}")
@@ -358,7 +359,7 @@ class PythonCalls:
         """Return the arguments up to the closing bracket, and the text after it."""
         arguments: dict[str, Any] = {}
         while not text.startswith(")"):
-            key = re.match(r"(\w+)\s*=\s*", text)
+            key = re.match(r"([\w.-]+)\s*=\s*", text)
             if key is None:
                 raise CallError(f"An argument of the tool call has no name. {self._advice()}")
             arguments[key[1]], text = self._read_argument(text[key.end() :])
@@ -373,7 +374,7 @@ class PythonCalls:
         quote = text[:1]
         if quote and quote == self.literal_quote:
             # It ends where an argument can end, as it may contain its quotation mark.
-            end = re.search(rf"{quote}(?=\s*(?:,\s*\w+\s*=|\)\s*(?:[,\]\n<]|$)))", text[1:])
+            end = re.search(rf"{quote}(?=\s*(?:,\s*[\w.-]+\s*=|\)\s*(?:[,\]\n<]|$)))", text[1:])
             if end is not None:
                 return text[1 : end.start() + 1], text[end.end() + 1 :]
         if quoted := _QUOTED.match(text):
@@ -617,8 +618,9 @@ def _loosen(mark: str) -> str:
 def _quote(text: str, quote: str) -> str:
     """Turn a dialect with bare keys and other quotation marks into JSON."""
     texts = text.split(quote)
-    # Texts are at odd places; keys are bare words at the even ones.
-    plain = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in texts[::2]]
+    # Texts are at odd places; keys are bare at the even ones.
+    keys = re.compile(r'([{,]\s*)([^\s"{}\[\],:][^"{}\[\],:]*?)\s*:')
+    plain = [keys.sub(r'\1"\2":', part) for part in texts[::2]]
     # Templates write some constants as Python does.
     plain = [re.sub(r"(?<=[:,\[])\s*(None|True|False)\b", _write_constant, p) for p in plain]
     strings = [json.dumps(part) for part in texts[1::2]]

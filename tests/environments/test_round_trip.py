@@ -27,7 +27,7 @@ VALUES: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
     "text": (TEXT, [
         "a", "0123", "true", "None", "null", "[1, 2]", '{"a": 1}', "1e5", '"q"', "it's", "a\nb",
         "def f():\n    return 1\n", "\n\ntwo\n\n", "  spaced ", "日本語 🙂", "back\\slash \\n",
-        "f(x)[0], b=1", "<b> a < b </b>", "{x}", "", "\n", "x\r\ny",
+        "f(x)[0], b=1", "<b> a < b </b>", "a</parameter>b</arg_value>", "{x}", "", "\n", "x\r\ny",
     ]),
     "optional": ({"anyOf": [TEXT, NULL]}, ["12", "0123", "True", "a\n", "[1]", '"q"', None]),
     "listed": ({"type": ["string", "null"]}, ["12", "x", None]),
@@ -40,11 +40,11 @@ VALUES: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
     "several": ({"oneOf": [TEXT, {"type": "integer"}]}, [5, "0123", "x"]),
     "level": ({"type": "string", "enum": ["low", "None", "1"]}, ["low", "None", "1"]),
     "grade": ({"enum": [1, 2.5, None, "3", "true"]}, [1, 2.5, None, "3", "true"]),
-    "fixed": ({"const": "7"}, ["7"]),
+    "fixed-text": ({"const": "7"}, ["7"]),
     "tags": ({"type": "array", "items": TEXT}, [[], ["1", "None", "a\nb", "it's", '"q"', "日"]]),
     "nested": (
         {"type": "object", "properties": {"a": TEXT, "b": {"type": "array", "items": NULL}}},
-        [{}, {"a": "12", "b": [None]}, {"a": "l\nl", "c": {"d": [True, {"e": False}]}}],
+        [{}, {"a": "12", "b": [None]}, {"a": "l\nl", "c d": {"d": [True, {"e": False}]}}],
     ),
     "free": ({}, ["x", {"a": [True, None]}, True]),
 }  # fmt: skip

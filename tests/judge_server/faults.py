@@ -9,7 +9,26 @@ from typing import Any
 
 from tests.loopback import Occasion
 
-STATUSES = {400, 401, 402, 403, 404, 405, 408, 409, 413, 422, 425, 429, 500, 502, 503, 504, 529}
+STATUSES = {
+    400,
+    401,
+    402,
+    403,
+    404,
+    405,
+    408,
+    409,
+    413,
+    422,
+    425,
+    429,
+    500,
+    501,
+    502,
+    503,
+    504,
+    529,
+}
 ENDS = {"refusal": "refusal", "content_filter": "content_filter", "truncated": "length"}
 KINDS = {
     "hang", "cut", "html", "empty", "no_content", "not_json", "prose", "out_of_range",

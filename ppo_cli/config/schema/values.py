@@ -288,8 +288,9 @@ def list_files(raw: Any) -> list[Any]:
     # Parts that are separate already, joined again where a comma belongs to a name.
     if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _is_bracketed(raw)):
         parts = parse_list(raw, text=True)
+        texts = [str(part) for part in parts]  # what is not a text is refused later
         return _join_existing(
-            parts, lambda first, end: [sep.join(parts[first:end]) for sep in (",", ", ")]
+            parts, lambda first, end: [sep.join(texts[first:end]) for sep in (",", ", ")]
         )
     if not _is_bracketed(raw):
         pieces = raw.split(",")

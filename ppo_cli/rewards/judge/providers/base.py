@@ -307,8 +307,8 @@ class SdkProvider(ABC):
                     question = self._shorten_answer(question, forms, report)
                     continue
                 message = self._clean(report.message, report.limit)
-                # llama.cpp answers 500 where its template or grammar refuses an option.
-                if report.status == 500 and options.blames(message):
+                # llama.cpp answers 500 where its template or grammar refuses an option, others 501.
+                if report.status in (500, 501) and options.blames(message):
                     report = replace(report, meaning=400)
                 if not report.may_blame_option:
                     raise
@@ -318,7 +318,11 @@ class SdkProvider(ABC):
                 if not options.drop_named(forms, message, report.param):
                     if (guess := options.guess(forms)) is None:
                         tried = ", ".join([*options.dropped, *guesses])
-                        note = f" (also without {tried})" if tried and report.status == 500 else ""
+                        note = (
+                            f" (also without {tried})"
+                            if tried and (report.status or 0) >= 500
+                            else ""
+                        )
                         raise self._classify(replace(report, message=message + note)) from None
                     guesses.append(guess)
             else:

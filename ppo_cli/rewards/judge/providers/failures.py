@@ -45,8 +45,11 @@ _CODES = {
     UNREADABLE: "json_validate_failed output_parse_failed",
 }
 _MEANINGS = {code: status for status, codes in _CODES.items() for code in codes.split()}
-# Anthropic sends these as plain 400s, without a code.
-_MESSAGES = {"content filtering": FILTERED, "credit balance is too low": 402}
+# Anthropic sends the first two as plain 400s, without a code; gateways do so with Groq's.
+_MESSAGES = {
+    "content filtering": FILTERED, "credit balance is too low": 402,
+    "failed to generate json": UNREADABLE, "failed to validate json": UNREADABLE,
+}  # fmt: skip
 # Some gateways and local servers send a passing overload as a plain 400, without a code.
 _OVERLOAD = re.compile(
     r"overload|too many (?:concurrent )?requests|rate limit|\bbusy\b|at (?:full |max\w* )?capacity"

@@ -283,11 +283,12 @@ def read_reply(reply: Any, fields: ReplyFields) -> Reply:
     refuse_blocked(reply, usage)
     finish = to_word(get_path(reply, fields.finish))
     # The provider behind a gateway failed while it wrote: what came so far is not a verdict.
-    error = get_path(reply, fields.error)
+    has_answer = get_path(reply, fields.answer) is not None
+    error = get_path(reply, fields.error) or (has_answer and get_path(reply, "error"))
     if error or finish in FAILED_FINISHES:
         message = f"The answer broke off: {read_message(error) or finish}"
         raise JudgeError(Failure.RETRYABLE, "broke_off", message, usage=usage)
-    if get_path(reply, fields.answer) is None:
+    if not has_answer:
         raise_body(reply)
     content = get_path(reply, fields.content)
     if isinstance(content, list):  # thoughts are parts, too, and are not the answer

@@ -113,16 +113,19 @@ def test_an_answer_that_broke_off_is_not_a_verdict(
     assert isinstance(error, JudgeError) and error.kind is Failure.RETRYABLE
     assert error.cause == "broke_off" and error.usage == Usage(90, 7)
     chunk = {"choices": [{"delta": {"content": VERDICT}, **ending}]}
-    server.fail("body", raw=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
-    error = ask_once(judge_at(server, "openai"))
-    assert isinstance(error, JudgeError) and error.cause == "broke_off"
+    whole = {"choices": [{"message": choice["message"]}], "error": {"message": "it is gone"}}
+    for raw in (f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", json.dumps(whole)):
+        server.fail("body", raw=raw)
+        error = ask_once(judge_at(server, "openai"))
+        assert isinstance(error, JudgeError) and error.cause == "broke_off"
 
 
+@pytest.mark.parametrize("code", ["json_validate_failed", "400"])
 def test_an_answer_that_the_provider_could_not_read_is_asked_for_again(
-    server: JudgeServer,
+    server: JudgeServer, code: str
 ) -> None:
     message = "Failed to generate JSON. See 'failed_generation'."
-    server.fail(400, code="json_validate_failed", message=message)
+    server.fail(400, code=code, message=message)
     judge = judge_at(server, "openai")
     error = ask_once(judge)
     assert isinstance(error, JudgeError) and error.kind is Failure.UNPARSED

@@ -195,23 +195,24 @@ def test_names_are_found_as_whole_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "label"),
+    ("status", "message", "label"),
     [
-        ("Jinja Exception: System role not supported", "system_message=apart"),
-        ("Conversation roles must alternate user/assistant/user", "system_message=apart"),
-        ("Failed to parse grammar", "response_format=json_schema"),
+        (500, "Jinja Exception: System role not supported", "system_message=apart"),
+        (500, "Conversation roles must alternate user/assistant/user", "system_message=apart"),
+        (500, "Failed to parse grammar", "response_format=json_schema"),
+        (501, "json_schema is not implemented", "response_format=json_schema"),
     ],
 )
 def test_an_option_refused_with_status_500_is_dropped_too(
-    server: JudgeServer, message: str, label: str
+    server: JudgeServer, status: int, message: str, label: str
 ) -> None:
-    server.fail(500, message=message, times=1)
+    server.fail(status, message=message, times=1)
     judge = judge_at(server, "openai")
     assert isinstance(ask_once(judge), Reply)
     assert list(judge.dropped()) == [label]
     # Where no option helps, the error is final and says what was tried.
     server.reset()
-    server.fail(500, message=message)
+    server.fail(status, message=message)
     error = ask_once(judge_at(server, "openai"))
     assert isinstance(error, JudgeError) and error.kind is Failure.FATAL
     assert message in str(error) and label in str(error)
