@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from yaml import YAMLError
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.help import App, HelpCommand
@@ -25,11 +24,6 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
-from ppo_cli.config.layers import (
-    PLACE_KEYS,
-    is_chosen,
-)
-from ppo_cli.config.schema.values import load_yaml
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import (
     ConfigError,
@@ -52,7 +46,8 @@ from ppo_cli.report.metrics import (
     read_pretraining,
     recent_statistics,
 )
-from ppo_cli.report.page.run_data import describe_fork_of, read_run_config, read_settings
+from ppo_cli.report.page.run_data import describe_fork_of, read_run_config
+from ppo_cli.report.side_by_side import RECENT, put_side_by_side, tabulate_groups
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.folder import check_run_folder, paid_calls, run_settings, run_state
 from ppo_cli.run_folder.lines import (
@@ -68,7 +63,6 @@ from ppo_cli.run_folder.store import localise
 # Rows that are shown unless a flag says otherwise.
 DEFAULT_STEPS = 20
 DEFAULT_PROMPTS = 3
-RECENT = 10  # steps whose means a comparison shows
 FOLDED_CHARS = 100  # of the first line of a thought or a tool's result
 Line = Mapping[str, Any]
 
@@ -127,24 +121,15 @@ def compare_runs(
 
     The prompts are those whose scores differ most; see `pair_answers` for the answers.
     """
-    settings = [read_settings(run)[0] for run in folders]
-    chosen = {key for run_values in settings for key, _, origin in run_values if is_chosen(origin)}
-    settings_by_run = [{key: value for key, value, _ in run_values} for run_values in settings]
-    keys = [
-        key
-        for key in dict.fromkeys(k for values_of_run in settings_by_run for k in values_of_run)
-        if key not in PLACE_KEYS
-    ]
-    values = {key: [values_of_run.get(key) for values_of_run in settings_by_run] for key in keys}
-    # A setting that an older version did not have is not a difference from a default.
-    differing = {k for k, v in values.items() if differ(v) and (None not in v or k in chosen)}
+    compared = put_side_by_side(folders)
     histories = [read_metrics(run) for run in folders]
     validated = [_list_values(history, "val/reward_mean") for history in histories]
     metrics = [recent_statistics(history, RECENT) for history in histories]
     names = sorted({name for run_means in metrics for name in run_means if name.endswith("_mean")})
     return {
         "runs": [str(run) for run in folders],
-        "settings": {key: run_values for key, run_values in values.items() if key in differing},
+        "settings": compared.varied | compared.other,
+        "groups": tabulate_groups(compared, histories),
         "validation": [values[-1] if values else None for values in validated],
         "metrics": {
             n.removesuffix("_mean"): [run_means.get(n) for run_means in metrics] for n in names
@@ -156,14 +141,6 @@ def compare_runs(
 def _list_values(history: Sequence[Line], name: str) -> list[float]:
     """Return the values of a metric, without steps that did not measure it."""
     return [line[name] for line in history if line.get(name) is not None]
-
-
-def differ(texts: Sequence[str | None]) -> bool:
-    """Whether values of config.yaml differ: `16` and `16.0` do not."""
-    values: Sequence[Any] = texts
-    with suppress(YAMLError):  # of a file that another program has written
-        values = [text and load_yaml(text) for text in texts]
-    return any(value != values[0] for value in values)
 
 
 def pair_answers(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
@@ -221,6 +198,8 @@ def format_comparison(compared: Mapping[str, Any]) -> str:
     runs = compared["runs"]
     lines = []
     # Tables with a column for each run, then the answers below each other.
+    if compared["groups"]:
+        lines += [*align_columns(compared["groups"], left_aligned=1), ""]
     for title, part in (
         ("Settings that differ", compared["settings"]),
         ("Newest validation", {"val": compared["validation"]}),
@@ -543,6 +522,7 @@ show_app.command(cls=ShowCommand, epilog="ppo show outputs --worst 5")(
 )
 
 
+MAX_VARIED = 4  # settings with a column in the list of runs
 MAX_DEPTH = 3  # levels of folders below DIR in which runs are searched
 
 
@@ -563,9 +543,16 @@ def runs(
         except DataError as error:  # of one run; the others are listed
             typer.echo(f"note: {error}", err=True)
     run_list.sort(key=lambda run: -run["changed"])
+    folders = [Path(run["run"]) for run in run_list]
+    compared = put_side_by_side(folders)
+    for number, group in enumerate(compared.groups):
+        for index in group:
+            varied = {key: values[index] for key, values in compared.varied.items()}
+            run_list[index] |= {"varied": varied, "group": number}
     if not run_list and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
-    print_result(run_list, lambda: format_runs(run_list), as_json=as_json)
+    groups = tabulate_groups(compared, [read_metrics(folder) for folder in folders])
+    print_result(run_list, lambda: format_runs(run_list, groups), as_json=as_json)
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:
@@ -603,19 +590,24 @@ def collect_run_facts(run: Path) -> dict[str, Any]:
     }
 
 
-def format_runs(run_list: list[dict[str, Any]]) -> str:
-    """Return runs as aligned columns."""
+def format_runs(run_list: list[dict[str, Any]], groups: list[list[str]]) -> str:
+    """Return runs as aligned columns, those of a few varied settings first, then their groups."""
+    varied = list(run_list[0]["varied"])
+    columns = varied if len(varied) <= MAX_VARIED else []
+    leaves = [key.rpartition(".")[2] for key in columns]
     # Unknown numbers are dashes; the time is local.
-    rows = [["run", "state", "step", "saved", "reward", "val", "cost", "changed"]]
+    rows = [["run", *leaves, "state", "step", "saved", "reward", "val", "cost", "changed"]]
     for run in run_list:
         total = f"/{run['total_steps']}" if run["total_steps"] else ""
         rows.append([
-            run["run"], run["state"], f"{run['step']}{total}", str(run["saved_step"] or "-"),
+            run["run"], *(run["varied"][key] or "-" for key in columns), run["state"],
+            f"{run['step']}{total}", str(run["saved_step"] or "-"),
             format_number(run["reward"]), format_number(run["validation"]),
             format_dollars(run["cost_usd"]) if run["cost_usd"] else "-",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run["changed"])),
         ])  # fmt: skip
-    return "\n".join(align_columns(rows))
+    lines = align_columns(rows, left_aligned=2 + len(columns))
+    return "\n".join([*lines, *([""] if groups else []), *align_columns(groups, left_aligned=1)])
 
 
 runs_app = App()

@@ -364,7 +364,8 @@ def _judge_change(rose: frozenset[str], fell: frozenset[str], has_validation: bo
         return "Learned"
     if fell.intersection(measures):
         return "Got worse"
-    return "The reward rose, validation did not" if "reward" in rose else "No clear change"
+    unclear = "The reward rose, validation not clearly"
+    return unclear if "reward" in rose else "No clear change"
 
 
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:

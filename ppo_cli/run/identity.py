@@ -7,9 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,17 +41,13 @@ from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
+from ppo_cli.run_folder.contents import digest_contents
 from ppo_cli.run_folder.folder import AS_BEGUN, read_decisions, run_settings
-from ppo_cli.run_folder.sources import has_model
 from ppo_cli.secrets.redact import mask_secrets
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it
 CONTENTS = "contents"  # digests of files and model folders, by path
-# Files of a model folder that loaders read: not its card, nor logs.
-MODEL_SUFFIXES = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
-# Training or merging changes every layer, so blocks from all over a large file are enough.
-BLOCKS, BLOCK_BYTES = 64, 64 * 1024
 # Decisions of these identities bind a run, and those of these settings, which change its numbers.
 BINDING = ("run", "checkpoint")
 KEPT = ("model.packing", "model.attn_implementation", "model.float32_matmul")
@@ -98,7 +92,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         for k, v in values.items()
         if k.startswith(("reward.", "environment.")) or k.endswith(".path") or ".py:" in str(v)
     ]
-    values[CONTENTS] = dict(_digest_contents(named))
+    values[CONTENTS] = dict(digest_contents(named))
     values["plugins"] = package_versions(values)
     # Functions and rows of a call in Python are in the run folder, which may move.
     folder = user_path(config.trainer.output_dir).absolute()
@@ -318,45 +312,6 @@ def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:
                 }
         parts[part.name] = settings
     return parts
-
-
-def _digest_contents(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the files (also of FILE:NAME) and model folders that a value names, with digests."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _digest_contents(inner)
-    elif isinstance(value, str):
-        # Unlike pathlib, os.path accepts texts that are not paths: too long, or with a NUL.
-        path = os.path.expanduser(value.partition(":")[0])
-        if os.path.isfile(path) or (os.path.isdir(path) and has_model(Path(path))):
-            with suppress(OSError):  # an unreadable file is reported when it is loaded
-                yield path, _digest_file_or_model(Path(path))
-
-
-def _digest_file_or_model(path: Path) -> str:
-    """Return the digest of a file, or of the files in a model folder that loaders read.
-
-    The digest covers names, sizes and contents of the files with MODEL_SUFFIXES. Of a large file,
-    BLOCKS evenly spaced blocks are read.
-    """
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(p for p in path.glob("*.*") if p.suffix in MODEL_SUFFIXES)
-    )
-    state = hashlib.sha256()
-    for file in files:
-        # Small files entirely, large files in evenly spaced blocks.
-        size = file.stat().st_size
-        state.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            if size <= BLOCKS * BLOCK_BYTES:
-                state.update(opened.read())
-                continue
-            for i in range(BLOCKS):
-                opened.seek(i * (size - BLOCK_BYTES) // (BLOCKS - 1))
-                state.update(opened.read(BLOCK_BYTES))
-    return state.hexdigest()
 
 
 def _describe_change(key: str, before: Any, now: Any) -> Iterator[str]:

@@ -91,7 +91,7 @@ const measured = (value, unit) => (unit === "$" ? `$${digits(value)}` : digits(v
 const cardLink = (run, text, key) => (run.series[key] ? el("a", { href: `#m-${key}` }, prose(text)) : prose(text));
 
 function drawSentences() {
-  const { runs } = DATA;
+  const { runs, compared: { groups } } = DATA;
   const many = runs.length > 1;
   $("title").textContent = many ? `${runs.length} runs` : runs[0].name;
   document.title = `${runs.map((run) => run.name).join(", ")} – ppo-cli`;
@@ -108,6 +108,7 @@ function drawSentences() {
     el("dl", { class: "facts" }, ...shared.map((name) => el("div", {}, el("dt", {}, name), el("dd", {}, cell(runs[0], name))))),
     ...runs.map((run, index) => el("p", { class: "sentence" }, ...(many ? [titled(run, index), ": "] : []),
       ...run.verdict.map(([text, key]) => cardLink(run, text, key)), run.note ? el("small", {}, run.note) : null)),
+    groups.length ? table("facts groups", groups[0], groups.slice(1)) : null,
     many ? table("facts", ["", ...runs.map(titled)], names.filter((name) => !shared.includes(name))
       .map((name) => [name, ...runs.map((run) => cell(run, name))]))
       : el("dl", { class: "answers" }, ...runs[0].answers.flatMap(([question, text, key]) =>
@@ -122,15 +123,12 @@ function table(kind, heads, rows) {
 
 function drawSettings() {
   const runs = DATA.runs;
-  const tables = runs.map((run) => new Map(run.settings.map(([key, value]) => [key, value])));
-  const keys = [...new Set(tables.flatMap((found) => [...found.keys()]))];
-  const differ = keys.filter((key) => new Set(tables.map((found) => found.get(key))).size > 1);
   const rowsOf = (settings) => settings.map(([key, ...cells]) => [keyName(key), ...cells]);
   const set = (run) => run.settings.filter(([, , origin]) => !["default", "fork"].includes(origin));
   fill($("settings"), el("h2", {}, "Settings"),
     runs.length > 1 ? el("h3", {}, "Settings that differ") : null,
     runs.length > 1 ? table("settings", ["setting", ...runs.map((run) => run.name)],
-      differ.map((key) => [keyName(key), ...tables.map((found) => found.get(key) ?? "–")])) : null,
+      rowsOf(DATA.compared.settings)) : null,
     ...runs.flatMap((run) => [
       el("h3", {}, runs.length > 1 ? `Set in ${run.name}` : "Set for this run"),
       table("settings", ["setting", "value", "origin"], rowsOf(set(run))),

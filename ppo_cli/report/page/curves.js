@@ -219,7 +219,8 @@ function makeCard(spec) {
   const lines = linesOf(spec);
   const faults = DATA.runs.flatMap((run) => run.findings.filter((span) => span.now && spec.lines.some(([key]) => key === span.key))
     .map((span) => `${DATA.runs.length > 1 ? `${run.name}, ` : ""}since step ${span.from}: ${span.text}`));
-  const legend = el("div", { class: "legend" }, ...lines.map((line) => el("span", { id: line.run === DATA.runs[0] ? `m-${line.key}` : null },
+  const more = lines.length > 8 ? `and ${lines.length - 8} more; CSV has all` : null;
+  const legend = el("div", { class: "legend", "data-more": more }, ...lines.map((line) => el("span", { id: line.run === DATA.runs[0] ? `m-${line.key}` : null },
     lines.length > 1 ? chip(line.tone, line.dash) : null, line.label && `${line.label} `, el("b", {}))));
   const area = el("div", { class: "area" });
   const card = { spec, lines, legend, area, cross: el("div", { class: "cross", hidden: true }) };

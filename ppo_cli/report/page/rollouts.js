@@ -258,8 +258,9 @@ function commonStart(texts) {
   return whole || start.length < 20 ? 0 : start.match(/(\S+\s+)?\S*$/).index;
 }
 
-/** The columns of the table: [title, sort, class, cell]; one with a single value is left out. */
+/** The columns of the table: [title, sort, class, cell, characters to have room for]; one with a single value is left out. */
 function listColumns() {
+  const longest = (name) => Math.min(200, Math.max(20, ...now.rows.map((row) => oneLine(row[name]).length)));
   const differ = (name) => now.chosen.some((row) => row[name] !== now.chosen[0][name]);
   const start = commonStart(now.rows.map((row) => oneLine(row.prompt)));
   const score = (row) => (row.score == null ? el("span", { class: "failed", title: row.failure }, "none") : digits(row.score));
@@ -274,8 +275,8 @@ function listColumns() {
     ["score", "score", "n", (row) => el("span", {}, score(row), labelMark(row))],
     !now.against && ["tokens", "tokens", "n wide", (row) => row.tokens],
     !now.against && now.chosen.some((row) => row.turn_count) && ["turns", "turn_count", "n", turns],
-    differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start))],
-    [`response${latest}`, null, "", (row) => snippet(oneLine(row.response))],
+    differ("uid") && ["prompt", null, now.against ? "wide" : "", (row) => snippet((start ? "… " : "") + oneLine(row.prompt).slice(start)), longest("prompt") - start],
+    [`response${latest}`, null, "", (row) => snippet(oneLine(row.response)), longest("response")],
     now.against && [first, null, "n", ({ start }) => el("span", {}, score(start), steps.size > 1 ? el("div", { class: "dim" }, `step ${start.step}`) : null)],
     now.against && [steps.size === 1 ? `response ${first}` : "first response", null, "", ({ start }) => snippet(oneLine(start.response))],
   ].filter(Boolean);
@@ -286,10 +287,12 @@ function drawTable() {
   $("table").className = now.against ? "against" : "";
   const heads = document.querySelector("#table thead tr");
   const focused = [...heads.children].findIndex((head) => head.contains(document.activeElement));
-  fill(heads, ...columns.map(([title, sort, kind]) => {
+  const characters = columns.reduce((sum, [, , , , room = 0]) => sum + room, 0);
+  fill(heads, ...columns.map(([title, sort, kind, , room]) => {
     const mark = sort === now.sort ? (now.order === "down" ? " ↓" : " ↑") : "";
     const order = () => { now.order = now.sort === sort && now.order === "down" ? "up" : "down"; now.sort = sort; load(); };
-    return el("th", { class: kind, "aria-sort": mark ? (now.order === "down" ? "descending" : "ascending") : null },
+    const style = room && !now.against ? `width: ${(100 * room) / characters}%` : null; // texts share what is left by their length
+    return el("th", { class: kind, style, "aria-sort": mark ? (now.order === "down" ? "descending" : "ascending") : null },
       sort ? el("button", { type: "button", onclick: order }, title + mark) : title);
   }));
   heads.children[focused]?.firstChild.focus();

@@ -38,6 +38,7 @@ from ppo_cli.report.page.rollouts import (
     set_label,
 )
 from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.side_by_side import compare_for_page, name_runs
 from ppo_cli.run_folder.lines import LABELS_FILE, to_json
 from ppo_cli.version import read_version
 
@@ -64,6 +65,7 @@ def render_report(runs: Sequence[RunData], most_bytes: int = MAX_REPORT_BYTES) -
     return render_page({
         "live": False,
         "runs": [run.read() for run in runs],
+        "compared": compare_for_page([run.folder for run in runs]),
         "rows": rows,
         "notes": notes,
         "labels": [read_labels_by_place(run.folder) for run in runs],
@@ -303,6 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {
             "seen": repr([run.version() for run in runs]),
             "runs": [run.read() for run in runs],
+            "compared": compare_for_page([run.folder for run in runs]),
             "labels": [read_labels_by_place(run.folder) for run in runs],
             "calibrate": [_calibrate_command(run.folder) for run in runs],
         }
@@ -460,8 +463,4 @@ def _calibrate_command(folder: Path) -> str:
 
 def open_runs(folders: Sequence[Path]) -> list[RunData]:
     """Return the runs of these folders, each with a unique name."""
-    names = [folder.resolve().name for folder in folders]
-    return [
-        RunData(folder, name if names.count(name) == 1 else str(folder))
-        for folder, name in zip(folders, names, strict=True)
-    ]
+    return list(map(RunData, folders, name_runs(folders)))

@@ -44,8 +44,8 @@ def data_of(text: str) -> dict[str, Any]:
 def test_one_sentence_says_how_it_went(run: Path) -> None:
     verdict = RunData(run, "run").read()["verdict"]
     assert "".join(text for text, _ in verdict) == (
-        "The reward rose, validation did not: validation reward 0.50 to 0.50, reward 0.50 to 0.86 "
-        "in 40 steps. "
+        "The reward rose, validation not clearly: validation reward 0.50 to 0.50, reward 0.50 to "
+        "0.86 in 40 steps. "
         "Check: kl 0.14 is above 0.1: the model moves far from where it started. Judge $0.70."
     )
     assert [key for _, key in verdict if key] == ["val/reward_mean", "reward_mean", "kl_divergence"]
