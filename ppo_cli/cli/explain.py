@@ -79,8 +79,8 @@ def explain(
     """Explain a setting, a metric or a value: what it does, its range, and what to change."""
     if not (name or every):
         raise ConfigError(f"Name what to explain; `{ppo('explain')} --all` lists every setting.")
-    ours, foreign = explain_foreign(name)
-    synonym = SYNONYMS.get(name.lstrip("-").lower(), ours or name)
+    our_name, foreign = explain_foreign(name)
+    synonym = SYNONYMS.get(name.lstrip("-").lower(), our_name or name)
     meant = STEP_LINE_METRICS.get(name, synonym)
     facts = find_setting_facts(meant) or find_metric_facts(meant) or find_word_facts(meant.lower())
     group = find_group(name)
@@ -104,8 +104,8 @@ def explain_foreign(name: str) -> tuple[str, list[str]]:
     """Return our name for that of another program, and lines that say what it means here."""
     for reader in load_all("readers")[0]:
         if reader.explain and any(answer := import_name(reader.explain)(name)):
-            ours, lines = answer
-            return ours, lines
+            our_name, lines = answer
+            return our_name, lines
     return "", []
 
 
@@ -144,9 +144,9 @@ def find_setting_facts(name: str) -> dict[str, Any]:
     The end of several keys finds none of them. Facts without a value are left out.
     """
     spelt = "--" + name.removeprefix("--").replace("-", "_")
-    known = list_settings()
-    key = next((k for k in known.values() if name == k.env or spelt == k.flag), None)
-    key = key or known.get(name) or (None if find_group(name) else find_key(name))
+    settings = list_settings()
+    key = next((k for k in settings.values() if name == k.env or spelt == k.flag), None)
+    key = key or settings.get(name) or (None if find_group(name) else find_key(name))
     # `clip_ratio` means actor.clip_ratio, unless several keys end with the name.
     ending = [k for k in table().values() if k.name.endswith(f".{name}")]
     key = ending[0] if key is None and len(ending) == 1 else key

@@ -51,8 +51,8 @@ class SideBySide:
     def name_group(self, group: Sequence[int]) -> str:
         """Return the settings of a group that other groups have otherwise, in one line."""
         values = [f"{key}={values[group[0]] or '-'}" for key, values in self.varied.items()]
-        more = f", {len(values) - MAX_NAMED} more" * (len(values) > MAX_NAMED)
-        return ", ".join(values[:MAX_NAMED]) + more or "all settings but the seed are equal"
+        rest = f", {len(values) - MAX_NAMED} more" * (len(values) > MAX_NAMED)
+        return ", ".join(values[:MAX_NAMED]) + rest or "all settings but the seed are equal"
 
 
 def put_side_by_side(folders: Sequence[Path]) -> SideBySide:

@@ -43,23 +43,27 @@ ANSWERS = (("The answer is 5.", 1), ("The answer is 6.", 0), ("5", 1), ("I do no
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Line and words of each command of ours but `train` and `plan`, once each."""
-    words_by_line: dict[str, list[str]] = {}
+    """Line and arguments of each command of ours but `train` and `plan`, once each."""
+    arguments_by_line: dict[str, list[str]] = {}
     for page, line in lines():
-        words = words_of(line)[1]
-        if page not in WHOLE_PAGES and words and words[0].endswith("ppo"):
-            words_by_line.setdefault(" ".join(line.removeprefix(".venv/bin/").split()), words[1:])
+        arguments = words_of(line)[1]
+        if page not in WHOLE_PAGES and arguments and arguments[0].endswith("ppo"):
+            arguments_by_line.setdefault(
+                " ".join(line.removeprefix(".venv/bin/").split()), arguments[1:]
+            )
     return [
-        (line, words) for line, words in words_by_line.items() if words[0] not in ("train", "plan")
+        (line, arguments)
+        for line, arguments in arguments_by_line.items()
+        if arguments[0] not in ("train", "plan")
     ]
 
 
-def fill_in(words: Sequence[str]) -> list[str]:
+def fill_in(arguments: Sequence[str]) -> list[str]:
     """Put stand-ins for placeholders; a judge's model and a folder to write differ."""
-    judged = any(word.startswith("--rm_") or word == "--use_api_reward" for word in words)
-    filled = list(words)
-    for place, word in enumerate(words):
-        before = words[place - 1] if place else ""
+    judged = any(word.startswith("--rm_") or word == "--use_api_reward" for word in arguments)
+    filled = list(arguments)
+    for place, word in enumerate(arguments):
+        before = arguments[place - 1] if place else ""
         if before == "--rm_model":
             filled[place] = "m"
         elif (before, word) == ("--model", "DIR"):
@@ -68,9 +72,9 @@ def fill_in(words: Sequence[str]) -> list[str]:
             filled[place] = "my_reward.py"
         elif before != "--out":
             filled[place] = STAND_INS.get(word, word)
-    if judged and words[0] != "prompts":
-        filled += ["--rm_api_type", "openai"] * ("openai" not in words)
-        filled += ["--rm_model", "m"] * ("--rm_model" not in words)
+    if judged and arguments[0] != "prompts":
+        filled += ["--rm_api_type", "openai"] * ("openai" not in arguments)
+        filled += ["--rm_model", "m"] * ("--rm_model" not in arguments)
     return filled
 
 
@@ -108,14 +112,14 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_ppo(words: Sequence[str], folder: Path, judge: JudgeServer) -> tuple[int, str]:
+def run_ppo(arguments: Sequence[str], folder: Path, judge: JudgeServer) -> tuple[int, str]:
     variables = os.environ | {
         "OPENAI_API_KEY": "sk-loopback", "XDG_CACHE_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    if "openai" in words:
-        words = [*words, "--rm_base_url", judge.url("openai")]
-    process = Forked(PPO, words, variables, folder=folder)
+    if "openai" in arguments:
+        arguments = [*arguments, "--rm_base_url", judge.url("openai")]
+    process = Forked(PPO, arguments, variables, folder=folder)
     try:
         return process.wait(timeout=600), process.output()
     finally:
@@ -134,14 +138,14 @@ def test_every_command_runs_as_printed(desk: Path) -> None:
         for name in ("other-run", "run_a", "run_b"):
             shutil.copytree(desk / "outputs", desk / name)
         label_responses(desk / "outputs")
-        for line, words in commands():
+        for line, arguments in commands():
             if any(part in f"{line} " for part in LEFT_OUT):
                 continue
             for out in re.findall(r"--out (\S+)", line):
                 shutil.rmtree(desk / out, ignore_errors=True)
                 (desk / out).unlink(missing_ok=True)
             count += 1
-            code, text = run_ppo(fill_in(words), desk, judge)
+            code, text = run_ppo(fill_in(arguments), desk, judge)
             if code and "checks failed" not in text:  # the audit of the tests' judge ends so
                 failed.append(f"$ {line}\n{code}: {text[-600:]}")
     assert failed == [], "\n\n".join(failed)

@@ -36,7 +36,7 @@ def read_openai(body: Body) -> tuple[str, list[Asked]]:
     text = check_keys(body, "input model questions")["input"]
     questions = body["questions"]
     check(isinstance(text, str) and isinstance(questions, list) and 1 <= len(questions) <= 400)
-    asked = []
+    decisions = []
     for question in questions:
         check_keys(question, "type instructions levels", "name")
         check(question["type"] == "score")
@@ -44,22 +44,22 @@ def read_openai(body: Body) -> tuple[str, list[Asked]]:
             check_keys(level, "label", "description")["label"] for level in question["levels"]
         ]
         check(all(isinstance(label, str) for label in labels) and len(set(labels)) == len(labels))
-        asked.append(Asked(question.get("name"), question["instructions"], tuple(labels)))
-    return text, asked
+        decisions.append(Asked(question.get("name"), question["instructions"], tuple(labels)))
+    return text, decisions
 
 
 def read_mapped(body: Body, text_key: str) -> tuple[str, list[Asked]]:
     """`questions`: a mapping from ids; a score has 2 to 255 texts, its `criteria`."""
     text = check_keys(body, f"{text_key} model questions")[text_key]
     check(isinstance(text, str) and isinstance(body["questions"], dict) and body["questions"])
-    asked = []
+    decisions = []
     for name, question in body["questions"].items():
         check_keys(question, "type instructions criteria")
         levels = question["criteria"]
         check(question["type"] == "score" and bool(question["instructions"]))
         check(2 <= len(levels) <= 255 and all(isinstance(i, str) and i for i in levels))
-        asked.append(Asked(name, question["instructions"], tuple(levels)))
-    return text, asked
+        decisions.append(Asked(name, question["instructions"], tuple(levels)))
+    return text, decisions
 
 
 def check(holds: Any) -> None:
@@ -73,22 +73,22 @@ def check_keys(value: Any, required: str, optional: str = "") -> Body:
     return dict(value)
 
 
-def write_openai(asked: Asked, shares: Sequence[float]) -> Body:
+def write_openai(question: Asked, shares: Sequence[float]) -> Body:
     rows = [
         {"label": label, "value": i, "probability": share}
-        for i, (label, share) in enumerate(zip(asked.options, shares, strict=True))
+        for i, (label, share) in enumerate(zip(question.options, shares, strict=True))
     ]
     score = sum(i * share for i, share in enumerate(shares))
     return {
-        "type": "score", "name": asked.name, "score": score, "confidence": max(shares),
+        "type": "score", "name": question.name, "score": score, "confidence": max(shares),
         "probabilities": rows,
     }  # fmt: skip
 
 
-def write_mapped(asked: Asked, shares: Sequence[float]) -> Body:
+def write_mapped(question: Asked, shares: Sequence[float]) -> Body:
     return {
         "type": "score", "score": sum(i * share for i, share in enumerate(shares)),
-        "confidence": max(shares), "legend": dict(enumerate(asked.options)),
+        "confidence": max(shares), "legend": dict(enumerate(question.options)),
         "probabilities": {str(i): share for i, share in enumerate(shares)},
     }  # fmt: skip
 
@@ -118,11 +118,11 @@ class DecisionServer(JudgeServer):
         if not decision:
             return super()._judge(name, decision, body, fault)
         try:
-            text, asked = READERS[name](body)
+            text, decisions = READERS[name](body)
         except (ValueError, KeyError, TypeError) as error:
             return 400, WIRES[name].error(400, str(error), None, None)
         answers: Answers
-        pairs = [(question, self.decide(text, question)) for question in asked]
+        pairs = [(question, self.decide(text, question)) for question in decisions]
         if name == "openai":
             answers = [write_openai(question, shares) for question, shares in pairs]
         else:
@@ -130,7 +130,7 @@ class DecisionServer(JudgeServer):
             answers = {question.name: write_mapped(question, shares) for question, shares in pairs}
         if self.spoil is not None:
             answers = self.spoil(answers)
-        size = len(text) + sum(len(q.instructions) + sum(map(len, q.options)) for q in asked)
+        size = len(text) + sum(len(q.instructions) + sum(map(len, q.options)) for q in decisions)
         tokens = size // 4 + 1
         self.tokens += tokens
         prefix = "total_" if name == "gemini" else ""

@@ -86,15 +86,15 @@ def remote_config(name: str) -> tuple[dict[str, Any], str]:
     """
     if _NAME.fullmatch(name):
         folder = cache_folder()
-        kept = folder and folder / "configs" / f"{name.replace('/', '--')}.json"
+        cached = folder and folder / "configs" / f"{name.replace('/', '--')}.json"
         with suppress(OSError, ValueError, TypeError):  # not fetched yet, or damaged
-            if kept:
-                return dict(load_json(read_text(kept))), HUB
+            if cached:
+                return dict(load_json(read_text(cached))), HUB
         if fields := _fetch(name):
             with suppress(OSError):  # the next plan fetches it again
-                if kept:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    with atomic_replace(kept) as unfinished:
+                if cached:
+                    cached.parent.mkdir(parents=True, exist_ok=True)
+                    with atomic_replace(cached) as unfinished:
                         unfinished.write_text(json.dumps(fields), encoding="utf-8")
             return fields, HUB
     fields = read_table().get(name, {})

@@ -290,8 +290,8 @@ def _build_key(name: str, field: FieldInfo, identity: Identity, unused: tuple[st
         if getattr(limit, word, None) is not None
     ]
     # The other facts have the names of the fields of a key.
-    names = next((found for found in field.metadata if isinstance(found, Names)), None)
-    rule = next((found for found in field.metadata if isinstance(found, Rule)), None)
+    names = next((entry for entry in field.metadata if isinstance(entry, Names)), None)
+    rule = next((entry for entry in field.metadata if isinstance(entry, Rule)), None)
     facts: dict[str, Any] = {"identity": identity, **extra, "unused": unused}
     facts |= {"names": names, "rule": rule}
     return Key(

@@ -575,11 +575,12 @@ def run_program(code: Any, text: str, preamble: dict[str, Any]) -> bytes:
         sys.stdout = stdout
         vars(sys).update(__stdin__=sys.stdin, __stdout__=stdout)
         atexit._clear()
-        left: list[tuple[int, bytes]] = []  # exit code and output of a program that calls os._exit
+        # Exit code and output of a program that calls os._exit.
+        early_exit: list[tuple[int, bytes]] = []
 
         def leave(code: int = 0) -> None:
-            if not left:
-                left.append(
+            if not early_exit:
+                early_exit.append(
                     (code, os.pread(printed.fileno(), os.fstat(printed.fileno()).st_size, 0))
                 )
             raise SystemExit(code)
@@ -589,11 +590,11 @@ def run_program(code: Any, text: str, preamble: dict[str, Any]) -> bytes:
         try:
             exec(code, module.__dict__)
         except SystemExit as end:
-            if end.code not in (None, 0) and not left:
+            if end.code not in (None, 0) and not early_exit:
                 raise
         finally:
             os._exit = original_exit
-            if not left:
+            if not early_exit:
                 join_threads()
                 atexit._run_exitfuncs()
                 if not getattr(sys.stdout, "closed", False):
@@ -609,10 +610,10 @@ def run_program(code: Any, text: str, preamble: dict[str, Any]) -> bytes:
             for fd, stream in enumerate(duplicates):
                 os.dup2(stream, fd)
                 os.close(stream)
-        if left:
-            if left[0][0]:
-                raise SystemExit(left[0][0])
-            return left[0][1]
+        if early_exit:
+            if early_exit[0][0]:
+                raise SystemExit(early_exit[0][0])
+            return early_exit[0][1]
         printed.seek(0)
         return printed.read()
 
