@@ -24,6 +24,7 @@ from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
+from ppo_cli.extras.migrate.scripts import read_script
 from ppo_cli.extras.migrate.verl.translator import VERSION
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.plugins import Line
@@ -101,11 +102,13 @@ def _describe_meanings(name: str, tables: Mapping[str, Any]) -> Iterator[str]:
 class Translation(Line):
     """A line of another program under our own names.
 
-    `program` is the script, the module or the command of trl that a launcher would start; `values`
-    has those of the line's flags, by their names in the tables of flags.toml.
+    `program` is the script (`path` with its folder), the module or the command of trl that a
+    launcher would start; `values` has those of the line's flags, by their names in the tables of
+    flags.toml.
     """
 
     program: str = ""
+    path: str = ""
     values: dict[str, list[str]] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=load_foreign_flags)
 
@@ -143,6 +146,9 @@ def translate(args: Sequence[str]) -> Translation:
     """
     done = Translation()
     line = _skip_launcher(args, done)
+    if done.program.endswith(".py") and not names_prompts(line):
+        done.problems.append(f"{replace_script(line, done)}.")
+        return done
     for pattern, reason in done.tables["programs"].items():
         if re.search(pattern, done.program.lower()):
             done.problems.append(f"{done.program} {reason.format(ppo=ppo())}.")
@@ -473,6 +479,52 @@ def _targets(name: str) -> set[str]:
     return {own_flags().get(word, word) for word in {*words, name, f"--{name}"}}
 
 
+def names_prompts(line: Sequence[str]) -> bool:
+    """Whether a line says what to train on; a file or a preset may."""
+    flags = {find_name(word) for word in line if "=" in word or word.startswith("--")}
+    settings = {own_flags().get(f"--{name}", name) for name in flags}
+    for name in flags:
+        settings |= _targets(name)
+    sources = {"data.train_files", "data.path", "--train_files", "config", "preset"}
+    return bool(settings & sources or {"dataset_name", "prompt_data"} & flags)
+
+
+def replace_script(line: Sequence[str], done: Translation) -> str:
+    """Return why a script is refused whose settings are inside it, and the line that replaces it.
+
+    What it sets is a line of TRL, so that what it leaves out is as in TRL.
+    """
+    method, flags = read_script(done.path)
+    program = ["trl", method] if method else []
+    functions = [value for name, values in flags if name == "--reward_funcs" for value in values]
+    flags = [(name, values) for name, values in flags if is_known(find_name(name))]
+    every = [word for name, values in flags for word in (name, *values)]
+    unread = set(translate([*program, *every, "--train_files", "FILE"]).args) - own_flags().keys()
+    # What has no equal here is left out, and so is what the line sets itself.
+    words = [word for word in line if word.strip()]
+    for name, values in flags:
+        if name not in {*words, *unread, "--reward_funcs"}:
+            words += [name, *values]
+    if not names_prompts(words):
+        words += ["--train_files", "FILE"]
+    if "model.path" not in {target for word in words for target in _targets(word.strip("-"))}:
+        words += ["--model", "MODEL"]
+    if len(functions) == 1:
+        words += ["--reward_function", functions[0]]
+    elif not functions:
+        words += ["--reward_function", "FILE.py:NAME"]
+    for function in functions if len(functions) > 1 else ():
+        part = f"reward.composite.parts.{function.rpartition(':')[2]}"
+        words += [f"{part}.kind=rule", f"{part}.function={function}", f"{part}.scaling=none"]
+    return (
+        f"{done.program} is not read, and its settings are inside. "
+        f"{'What it sets is' if flags else 'What it sets has to be'} on this line:\n"
+        f"    {ppo('train')} {shlex.join([*program, *words])}\n"
+        "    A judge scores with --use_api_reward, a rule with --rule NAME.\n"
+        f"    `{ppo('plan')}` with the same arguments prints every value that the line leaves out"
+    )
+
+
 def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     """Return the arguments after a launcher and its program, with its counts of processes.
 
@@ -501,7 +553,7 @@ def _skip_launcher(args: Sequence[str], done: Translation) -> list[str]:
     end = next(ends, 0)
     if end == 0:
         return line
-    done.program = PurePath(line[end - 1]).name
+    done.path, done.program = line[end - 1], PurePath(line[end - 1]).name
     while line[end:] and line[end].isalpha():  # a command of the script
         end += 1
     at = next((i for i in range(start, end) if line[i].startswith("--")), end)

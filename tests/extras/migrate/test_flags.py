@@ -161,8 +161,10 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
     ],
 )
 def test_a_line_of_another_program_means_what_it_means_there(line: str, arguments: str) -> None:
-    done = translate(shlex.split(line))
-    assert (done.args[-len(arguments.split()) :], done.problems) == (arguments.split(), [])
+    # A script that names no prompts is refused.
+    done = translate(shlex.split(re.sub(r"\.py\b( train)?", r".py\1 --data_path rows", line)))
+    arguments_here = [argument for argument in done.args if argument != "data.path=rows"]
+    assert (arguments_here[-len(arguments.split()) :], done.problems) == (arguments.split(), [])
 
 
 @pytest.mark.parametrize(
@@ -208,8 +210,8 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, argument
         ),
         ("--num_generations 4", "--adv_estimator grpo --rollout_n 4", ""),
         (
-            "python main_grpo.py actor.optim.lr=1",
-            "--adv_estimator grpo actor.optim.lr=1",
+            "python main_grpo.py actor.optim.lr=1 data.path=a",
+            "--adv_estimator grpo actor.optim.lr=1 data.path=a",
             "",
         ),
     ],
@@ -283,6 +285,42 @@ def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
             return
         arguments = follow_advice(arguments, capsys.readouterr().err)
     assert main(["plan", *arguments]) == 0, arguments
+
+
+SCRIPT = """
+import reward_lib
+config = GRPOConfig(output_dir="o", learning_rate=1e-6, per_device_train_batch_size=4, beta=-0.0,
+    num_generations=4, dataset_num_proc=8, sampling_params=make())
+GRPOTrainer(model="{model}", args=config, reward_funcs=[score], train_dataset={data}).train()
+"""
+
+
+def test_a_script_is_refused_with_the_line_that_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = 'load_dataset("embedded", split="train")'
+    Path("a.py").write_text(SCRIPT.format(model="embedded", data=data))
+    Path("b.py").write_text(SCRIPT.format(model="", data="rows"))
+    Path("score.py").write_text("def compute_score(**row): return 1.0")
+    for script, names in (
+        ("a.py", ""),
+        ("b.py", " --train_files FILE"),
+        ("c.py", " --model MODEL"),
+    ):
+        assert main(["plan", "accelerate", "launch", script]) == 2
+        message = capsys.readouterr().err
+        line = re.search(r"ppo train (.*)", message)
+        assert line and f"{script} is not read" in message and names in line[1], message
+    assert main(["plan", "python", "a.py"]) == 2
+    line = re.search(r"ppo train (.*)", capsys.readouterr().err)
+    assert line
+    arguments = line[1].replace("a.py:score", "score.py").split()
+    assert main(["plan", *arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["values"]
+    assert [values[key]["value"] for key in ("actor.optim.lr", "rollout.n", "model.path")] == [
+        1e-6, 4, "embedded",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])
