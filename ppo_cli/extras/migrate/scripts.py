@@ -56,6 +56,6 @@ def _read_values(value: ast.expr, path: str) -> Iterator[str]:
         if isinstance(item, ast.Constant) and item.value is not None:
             yield str(item.value)
         elif isinstance(item, ast.UnaryOp) and isinstance(item.operand, ast.Constant):
-            yield f"-{item.operand.value}"
+            yield f"-{item.operand.value!r}"
         elif isinstance(item, ast.Name):
             yield f"{Path(path)}:{item.id}"
