@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from ppo_cli.config.mixture import judges_of, models_of
@@ -131,6 +132,7 @@ def _check_gate(api: ApiReward, items: Sequence[Item]) -> Check:
 MAX_REPEAT_GAP = 0.25  # allowed difference of two verdicts on one response
 WORKED_CASES = "worked cases"
 GOOD_AGAINST_BAD = "right against wrong"
+PLACES = "pieces"
 TOLERANCES = {GOOD_AGAINST_BAD: 0.1}  # share of failing trials that is allowed
 MAX_UNREADABLE = 0.05  # share of replies without a score
 REPEATED_RESPONSES = 6  # responses that get two verdicts
@@ -188,6 +190,7 @@ def audit(
         *(check_trials(name, plan[name], scores, ruler) for name in plan if name in CLAIMS),
         _check_repeats([(item.place, text) for item, text in repeated], repeats, ruler),
         *_check_criteria(settings, plan, scores),
+        *_check_added_pieces(plan.get(PLACES, ()), scores),
         _check_spread(plan["graded"], scores, ruler, fine=fine),
         *check_judge(template, api, items, judges=len(judges_of(settings))),
         _check_readable(task_scores if mixed else scores),
@@ -221,6 +224,12 @@ def plan_trials(
         GOOD_AGAINST_BAD: tr.good_against_bad_trials(items),
         "graded": tr.graded_trials(items),
     }
+    if (
+        judge is not None
+        and judge.part is None
+        and judge.settings.place not in (None, "turn", "criterion")
+    ):
+        plan[PLACES] = tr.place_trials(items, scale)
     # Worked cases come with a judge prompt; behind a gate (only_if) the judge may not see them, so
     # none are planned.
     if template is not None and template.cases:
@@ -239,6 +248,7 @@ CLAIMS: dict[str, str] = {
     "prompt injection": "a bad answer gains nothing by instructions to the judge",
     "ground truth in the response": "variable names in a response earn nothing",
     "padding": "padding an answer gains nothing",
+    PLACES: "a response gains nothing by more pieces",
     GOOD_AGAINST_BAD: f"a good answer beats a bad one by {tr.MIN_LEAD}",
     WORKED_CASES: "the judge prompt's examples get the expected scores",
 }
@@ -310,6 +320,31 @@ def _check_criteria(
     summary += f"; raised: {', '.join(moved)}" if moved else ", nor on any"
     worst = facts["cases"][0] if facts["sure"] else None
     return [Check(name, not facts["sure"], summary, worst, facts["cases"])]
+
+
+def _check_added_pieces(trials: Sequence[tr.Trial], scores: Mapping[Key, Score]) -> list[Check]:
+    """Check that pieces which add nothing score no higher than those of the answer before them."""
+    cases = list[dict[str, Any]]()
+    for trial in trials:
+        score = scores[trial.keys[0]]
+        placed = list(zip(score.info.get("pieces", ()), score.steps, strict=False))
+        answer = [p for p, step in placed if step.end <= len(str(trial.against)) + 2]
+        added = [p for p, step in placed if step.end > len(str(trial.against)) + 2]
+        if answer and added and trial.response.startswith(str(trial.against)):
+            gap = fmean(added) - fmean(answer)
+            cases.append({
+                "sent": trial.what, "row": trial.place, "got": round(gap, 3),
+                "wanted": f"at most {tr.MAX_GAIN}", "passed": gap <= tr.MAX_GAIN + tr.SLACK,
+            })  # fmt: skip
+    if not trials:
+        return []
+    failed = [case for case in cases if not case["passed"]]
+    summary = f"added pieces score no more than the answer's; so in {len(cases) - len(failed)} of "
+    worst = max(cases, key=lambda case: case["got"], default=None)
+    summary += f"{len(cases)}"
+    return [
+        Check("credit of added pieces", bool(cases) and not failed, summary, worst, tuple(cases))
+    ]
 
 
 def _check_repeats(repeated: Sequence[tuple[str, str]], repeats: Repeats, ruler: Ruler) -> Check:

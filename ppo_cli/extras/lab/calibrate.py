@@ -22,6 +22,8 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import plural
 from ppo_cli.extras.lab.cascade import cascade_facts
 from ppo_cli.extras.lab.criteria import Marks, criteria_advice, criteria_facts
+from ppo_cli.extras.lab.places import Marks as PlaceMarks
+from ppo_cli.extras.lab.places import place_advice, place_facts
 from ppo_cli.extras.lab.statistics import (
     MIN_ROWS,
     RowNumbers,
@@ -96,6 +98,8 @@ def write_advice(result: Facts) -> list[str]:
         sentences.append(f"Spearman {_format_interval(rank)}: {order}")
     sentences += _part_sentences(result)
     sentences += criteria_advice(result.get("criteria", {}))
+    if places := result.get("places"):
+        sentences.append(place_advice(places))
     # Training only uses the order of scores, so a shifted threshold is a remark.
     half, best = agreement["accuracy at 0.5"], agreement["accuracy at the best threshold"]
     if None not in (half["value"], best["value"]) and best["value"] - half["value"] >= 0.05:
@@ -231,10 +235,11 @@ def calibrate(
     repeat: int,
     screen: Screen,
     marks: Marks | None = None,
+    place_marks: PlaceMarks | None = None,
 ) -> dict[str, Any]:
     """Score the rows, repeat a sample, and compare everything with the labels.
 
-    `marks` are labels of the criteria of a rubric.
+    `marks` are labels of the criteria of a rubric, `place_marks` of the pieces of responses.
     """
     # Choose what is repeated: a fixed sample, only if something is random.
     rollouts = [row.rollout for row in labelled.rows]
@@ -277,6 +282,7 @@ def calibrate(
         "criteria": criteria_facts(
             settings, labelled.rows, scoring.scores, list(labelled.values), marks or {}
         ),
+        "places": place_facts(labelled.rows, scoring.scores, place_marks or {}),
         "repeated": repeated(reward_kind(settings)),
         "steady": repeat > 1 and not asked_twice,
         "spent": spent,

@@ -47,6 +47,7 @@ def calibrate(arguments: Arguments) -> None:
     from ppo_cli.extras.lab.calibrate import calibrate_cascade
     from ppo_cli.extras.lab.cascade import ask_both
     from ppo_cli.extras.lab.criteria import LABEL_VALUE, add_label_values, read_marks
+    from ppo_cli.extras.lab.places import read_place_marks
     from ppo_cli.scoring.rows import read_labels, read_responses
     from ppo_cli.scoring.score import Callbacks, open_reward, resume_advice
 
@@ -60,6 +61,8 @@ def calibrate(arguments: Arguments) -> None:
     marks = read_marks(responses, marked, config.reward) if marked else {}
     if marked and not labels:
         labels, responses = LABEL_VALUE, add_label_values(responses, marks, config.reward)
+    placed = arguments.extras["place_labels"]
+    place_marks = read_place_marks(responses, placed, config.reward) if placed else {}
     # Without labels the judge of a cascade takes their place.
     labelled = read_labels(responses, labels, arguments.extras["positive"]) if labels else None
     rows = labelled.rows if labelled else responses.rows
@@ -78,8 +81,9 @@ def calibrate(arguments: Arguments) -> None:
                 result = calibrate_cascade(reward, config.reward, rows, screen=screen)
             else:
                 result = run_calibration(
-                    reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
-                )
+                    reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks,
+                    place_marks=place_marks,
+                )  # fmt: skip
     print_reward_result(arguments, {"file": responses.source, **result}, format_calibration)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
@@ -100,6 +104,10 @@ def format_calibration(result: Facts) -> list[str]:
     lines += format_parts(result)
     if result["criteria"]:
         lines += ["", *parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
+    if places := result["places"]:
+        share = f"{places['wrong']:.0%} of {plural(places['pairs'], 'pair')}"
+        row = [("in the wrong order", f"{share}, {plural(places['responses'], 'response')}")]
+        lines += format_section("Places (pieces with other labels)", row)
     lines += format_section(
         "Bias (rank correlation with the score)", list_estimate_rows(result["bias"])
     )
@@ -170,6 +178,9 @@ add_command(
         RESPONSES_FILE,
         make_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
         make_flag("criteria_labels", str, None, "Labels of criteria: {name: true}.", "COLUMN"),
+        make_flag(
+            "place_labels", str, None, "Labels of the pieces of --rm_place: [1, 0, 1].", "COLUMN"
+        ),
         make_flag("positive", str, None, "Which of two labels means good.", "VALUE"),
         make_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
         RESPONSE_KEY,
