@@ -460,6 +460,8 @@ def format_export(record: dict[str, Any]) -> str:
         lines.append("  card        README.md")
     if record["pushed"]:
         lines.append(f"  uploaded to {record['pushed']}")
+    if record["choice"]:
+        lines.append(f"  step        {record['choice']}")
     if record["base"]:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
@@ -481,14 +483,14 @@ def format_count(count: int, billions: str = "B") -> str:
 EXPORT_FLAGS = [
     make_argument(
         "source", "RUN_OR_CHECKPOINT",
-        "Run folder (for its latest checkpoint), checkpoint, or a model folder inside one.",
+        "Run folder (for the step that its page recommends), checkpoint, or a model folder.",
         required=True,
     ),
     make_flag("out", Path, ..., "Folder to write; new or empty.", "DIR", show_default=False),
     make_flag(
         "checkpoint", str, None,
         "Checkpoint of the run: best, latest, step_000010, or a folder.", "WHICH",
-        show_default="latest",
+        show_default="the best validation",
     ),
     make_flag(
         "dtype", Literal["float32", "bfloat16"], None,

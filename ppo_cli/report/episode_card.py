@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -33,12 +33,12 @@ def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> li
         and (values := [line[key] for line in recent if line.get(key) is not None])
     }
     rows = [("turns", f"{means['environment/turns_mean']:.3g} an episode")]
-    for name, key, what in (
-        ("tool errors", "tool_error_share", "of the turns"),
-        ("failed", "failed_share", "of the episodes"),
-    ):
-        if (share := means.get(f"environment/{key}")) is not None:
-            rows.append((name, f"{share:.1%} {what}"))
+    if (share := means.get("environment/tool_error_share")) is not None:
+        causes = count_tool_errors(run_dir, int(recent[-1]["step"]))
+        last = f" (step {int(recent[-1]['step'])}: {causes})" if causes else ""
+        rows.append(("tool errors", f"{share:.1%} of the turns{last}"))
+    if (share := means.get("environment/failed_share")) is not None:
+        rows.append(("failed", f"{share:.1%} of the episodes"))
     cuts = {
         m[1]: share for key, share in means.items() if (m := CUT_SHARE.fullmatch(key)) and share
     }
@@ -50,6 +50,32 @@ def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> li
     if tools := _describe_tools(run_dir):
         rows.append(("tools", tools))
     return rows
+
+
+# Of the text of a turn's error; another error was raised by a tool.
+_CAUSES = (
+    (re.compile(r"timeout: took longer"), "timed out"),
+    (re.compile(r"[Tt]here is no tool|unknown tool"), "unknown tool"),
+    (
+        re.compile(r"^(?:The (?:tool call|arguments of|value)|An argument of)|\. It takes "),
+        "unreadable call",
+    ),
+)
+
+
+def count_tool_errors(run_dir: Path, step: int) -> str:
+    """Return the errors of a step's turns by cause, such as `12 raised, 3 timed out`."""
+    errors = (
+        str(turn["error"])
+        for line in read_lines(rollout_file(run_dir, step, "train"))
+        for turn in line.get("turns") or ()
+        if turn.get("error")
+    )
+    causes = Counter(
+        next((cause for pattern, cause in _CAUSES if pattern.search(error)), "raised")
+        for error in errors
+    )
+    return ", ".join(f"{number:,} {cause}" for cause, number in causes.most_common())
 
 
 def _describe_tools(run_dir: Path) -> str:

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import correlation, fmean, median
+from statistics import correlation, fmean, median, pvariance
 
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.schema.reward import Reward
@@ -22,7 +22,7 @@ from ppo_cli.errors import plural, ppo
 from ppo_cli.moments import TINY
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.report.drift import DRIFTED, History, Opinion
-from ppo_cli.report.episode_card import CUT_SHARE
+from ppo_cli.report.episode_card import CUT_SHARE, count_tool_errors
 from ppo_cli.report.exploits import describe_failures
 from ppo_cli.report.hacking import find_hacking, reward_rises
 from ppo_cli.report.limits import Limits
@@ -30,6 +30,7 @@ from ppo_cli.report.limits import Limits
 # Steps and thresholds of the checks.
 SETTLE_STEPS = 5  # the first steps are too noisy to judge
 SETTLED_STEPS = 8  # after which a criterion that hardly any response meets is told
+LOST_CREDIT = 0.1  # fall of a criterion's mean credit that is told
 SAME_CREDIT = 0.05  # mean credit of such a criterion, or its distance from 1
 MANY_TOOL_ERRORS = 0.25  # share of turns with a tool error
 MANY_CUT_EPISODES = 0.1  # share of episodes that a limit cuts
@@ -122,6 +123,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     if findings["hacking"]:  # it explains long responses: other advice would be wrong
         findings["too_long"] = ""
+    if findings["criterion_against"]:  # it says the same, and more
+        findings["criterion_lost"] = ""
     if findings["kl_high"]:
         findings["clip_low"] = ""  # it asks for the opposite
     return {kind: line for kind, line in findings.items() if line}
@@ -441,9 +444,11 @@ def _check_tool_errors(steps: History, limits: Limits) -> str:
     errors = _last_values(steps, "environment/tool_error_share", 3)
     if not errors or min(errors) <= MANY_TOOL_ERRORS:
         return ""
+    causes = count_tool_errors(limits.folder, steps[-1]["step"]) if limits.folder else ""
     return (
-        f"{errors[-1]:.0%} of the turns have a tool error. `error` in the responses of the last "
-        "step says which: describe the tool's arguments, or raise --tool_timeout if it is slow."
+        f"{errors[-1]:.0%} of the turns have a tool error{causes and f' ({causes})'}. `error` in "
+        "the responses of the last step says which: describe the tool's arguments, or raise "
+        "--tool_timeout if it is slow."
     )
 
 
@@ -582,6 +587,36 @@ def _check_dominated_part(steps: History, limits: Limits) -> str:
     return ""
 
 
+def _check_lost_criterion(steps: History, limits: Limits) -> str:
+    """Warn about criteria that are met less than in the first steps, or never in validation."""
+    texts = []
+    for name, values in _criterion_credits(steps, SETTLE_STEPS).items():
+        # Until a criterion has settled, the first and last steps are the same ones.
+        first = [float(line.get(f"rubric/{name}") or 0.0) for line in steps[:SETTLE_STEPS]]
+        if len(steps) < 2 * SETTLE_STEPS:
+            continue
+        error = math.sqrt((pvariance(first) + pvariance(values)) / SETTLE_STEPS)
+        fall = fmean(first) - fmean(values)
+        if fall > max(LOST_CREDIT, 3 * error):
+            texts.append(f"'{name}' (credit {fmean(first):.2g} to {fmean(values):.2g})")
+    validations = [line for line in steps if "val/reward_mean" in line]
+    for key in validations[-1] if len(validations) > 1 else ():
+        series = [float(line.get(key) or 0.0) for line in validations]
+        if not key.startswith("val/rubric/") or key.endswith("/hurdle_missed"):
+            continue
+        name = key.removeprefix("val/rubric/")
+        if max(series) < SAME_CREDIT:
+            texts.append(f"'{name}' (never met in validation)")
+        elif series[0] - series[-1] > 2 * LOST_CREDIT:
+            texts.append(f"'{name}' (validation credit {series[0]:.2g} to {series[-1]:.2g})")
+    if not texts:
+        return ""
+    return (
+        f"Criteria that are met less than before, or never: {', '.join(texts)}. Raise their "
+        "weight in --rm_rubric, give them levels, or make them a must."
+    )
+
+
 def _criterion_credits(steps: History, count: int) -> dict[str, list[float]]:
     """Return the mean credits of each rubric criterion in the last `count` steps."""
     # The share of missed hurdles is not a criterion.
@@ -707,6 +742,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "part_fails": _check_failing_part,
     "criterion_stuck": _check_stuck_criterion,
     "criterion_against": _check_opposed_criterion,
+    "criterion_lost": _check_lost_criterion,
     # Reward models.
     "prompts_cut": _check_cut_prompts,
 }

@@ -58,7 +58,8 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.page.run_data import read_requests, read_run_config, read_settings
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder.checkpoints import STEP_NAME
+from ppo_cli.report.validation import find_best, list_validations
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.folder import list_ancestors, paid_calls, read_decisions
 from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.run_folder.sources import find_model, has_model
@@ -414,15 +415,21 @@ def export(
 ) -> dict[str, Any]:
     """Write the actor (or critic) of a run or checkpoint to `out` as one Hugging Face folder.
 
-    `checkpoint` is best, latest, a step's folder or a path; None is the latest. The model of a run
-    gets a card. `push` is the hub repository to upload to, private unless `public`. Returns what
-    was written, and from where, as a JSON value; `step` is None if it is unknown.
+    `checkpoint` is best, latest, a step's folder or a path; None is the step that the page of the
+    run recommends, or the latest. The model of a run gets a card. `push` is the hub repository to
+    upload to, private unless `public`. Returns what was written, and from where, as a JSON value;
+    `step` is None if it is unknown, and `choice` says why it is not the latest.
     """
     if public and push is None:
         raise ConfigError("--public says who can read what --push uploads: add --push NAME.")
     if push is not None:
         _check_hub(push)
-    folder = find_model(user_path(source), checkpoint, critic=critic).resolve()
+    choice = ""
+    if checkpoint is None:
+        chosen, choice = choose_checkpoint(user_path(source))
+        folder = find_model(user_path(source), chosen, critic=critic).resolve()
+    else:
+        folder = find_model(user_path(source), checkpoint, critic=critic).resolve()
     require_intact_model(folder, partial(_command_with_model, source, checkpoint))
     if base is not None and (folder / "adapter_config.json").exists():
         check_folder(model_folder(base), "--base")
@@ -451,6 +458,7 @@ def export(
         "use_as": "--critic_model" if _is_critic(user_path(out), folder) else "--model",
         "source": str(folder),
         "step": step,
+        "choice": choice,
         "base": written.base,
         "dtype": written.dtype,
         "parameters": written.parameters,
@@ -460,6 +468,24 @@ def export(
         "card": card,
         "pushed": None if push is None else _upload(user_path(out), push, public=public),
     }
+
+
+def choose_checkpoint(source: Path) -> tuple[str | None, str]:
+    """Return the checkpoint that the page of a run recommends, and a remark on the choice.
+
+    None, for the latest, if there is no recommendation or if its step is not saved.
+    """
+    store = CheckpointStore(source / "checkpoints", keep=1)
+    validations, newest = list_validations(read_metrics(source)), store.newest_step()
+    if len(validations) < 2 or newest is None:
+        return None, ""
+    step = int(find_best(validations)["step"])
+    if step == newest:
+        return None, ""
+    if step in store.steps():
+        remark = f"the best of {len(validations)} validations; --checkpoint latest: step {newest}"
+        return f"step_{step:06d}", remark
+    return None, f"the latest: the best validation is that of step {step}, which is not saved"
 
 
 def _quantization(run: Path, *, critic: bool) -> str | None:

@@ -196,7 +196,7 @@ def test_the_card_of_a_fork_counts_from_the_base_model(
     # Card and page need neither the folder in which the run started nor the rubric's file.
     Path("kind.yaml").unlink()
     monkeypatch.chdir("/")
-    assert read_output(tmp_path / "fork", "--out", tmp_path / "m")[0] == 0
+    assert read_output(tmp_path / "fork", "--out", tmp_path / "m", "--checkpoint", "latest")[0] == 0
     (asked,) = RunData(tmp_path / "fork", "fork").read()["reward"]["judges"]
     assert (asked["summary"], asked["problem"]) == ("2 criteria", "")
     assert [row["text"] for row in asked["criteria"]] == ["The response is short.", "It is rude."]

@@ -25,6 +25,8 @@ from transformers import (
 from ppo_cli.cli.app import main
 from ppo_cli.cli.evaluate import format_count
 from ppo_cli.config.models.bundled import bundled_path
+from ppo_cli.run.export import choose_checkpoint
+from ppo_cli.run_folder.lines import replace_lines
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -123,6 +125,7 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "use_as": "--model",
         "source": str((run / "checkpoints/step_000030/actor").resolve()),
         "step": 30,
+        "choice": "",
         "base": None,
         "dtype": "bfloat16",
         "parameters": parameters,
@@ -132,6 +135,26 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "pushed": None,
     }
     assert 0 < record["bytes"] - 2 * parameters < 2000
+
+
+@pytest.mark.parametrize(
+    ("scores", "checkpoint", "choice"),
+    [
+        ({10: 0.2, 20: 0.9, 30: 0.4}, "step_000020", "the best of 3 validations"),
+        ({5: 0.9, 30: 0.4}, None, "the best validation is that of step 5, which is not saved"),
+        ({10: 0.2, 30: 0.4}, None, ""),
+        ({20: 0.9}, None, ""),
+    ],
+)
+def test_the_recommended_step_is_exported(
+    tmp_path: Path, scores: dict[int, float], checkpoint: str | None, choice: str
+) -> None:
+    for step in (10, 20, 30):
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+    lines = [{"step": step, "val/reward_mean": score} for step, score in scores.items()]
+    replace_lines(tmp_path / "metrics.jsonl", lines)
+    chosen, remark = choose_checkpoint(tmp_path)
+    assert chosen == checkpoint and choice in remark and bool(choice) == bool(remark)
 
 
 def test_the_critic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
     "criterion_stuck": (8, always(rubric__brief=0.02), "'brief' hardly ever has credit"),
+    "criterion_lost": (10, lambda s: {"rubric/brief": 0.9 if s < 6 else 0.5}, "0.9 to 0.5"),
     "criterion_against": (20, lambda s: {"rubric/brief": 1 - 0.02 * s}, "'brief' falls while"),
     "prompts_cut": (1, always(model__prompts_cut=3.0), "--reward_model_max_length"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),

@@ -79,6 +79,17 @@ def is_stuck_right(steps: Lines, text: str) -> bool:
     return bool(shown) and all(shown)
 
 
+def is_lost_right(steps: Lines, text: str) -> bool:
+    """Each criterion is named with its first and last credit, which fell."""
+    texts = re.findall(rf"'(\w+)' \(credit {N} to {N}\)", text)
+    return bool(texts) and all(
+        abs(fmean(column(steps[:5], f"rubric/{name}", 5)) - float(before)) < 0.006
+        and abs(fmean(column(steps, f"rubric/{name}", 5)) - float(now)) < 0.006
+        and float(before) > float(now)
+        for name, before, now in texts
+    )
+
+
 def is_monitor_right(steps: Lines, text: str) -> bool:
     return not column(steps, "judge/monitor_mean", 2)
 
@@ -101,6 +112,7 @@ KINDS: dict[str, Callable[[Lines, str], bool]] = {
     "critic": is_critic_right,
     "reward_same": is_same_right,
     "criterion_against": is_opposed_right,
+    "criterion_lost": is_lost_right,
     "criterion_stuck": is_stuck_right,
     "monitor_silent": is_monitor_right,
     "memory": is_memory_right,
