@@ -211,6 +211,32 @@ def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> No
         assert message in read(names, limits), (names, limits)
 
 
+@pytest.mark.parametrize(
+    ("weights", "loss"),
+    [
+        ("loss_type=reinforce rollout_is=token rollout_is_threshold=0.2_4.0", ("dis", 0.8, 3.0)),
+        ("loss_type=reinforce rollout_is=token rollout_is_threshold=2", ("cispo", 1.0, 1.0)),
+        ("loss_type=reinforce", ("gpg", 0.2, 0.2)),
+        ("loss_type=ppo_clip rollout_is=token", ("vanilla", 0.2, 0.2)),  # its ratio corrects
+    ],
+)
+def test_a_bypass_of_verl_beside_training_is_ours(
+    weights: str, loss: tuple[str, float, float]
+) -> None:
+    at = "algorithm.rollout_correction"
+    resolved = settle(
+        "algorithm.adv_estimator=gae", "rollout.n=1", "trainer.v1.trainer_mode=separate_async",
+        f"{at}.bypass_mode=true", *(f"{at}.{word}" for word in weights.split()),
+    )  # fmt: skip
+    config = resolved.config
+    assert refusals(resolved) == []
+    assert config.trainer.async_steps == 1 and config.algorithm.rollout_correction.bypass_mode
+    assert config.algorithm.rollout_correction.rollout_is is None
+    actor = config.actor
+    assert actor.policy_loss.loss_mode == loss[0]
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx(loss[1:])
+
+
 def test_arguments_of_vllm_are_passed_on_but_not_those_that_have_settings() -> None:
     at = "rollout.engine_kwargs.vllm"
     graph = "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode"

@@ -191,17 +191,21 @@ def _write_micro_batches(config: Config) -> Values:
     return values
 
 
-@_register_writer("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
+@_register_writer(
+    "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
+    "critic.cliprange_value"
+)
 def _write_clip_ratios(config: Config) -> Values:
-    """Write both clip ranges and the dual-clip bound."""
+    """Write both clip ranges, the dual-clip bound and the clip of values."""
     actor = "actor_rollout_ref.actor"
-    bound = config.actor.clip_ratio_c
+    bound, reach = config.actor.clip_ratio_c, config.critic.cliprange_value
     # verl always applies the dual clip, so "none" becomes a bound that is never reached.
     return {
         f"{actor}.clip_ratio": config.actor.clip_ratio,
         f"{actor}.clip_ratio_low": config.actor.clip_ratio_low,
         f"{actor}.clip_ratio_high": config.actor.clip_ratio_high,
         f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
+        "critic.cliprange_value": NO_LIMIT if reach is None else reach,
     }
 
 
@@ -275,12 +279,22 @@ def _write_algorithm(config: Config) -> Values:
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     parts = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    # verl has the loss dis as reinforce with weights that are 0 outside of a window.
+    bypass: Values = {}
+    if config.actor.policy_loss.loss_mode == "dis" and correction.bypass_mode:
+        low, high = 1 - config.actor.clip_ratio_low, 1 + config.actor.clip_ratio_high
+        bypass = {
+            "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.loss_type": "reinforce",
+        }
     return {
         "algorithm.filter_groups.metric": "reward" if metric == "seq_reward" else metric,
         "algorithm.rollout_correction.rollout_is_threshold": (
-            high if low is None else f"{low}_{high}"
+            high if low is None else f"{round(low, 9)}_{round(high, 9)}"
         ),
         "algorithm.rollout_correction.bypass_mode": bool(correction.bypass_mode),
+        **bypass,
         **{f"algorithm.{name}": list(value) for name, value in parts.items() if value},
     }
 
@@ -515,6 +529,9 @@ def _find_refusals(config: Config, verl_words: Sequence[str]) -> Iterator[str]:
             yield f"{part}.optim.lr_scheduler_type linear: verl has constant and cosine."
     if config.rollout.name == "hf":
         yield "rollout.name hf is not available on verl, which has vllm, sglang and trtllm."
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if config.actor.policy_loss.loss_mode == "dis" and not bypass:
+        yield "actor.policy_loss.loss_mode dis is available on verl with bypass_mode only."
     if ESTIMATORS[config.algorithm.adv_estimator].pieces:
         yield f"algorithm.adv_estimator {config.algorithm.adv_estimator} is not available on verl."
     if any(judge.settings.type == "local" for judge in judges_of(config.reward)):

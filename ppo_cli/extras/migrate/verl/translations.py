@@ -27,11 +27,13 @@ Lookup = Callable[[str], Any]  # dotted name -> value of the whole configuration
 class DerivedValue:
     """A raw value that depends on other settings; computed once all layers are translated.
 
-    One that `yields` gives way to a plain value for the same setting in the same layer.
+    One that `yields` gives way to a plain value for the same setting in the same layer, one that
+    `wins` replaces it.
     """
 
     compute: Callable[[Lookup], Any]
     yields: bool = False
+    wins: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class TranslationState:
         self.function: dict[str, Entry] = {}  # of a layer: path and name of a reward function
         self.dynamic: dict[str, bool] = {}  # by model, whether token budgets cut micro-batches
         self.sized: dict[str, Entry] = {}  # by model, what sets the size of a micro-batch
+        self.correction: dict[str, Any] = {}  # what sets verl's loss in bypass_mode
         self._refused: dict[tuple[str, str], list[str]] = {}
         self._remarks: dict[tuple[str, str], list[str]] = {}
         self.switched_on: set[str] = {""}  # switches of verl that any layer turns on
@@ -97,13 +100,18 @@ class TranslationState:
         """Set one of our settings; the same verl name again in a layer replaces the value.
 
         After another name in this layer, two derived values become their lower limit, one that
-        `yields` gives way, and any other difference is recorded as a problem.
+        `yields` gives way to others, all give way to one that `wins`, and any other difference is
+        recorded as a problem.
         """
         # The same setting by another name in this layer: agree, combine, or report.
         new = Entry(name, raw, entry.origin)
         earlier_name, old = self._settings.pop(name, (self.entry_name, new))
         if earlier_name != self.entry_name:
-            if isinstance(raw, DerivedValue) and isinstance(old.raw, DerivedValue):
+            if isinstance(old.raw, DerivedValue) and old.raw.wins:
+                new = old
+            elif isinstance(raw, DerivedValue) and raw.wins:
+                pass
+            elif isinstance(raw, DerivedValue) and isinstance(old.raw, DerivedValue):
                 new = Entry(name, _tighter_limit(old.raw, raw), entry.origin)
             elif isinstance(old.raw, DerivedValue) and old.raw.yields:
                 pass
@@ -639,7 +647,8 @@ def _require_environment(state: TranslationState, entry: Entry, raw: Any) -> Non
 # Estimators and losses that only verl or its forks have, and what is near to them.
 _NOT_OFFERED: Final = {
     "grpo_passk": "", "optimal_token_baseline": "", "tir_optimal_token_baseline": "", "dro": "",
-    "bypass_mode": "", "raft": ": near to it is grpo with actor.positive_nll_coef=1",
+    "bypass_mode": ": set algorithm.rollout_correction.bypass_mode=true",
+    "raft": ": near to it is grpo with actor.positive_nll_coef=1",
 }  # fmt: skip
 
 
@@ -684,14 +693,86 @@ def _translate_group_metric(state: TranslationState, entry: Entry, raw: Any) -> 
     state.put(entry, entry.name, "seq_reward" if is_default else raw)
 
 
-@_register_translation("algorithm.rollout_correction.rollout_is_threshold", null=False)
+CORRECTION: Final = "algorithm.rollout_correction"
+
+
+@_register_translation(f"{CORRECTION}.rollout_is")
+def _translate_importance_weights(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Leave weights out in bypass_mode: the ratio of the loss corrects there, as in verl."""
+    state.correction["rollout_is"] = raw
+    late = DerivedValue(lambda value: None if value(f"{CORRECTION}.bypass_mode") else raw)
+    state.put(entry, entry.name, late)
+
+
+@_register_translation(f"{CORRECTION}.rollout_is_threshold", null=False)
 def _translate_importance_window(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `low_high` as the two thresholds of a window."""
-    # `0.5_2.0` is a window, a single number its upper end.
+    state.correction["rollout_is_threshold"] = raw
+    # `0.5_2.0` is a window, a single number its upper end. With reinforce it is a clip range.
     low, window, high = str(raw).partition("_")
-    state.put(entry, entry.name, high if window else raw)
+    limits = {entry.name: high if window else raw} | (
+        {f"{entry.name}_lower": low} if window else {}
+    )
+    for name, limit in limits.items():
+        state.put(entry, name, DerivedValue(partial(_limit_of_weights, state.correction, limit)))
+
+
+def _limit_of_weights(correction: Mapping[str, Any], limit: Any, value: Lookup) -> Any:
+    return None if correction.get("loss_type") == "reinforce" else limit
+
+
+@_register_translation(f"{CORRECTION}.loss_type", null=False)
+def _translate_bypass_loss(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Translate the loss of verl's bypass: ppo_clip is the policy loss, reinforce -w A log p."""
+    if raw not in ("ppo_clip", "reinforce"):
+        state.problem(entry, f"{entry.name}={raw} is not offered; it takes ppo_clip or reinforce.")
+    state.correction["loss_type"] = raw
+    if raw != "reinforce":
+        return
+    settings = ("actor.policy_loss.loss_mode", "actor.clip_ratio_low", "actor.clip_ratio_high")
+    for number, name in enumerate(settings):
+        late = DerivedValue(partial(_part_of_loss, state.correction, number), wins=True)
+        state.put(entry, name, late)
+    state.demand(
+        entry,
+        lambda value: value(f"{CORRECTION}.bypass_mode") is True,
+        f"{entry.name}=reinforce is for {CORRECTION}.bypass_mode=true; set that, or leave it out.",
+    )
+
+
+def _part_of_loss(correction: Mapping[str, Any], number: int, value: Lookup) -> Any:
+    return _weighted_loss(correction)[number]
+
+
+def _weighted_loss(correction: Mapping[str, Any]) -> tuple[str, float | None, float | None]:
+    """Return the loss with verl's importance weights, and its lower and upper clip range.
+
+    Without weights it is gpg, with truncated ones cispo, which clips above only, and with weights
+    that are 0 outside of a window dis. Raises ValueError for weights of sequences.
+    """
+    level = correction.get("rollout_is")
+    if is_unset(level):
+        return "gpg", None, None
+    if level != "token":
+        raise ValueError(f"{CORRECTION}.rollout_is={level} is not offered with reinforce: token.")
+    low, window, high = str(correction.get("rollout_is_threshold", 2.0)).partition("_")
     if window:
-        state.put(entry, f"{entry.name}_lower", low)
+        return "dis", round(1 - float(low), 9), round(float(high) - 1, 9)
+    return "cispo", 1.0, round(float(low) - 1, 9)
+
+
+@_register_translation("trainer.v1.trainer_mode", null=False)
+def _translate_trainer_mode(state: TranslationState, entry: Entry, raw: Any) -> None:
+    """Translate sampling on devices of its own, beside training."""
+    if raw == "separate_async":
+        state.put(entry, "trainer.async_steps", "1")
+        state.note(entry, "sampling runs one step ahead (--async_steps); in verl it may be more")
+    elif raw != "sync":
+        state.problem(
+            entry,
+            f"{entry.name}={raw} is not offered; it takes sync, or separate_async, which is "
+            "--async_steps here.",
+        )
 
 
 @_register_translation("algorithm.kl_ctrl.type")
