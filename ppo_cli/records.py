@@ -63,6 +63,7 @@ class Prompt:
     judge or a rule reads (a string prompt, or the last user message). `rendered` is the text of
     `token_ids`, chat template applied; `opened` is the mark of a thought at its end, if the
     template opens one for the model. `tools` has a line for each tool that the model may call.
+    `columns` has those of the row as they are, for functions that read them.
     """
 
     uid: str
@@ -75,6 +76,7 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     opened: str = ""
     tools: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

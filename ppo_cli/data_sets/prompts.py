@@ -314,6 +314,7 @@ def load_prompts(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     answer_key: str | None = None,
+    keep_columns: bool = False,
     max_samples: int = -1,
     max_prompt_length: int,
     **how: Any,
@@ -326,7 +327,7 @@ def load_prompts(
     keys: dict[str, Any] = {
         "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
     }  # fmt: skip
-    sets = load_sets(sources, **keys, max_samples=max_samples)
+    sets = load_sets(sources, **keys, keep_columns=keep_columns, max_samples=max_samples)
     return render_prompts(sets, tokenizer, max_prompt_length=max_prompt_length, **how)
 
 

@@ -12,7 +12,7 @@ import datetime
 import decimal
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -313,6 +313,7 @@ class Row:
     ground_truth: Any
     data_source: str
     extra_info: Mapping[str, Any]
+    columns: Mapping[str, Any] = field(default_factory=dict)  # all of the row's, if they are kept
 
 
 @dataclass(frozen=True)
@@ -345,13 +346,14 @@ def load_sets(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     answer_key: str | None = None,
+    keep_columns: bool = False,
     max_samples: int = -1,
     at_most: int | None = None,
 ) -> list[RowSet]:
     """Read files or hub sets as rows; DataError with all bad rows if there are any.
 
     `max_samples` keeps the first rows over all sources. `at_most` limits the rows that are read,
-    but at least one row of every source is read.
+    but at least one row of every source is read. `keep_columns`: rows keep all their columns.
     """
     # `at_most` is for a quick look: it is shared by the sources.
     sets: list[RowSet] = []
@@ -359,6 +361,7 @@ def load_sets(
     for source in sources:
         keys: dict[str, Any] = {
             "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
+            "keep_columns": keep_columns,
         }  # fmt: skip
         sets.append(load_rows(source, **keys, at_most=remaining))
         remaining = None if remaining is None else max(1, remaining - len(sets[-1].rows))
@@ -388,6 +391,7 @@ def load_rows(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     answer_key: str | None = None,
+    keep_columns: bool = False,
     at_most: int | None = None,
 ) -> RowSet:
     """Read one file or hub set as rows; bad rows are collected as problems."""
@@ -397,7 +401,8 @@ def load_rows(
         columns = Columns(prompt_key, "", source_key, ())
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key, answer_key)
-    rows, problems = read_records(raw, partial(read_row, columns=columns))
+    read = partial(read_row, columns=columns, keep_columns=keep_columns)
+    rows, problems = read_records(raw, read)
     if rows and all(row.ground_truth is None for row in rows):
         columns = replace(columns, answers=tuple(list_answer_like(raw, columns)))
     notes = (*raw.notes, *column_notes(raw, columns, prompt_key))
@@ -418,6 +423,7 @@ def prompt_of(label: str, row: Row) -> Prompt:
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
+        columns=row.columns,
     )
 
 
@@ -613,7 +619,7 @@ def _nested_truth(record: Record) -> Any:
     return model.get("ground_truth") if isinstance(model, Mapping) else None
 
 
-def read_row(place: Place, record: Record, columns: Columns) -> Row:
+def read_row(place: Place, record: Record, columns: Columns, *, keep_columns: bool = False) -> Row:
     """Turn one record into a row; RowError if anything is wrong with it."""
     refuse_media(record)
     turns: Any = find_value(record, columns.prompt)
@@ -635,7 +641,9 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
         raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
     # Tests of code data sets; a key of extra_info wins over a column of the same name.
     tests = {name: read_plain(record[name], name) for name in TEST_COLUMNS if record.get(name)}
-    return Row(place, prompt, ground_truth, source or "", {**tests, **(extra_info or {})})
+    kept_columns = {**as_plain(record), "prompt": as_plain(turns)} if keep_columns else {}
+    info = {**tests, **(extra_info or {})}
+    return Row(place, prompt, ground_truth, source or "", info, kept_columns)
 
 
 def read_ground_truth(record: Record, column: str) -> Any:

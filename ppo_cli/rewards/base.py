@@ -237,6 +237,13 @@ class CannotScore(Exception):
     """A rule cannot score this row; the message becomes the failure of the score."""
 
 
+@dataclass(frozen=True)
+class BatchScore(Score):
+    """What a function returned for several responses: a score of each, in order."""
+
+    scores: tuple[Score, ...] = ()
+
+
 def describe_episode(rollout: Rollout) -> dict[str, Any]:
     """Return what a function reads of an episode in `extra_info`; {} for a single response.
 
@@ -256,8 +263,10 @@ def read_returned(value: Any) -> Score:
     """Read a float, int, bool, numpy number, list of placed rewards or dict; never raises.
 
     A dict has `score`, or `token_rewards` or `step_rewards` (see `read_placed`), whose sum is the
-    default of the score.
+    default of the score. A `Score` stays as it is.
     """
+    if isinstance(value, Score):
+        return value
     try:
         if isinstance(value, list) and value:
             # A list without a key: pairs and dicts are step rewards, numbers are token rewards.

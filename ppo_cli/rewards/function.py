@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,19 +22,33 @@ from typing import Any, cast
 from ppo_cli.errors import ConfigError, RewardError, did_you_mean
 from ppo_cli.paths import user_path
 from ppo_cli.processes.user_code import describe_error, error_line, import_file
-from ppo_cli.records import Rollout, Score
+from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     STEPS,
     TOKENS,
+    BatchScore,
     Call,
     Reward,
+    RoundKind,
+    Tell,
     describe_episode,
+    tell_nobody,
 )
-from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.forms import (
+    FORMS,
+    Form,
+    Responses,
+    adapt,
+    describe_finish,
+    describe_response,
+    find_form,
+)
+from ppo_cli.rewards.pool import RUN_ENDED, WorkerPool
 from ppo_cli.rewards.worker import Refused, Task
 
 # The function's default name and its arguments, as in verl.
 DEFAULT_NAME = "compute_score"
+ROW_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "reward_model")
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURE = f"{DEFAULT_NAME}(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -50,27 +66,82 @@ class FunctionReward(Reward):
         timeout: float = 10.0,
         num_workers: int = 2,
     ) -> None:
-        path, function = find_file(spec)
-        check_source(path, function, kwargs or {})
-        load = partial(load_function, str(path), function, dict(kwargs or {}))
+        path, function, module = find_function(spec)
+        check_source(path, function, kwargs or {}, module)
+        load = partial(load_function, str(path), function, dict(kwargs or {}), module)
         task = Task(f"the reward function file {path}", load)
+        self._label = f"{module or path.name}:{function}"
         self._pool = WorkerPool(task, size=num_workers, timeout=timeout)
         try:
-            self._pool.start()
+            ready = self._pool.start()
         except BaseException:
             self._pool.close()
             raise
+        self._required = ready.required
+        # Of a function for another trainer; None for our own form.
+        self._form = next((form for form in FORMS if form.name == ready.form), None)
+        self._step = 0
+        self._round: list[tuple[Rollout, Future[Score]]] = []  # not yet scored
+
+    def start(
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = tell_nobody
+    ) -> None:
+        """Say whose form the function has; RewardError if the rows lack a column that it needs."""
+        if self._form is None:
+            return
+        tell(f"{self._label} is called as {self._form.name} does: {self._form.signature}.")
+        columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        missing = [n for n in self._required if n not in (*self._form.offered, *columns)]
+        if missing and columns:
+            raise RewardError(
+                f"{self._label} needs {', '.join(missing)}, and the rows have no such column, only "
+                f"{', '.join(columns)}. Rename the column, give the parameter a default, or set "
+                f"reward.function_kwargs.{missing[0]}."
+            )
+
+    def begin_step(self, step: int) -> None:
+        """Remember the step, which functions for TRL read."""
+        self._step = step
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Send one rollout to a worker."""
+        """Send one rollout to a worker; a function of a whole round waits for its end."""
+        if self._form is not None and self._form.batch:
+            self._round.append((rollout, Future()))
+            return self._round[-1][1]
+        if self._form is not None:
+            responses = Responses((describe_response(rollout),), self._step)
+            return self._pool.submit(responses, partial(check_placed_rewards, rollout))
         prompt = rollout.prompt
-        extra_info = {**prompt.extra_info, **describe_episode(rollout)}
+        columns = {k: v for k, v in prompt.columns.items() if k not in ROW_COLUMNS}
+        facts = {**columns, **describe_finish(rollout)}
+        extra_info = {**facts, **prompt.extra_info, **describe_episode(rollout)}
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, extra_info)
         return self._pool.submit(call, partial(check_placed_rewards, rollout))
 
+    def end_round(self, kind: RoundKind = "train") -> None:
+        """Call a function of a whole round with all its responses, those to a prompt in a row."""
+        entries, self._round = self._round, []
+        if not entries:
+            return
+        entries.sort(key=lambda entry: (entry[0].prompt.uid, entry[0].sample))
+        responses = Responses(tuple(describe_response(r) for r, _ in entries), self._step)
+        scored = self._pool.submit(responses, lambda score: score, len(entries))
+        scored.add_done_callback(partial(_deal, entries))
+
     def close(self) -> None:
         """Stop the workers."""
+        for _, future in self._round:
+            future.set_result(Score.failed(RUN_ENDED))
+        self._round = []
         self._pool.close()
+
+
+def _deal(entries: Sequence[tuple[Rollout, Future[Score]]], scored: Future[Score]) -> None:
+    """Give each response of a round its score, or the failure of the call."""
+    score = scored.result()
+    scores = score.scores if isinstance(score, BatchScore) else [score] * len(entries)
+    for (rollout, future), response_score in zip(entries, scores, strict=True):
+        future.set_result(check_placed_rewards(rollout, response_score))
 
 
 def check_placed_rewards(rollout: Rollout, score: Score) -> Score:
@@ -96,6 +167,29 @@ def check_placed_rewards(rollout: Rollout, score: Score) -> Score:
     return Score(None, f"returned {wrong}", info=score.info)
 
 
+def find_function(spec: str) -> tuple[Path, str, str]:
+    """Return the file, the function and the module of FILE[:NAME] or MODULE:NAME, "" for a file.
+
+    No module is imported here.
+    """
+    module, _, name = spec.rpartition(":")
+    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module) and not user_path(module).exists():
+        search: Sequence[str] | None = [os.getcwd(), *sys.path]
+        location = None
+        for count in range(1, module.count(".") + 2):
+            part = ".".join(module.split(".")[:count])
+            location = PathFinder.find_spec(part, search)
+            search = (location.submodule_search_locations if location else None) or []
+        if location is not None and location.origin is not None:
+            return Path(location.origin), name, module
+        if "." in module and not module.endswith(".py"):
+            raise RewardError(
+                f"--reward_function {spec}: there is no module {module} in this environment "
+                f"({sys.prefix}), and no such file. Install its package, or name FILE.py:NAME."
+            )
+    return *find_file(spec), ""
+
+
 def find_file(spec: str, flag: str = "--reward_function") -> tuple[Path, str]:
     """Split FILE[:NAME] into path and function name; RewardError unless the file exists."""
     # A colon may also be part of the path.
@@ -119,10 +213,11 @@ def find_file(spec: str, flag: str = "--reward_function") -> tuple[Path, str]:
     return path.resolve(), name
 
 
-def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
+def check_source(path: Path, name: str, kwargs: Mapping[str, Any], module: str = "") -> None:
     """Raise RewardError for a file that is not Python, or whose function is certainly not usable.
 
-    Does not run the file. Errors that only show when it runs are found by the worker.
+    Does not run the file. Errors that only show when it runs are found by the worker. An installed
+    `module` may bring its names from others.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -135,10 +230,11 @@ def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise RewardError(f"The reward function file {path} cannot be read: {error}") from error
-    _check_imports(tree, path)
+    if not module:
+        _check_imports(tree, path)
     # The statements that bind the name. Without one, the file may still do so at run time.
     bindings = [node for node in tree.body if name in _bound_names(node)]
-    if not bindings and not _binds_at_run_time(tree):
+    if not bindings and not module and not _binds_at_run_time(tree):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         names = [node.name for node in tree.body if isinstance(node, kinds)]
         raise RewardError(_missing_function_message(str(path), name, names))
@@ -258,19 +354,27 @@ def _constant(default: ast.expr) -> ast.expr:
     return ast.copy_location(constant, default)
 
 
-def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def load_function(
+    file: str, name: str, kwargs: Mapping[str, Any], module: str = ""
+) -> Callable[..., Any]:
     """Import the file and return the function with its extra keyword arguments bound.
 
-    Runs in a worker; the trainer never imports the file. Raises `Refused`.
+    One that was written for another trainer is called as that does (forms.py). Runs in a worker;
+    the trainer never imports the file. Raises `Refused`.
     """
-    function = _get_function(_import_file(file), file, name)
-    _check_signature(function, file, name, kwargs)
+    function = _get_function(_import_file(file, module), file, name)
+    form = _check_signature(function, file, name, kwargs)
+    if form is not None:
+        return adapt(function, form, kwargs)
     return partial(function, **kwargs) if kwargs else function
 
 
-def _import_file(file: str) -> ModuleType:
-    """Import a reward file; Refused, with the error and its line, if it does not load."""
+def _import_file(file: str, module: str = "") -> ModuleType:
+    """Import a reward file, or a module by its name; Refused, with the error and its line."""
     try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            return importlib.import_module(module)
         return import_file(file)
     except BaseException as error:
         raise Refused(_describe_load_error(Path(file), error, error_line(error, file))) from error
@@ -307,22 +411,33 @@ def _check_is_function(value: object, file: str, name: str) -> None:
 
 def _check_signature(
     function: Callable[..., Any], file: str, name: str, kwargs: Mapping[str, Any]
-) -> None:
-    """Raise Refused for a function that cannot be called with ARGUMENTS and these kwargs."""
+) -> Form | None:
+    """Return the form of a function for another trainer, None for our own.
+
+    Raises Refused for one that can be called in no form with these kwargs.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions of C extensions have none
-        return
+        return None
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
-    except TypeError as error:
+        form = find_form(signature.parameters, kwargs)
+        if form is None:
+            signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        return form
+    except (TypeError, ValueError) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        line = f", line {code.co_firstlineno}" if code else ""
+        # The function may come from another file, whose line would say nothing here.
+        line = f", line {code.co_firstlineno}" if code and code.co_filename == file else ""
         extra = f" With reward.function_kwargs it also gets: {', '.join(kwargs)}." if kwargs else ""
+        if isinstance(error, ValueError):
+            raise Refused(f"{name}{signature} in {file}{line}: {error}.{extra}") from error
+        others = ", ".join(f"{form.name}'s ({form.signature})" for form in FORMS)
         raise Refused(
             f"{name}{signature} in {file}{line} cannot be called with "
             f"{', '.join(ARGUMENTS)}: {error}. Write it as "
-            f"{name}(data_source, solution_str, ground_truth, extra_info=None).{extra}"
+            f"{name}(data_source, solution_str, ground_truth, extra_info=None), or with the "
+            f"parameters of another trainer: {others}.{extra}"
         ) from error
 
 

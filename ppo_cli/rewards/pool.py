@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from ppo_cli.errors import RewardError
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.worker import Ready, Request, Task, timeout_message
 
 CONCURRENT_COROUTINES = 64  # per worker
@@ -76,7 +76,7 @@ class _Worker:
             self.child.kill(ready.refusal)
         return ready
 
-    async def run(self, call: Call, timeout: float) -> Score:
+    async def run(self, call: Any, timeout: float) -> Score:
         """Run one call; raises ChildEnded when the process ends meanwhile."""
         ready = await self.start()
         if ready.refusal:
@@ -121,7 +121,7 @@ class WorkerPool:
         self._add_capacity(1)
         self._loop = LoopThread("rewards")
 
-    def start(self) -> None:
+    def start(self) -> Ready:
         """Start the first worker; RewardError when it cannot load its task.
 
         If the function is a coroutine function, each worker then runs several calls at once.
@@ -131,10 +131,13 @@ class WorkerPool:
             raise RewardError(ready.refusal)
         if ready.is_async:
             self._add_capacity(CONCURRENT_COROUTINES - 1)
+        return ready
 
-    def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
-        """Queue one call; `finish` is applied to its score."""
-        return self._loop.submit(self._score(call, finish))
+    def submit(
+        self, call: Any, finish: Callable[[Score], Score], responses: int = 1
+    ) -> Future[Score]:
+        """Queue one call; `finish` is applied to its score. It has the time of its responses."""
+        return self._loop.submit(self._score(call, finish, responses * self._timeout))
 
     def close(self) -> None:
         """Stop the workers; unanswered calls fail."""
@@ -153,14 +156,14 @@ class WorkerPool:
             for _ in range(calls):
                 self._free.put_nowait(worker)
 
-    async def _score(self, call: Call, finish: Callable[[Score], Score]) -> Score:
+    async def _score(self, call: Any, finish: Callable[[Score], Score], timeout: float) -> Score:
         try:
-            score = await self._run_with_retry(call)
+            score = await self._run_with_retry(call, timeout)
         except asyncio.CancelledError:
             score = Score.failed(RUN_ENDED)
         return finish(score)
 
-    async def _run_with_retry(self, call: Call) -> Score:
+    async def _run_with_retry(self, call: Any, timeout: float) -> Score:
         """Return the score of a call, tried in another worker if its worker was lost.
 
         It fails when the call is at fault, or when MAX_ATTEMPTS workers have died.
@@ -171,7 +174,7 @@ class WorkerPool:
             try:
                 if self._closed:
                     return Score.failed(RUN_ENDED)
-                return await worker.run(call, self._timeout)
+                return await worker.run(call, timeout)
             except ChildEnded as end:
                 crashes += end.crashed
                 if (end.crashed and end.alone) or crashes == MAX_ATTEMPTS:

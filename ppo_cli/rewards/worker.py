@@ -24,7 +24,7 @@ from typing import Any
 from ppo_cli.processes.channel import Channel
 from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import Call, CannotScore, read_returned
+from ppo_cli.rewards.base import CannotScore, read_returned
 
 MAX_OUTPUT_CHARS = 2000  # what is kept of a call's prints
 
@@ -53,13 +53,15 @@ class Ready:
 
     is_async: bool = False
     refusal: str = ""
+    form: str = ""  # of a function that was written for another trainer (forms.py)
+    required: tuple[str, ...] = ()  # its parameters without a default
 
 
 @dataclass(frozen=True)
 class Request:
-    """A call that is sent to a worker."""
+    """A call that is sent to a worker; the fields of `call` are the function's arguments."""
 
-    call: Call
+    call: Any
     timeout: float
 
 
@@ -99,7 +101,8 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (task.memory_limit, resource.RLIM_INFINITY))
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-    channel.send(number, pickle.dumps(Ready(is_async)))
+    form, required = getattr(function, "form", ""), getattr(function, "required", ())
+    channel.send(number, pickle.dumps(Ready(is_async, form=form, required=required)))
     if is_async:
         # All requests at once on one event loop; the pool limits their number.
         asyncio.run(channel.serve(partial(_await_call, function)))
@@ -113,7 +116,7 @@ def main() -> None:
         channel.send(number, pickle.dumps(score))
 
 
-def _run_call(function: Callable[..., Any], call: Call) -> Score:
+def _run_call(function: Callable[..., Any], call: Any) -> Score:
     """Run one call, and turn what it returns or raises into a score."""
     pieces: list[str] = []
     _CapturedOutput.current.set(pieces)

@@ -23,7 +23,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ppo_cli.allocator import has_jemalloc
-from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
@@ -637,6 +637,7 @@ def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], max_rows:
         files,
         tokenizer,
         **config.data.keys,
+        keep_columns=any(rules.function for rules in rules_of(config.reward)),
         max_samples=max_rows,
         vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),

@@ -133,7 +133,7 @@ def read_response_row(
         opening, turns = read_episode(record)
         fields = {**record, columns.prompt: opening} if opening else record
         response = response or str(turns[-1].text)
-    prompt = prompt_of(label, read_row(place, fields, columns))
+    prompt = prompt_of(label, read_row(place, fields, columns, keep_columns=True))
     opened, tools = (str(record.get(name) or "") for name in ("opened", "tools"))
     prompt = replace(prompt, opened=opened, tools=tools)
     # A response that reached the token limit has no end token, which penalties depend on.

@@ -127,9 +127,10 @@ def sources_without_rule(sources: Collection[str]) -> tuple[list[str], list[str]
 
 
 def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
-    from ppo_cli.rewards.function import check_source, find_file
+    from ppo_cli.rewards.function import check_source, find_function
 
-    check_source(*find_file(spec), kwargs)
+    path, name, module = find_function(spec)
+    check_source(path, name, kwargs, module)
 
 
 def single_judge(settings: RewardSettings) -> Judge | None:
