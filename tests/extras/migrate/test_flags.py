@@ -157,6 +157,8 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
             "srun -w n bash -c 'pip install ray && ray job submit -- A=1 python x.py --lr 1'",
             "--lr 1",
         ),
+        ("--reward.remote_url a/b.py --lr 1", "--reward_function=a/b.py:reward_func --lr 1"),
+        ("--reward_funcs my.rewards.f", "--reward_function=my.rewards:f"),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
     ],
 )
@@ -261,7 +263,7 @@ VERL = (
 LINES = [
     *(f"{TRL} --loss_type {loss}" for loss in ("grpo", "dr_grpo", "cispo", "sapo --epsilon 0.1")),
     f"{TRL} --importance_sampling_level sequence --loss_type bnpo --delta 5 --use_peft",
-    f"{TRL} --scale_rewards none --mask_truncated_completions --reward_funcs a.b",
+    f"{TRL} --scale_rewards none --mask_truncated_completions",
     "python rloo.py --rloo_k 4 --sft_model_path embedded --non_eos_penalty",
     "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
     f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",

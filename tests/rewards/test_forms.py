@@ -1,0 +1,123 @@
+"""Functions that were written for other trainers are called as those call them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.errors import RewardError
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.base import read_returned
+from ppo_cli.rewards.forms import FORMS, describe_response
+from ppo_cli.rewards.function import FunctionReward, load_function
+from ppo_cli.rewards.pool import RUN_ENDED
+from tests.rewards.scoring import make_rollout
+from tests.rewards.tables import read_blocks
+
+PATIENCE = 60.0
+FUNCTIONS = read_blocks("reward_forms")
+# Two responses: the second one was cut off, and its row has messages.
+TASK = ({"role": "user", "content": "1+1"},)
+
+
+def list_rollouts() -> list[Rollout]:
+    rows: tuple[dict[str, Any], ...] = (
+        {"prompt": "1+1", "solution": "2", "level": 3},
+        {"prompt": list(TASK), "solution": "3", "level": 4},
+    )
+    rollouts = []
+    for number, (text, columns) in enumerate(zip(("2", "2"), rows, strict=True)):
+        rollout = make_rollout(text, columns["solution"], finish_reason=("stop", "length")[number])
+        prompt = replace(
+            rollout.prompt, uid=f"rows:{number}", columns=columns, messages=TASK, rendered="<1+1>",
+        )  # fmt: skip
+        rollouts.append(replace(rollout, prompt=prompt))
+    return rollouts
+
+
+def call(file: Path, name: str, **kwargs: Any) -> list[Score]:
+    """Return the scores of both responses from the function as a worker loads it."""
+    function = load_function(str(file), name, kwargs)
+    rows = tuple(map(describe_response, list_rollouts()))
+    form = next(form for form in FORMS if form.name == function.form)  # type: ignore[attr-defined]
+    scores: list[Score] = []
+    for responses in [rows] if form.batch else [rows[:1], rows[1:]]:
+        returned = function(responses, 7)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_await(returned))
+        scores += returned.scores if form.batch else [read_returned(returned)]
+    return scores
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("forms") / "forms.py"
+    path.write_text(FUNCTIONS["functions"])
+    return path
+
+
+@pytest.mark.parametrize("line", FUNCTIONS["expected"].splitlines())
+def test_a_function_for_another_trainer_gets_what_that_hands_over(file: Path, line: str) -> None:
+    name, form, values = line.split()
+    scores = call(file, name)
+    assert ",".join("-" if s.value is None else f"{s.value:g}" for s in scores) == values
+    function = load_function(str(file), name, {})
+    assert form in function.form.replace(" ", "_")  # type: ignore[attr-defined]
+
+
+def test_what_a_function_logs_is_recorded_and_settings_are_arguments(file: Path) -> None:
+    logged = [{"note": "2", "mean": 1.0}, {"note": "3", "mean": 1.0}]
+    assert [score.info for score in call(file, "trl_logs")] == logged
+    assert [score.value for score in call(file, "verl_batch", bonus=2)] == [3.0, 2.0]
+
+
+def test_two_forms_at_once_are_asked_about(file: Path) -> None:
+    with pytest.raises(RewardError, match="of TRL and of OpenRLHF: which one"):
+        FunctionReward(f"{file}:mixed")
+
+
+def test_a_batch_without_usable_scores_fails_as_a_whole(file: Path) -> None:
+    for name, message in (("short", "it returned 1 scores for 2"), ("broken", "broken")):
+        with pytest.raises(ValueError, match=message):
+            call(file, name)
+
+
+def test_a_round_is_one_call_of_a_module_and_a_missing_column_is_refused(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    monkeypatch.chdir(file.parent)
+    with pytest.raises(RewardError, match=r"there is no module no\.such"):
+        FunctionReward("no.such:f")
+    rollouts, lines = list_rollouts(), list[str]()
+    with closing(FunctionReward("forms:trl")) as reward:
+        reward.start([rollout.prompt for rollout in rollouts], tell=lines.append)
+        reward.begin_step(7)
+        futures = [reward.submit(rollout) for rollout in reversed(rollouts)]
+        reward.end_round()
+        assert [future.result(PATIENCE).value for future in reversed(futures)] == [713, 702]
+        unscored = reward.submit(rollouts[0])
+    assert unscored.result(PATIENCE).failure == RUN_ENDED
+    assert [line.partition(":")[0] for line in lines] == ["forms"]
+    missing = pytest.raises(RewardError, match="needs colour, and the rows have no such column")
+    with closing(FunctionReward(f"{file}:lacks")) as reward, missing:
+        reward.start([rollout.prompt for rollout in rollouts])
+
+
+def test_the_documents_have_a_row_for_each_form() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/rewards.md").read_text()
+    assert [
+        form.name for form in FORMS if f"| {form.name} | `{form.signature}` |" not in page
+    ] == []
+    assert {line.split()[1].replace("_", " ") for line in FUNCTIONS["expected"].splitlines()} == {
+        form.name.removeprefix("verl's ") for form in FORMS
+    }
