@@ -49,8 +49,8 @@ ASYNC_HEAD = f"async {HEAD}"
 def test_arguments_result_output_and_parts_of_a_call(build: Build, reward_file: Write) -> None:
     code = f"""{HEAD}
     print("scoring", solution_str)
-    facts = (extra_info.pop(name) for name in ("finish_reason", "truncated", "response_tokens"))
-    seen = f"{{data_source}} {{solution_str}} {{ground_truth!r}} {{extra_info!r}} {{[*facts]!r}}"
+    facts = [extra_info.pop(name) for name in ("finish_reason", "truncated", "response_tokens")]
+    seen = f"{{data_source}} {{solution_str}} {{ground_truth!r}} {{extra_info!r}} {{facts!r}}"
     return {{"score": 0.5, "style": 0.25, "reason": "terse", "seen": seen, "imputed": "y"}}
     """
     reward = build(function=reward_file(code))
