@@ -257,15 +257,15 @@ def choose_estimator(settings: Settings) -> Choice:
 
 
 def choose_gamma_piece(settings: Settings) -> Choice:
-    """Choose a horizon of about five pieces where rewards have places.
+    """Choose a horizon of about ten pieces where rewards have places.
 
-    Longer ones carry the noise of later pieces; below 0.8 an early piece that spoils later ones is
-    still rewarded (notes/lab_book.md).
+    Longer ones carry the noise of later pieces; at 0.8 an early piece that spoils later ones may
+    still pay (notes/lab_book.md).
     """
     if ESTIMATORS[settings["algorithm.adv_estimator"]].pieces:
-        return Choice(0.8, "a horizon of about five pieces")
+        return Choice(0.9, "a horizon of about ten pieces")
     if _judge_places(settings):
-        return Choice(0.8, "a horizon of about five pieces, for --rm_place")
+        return Choice(0.9, "a horizon of about ten pieces, for --rm_place")
     return Choice(1.0, "no judge places rewards")
 
 

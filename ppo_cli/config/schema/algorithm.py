@@ -726,7 +726,7 @@ class Algorithm(Section):
     )  # fmt: skip
     # Horizons in pieces: one in tokens ends within a piece of more than two or three.
     gamma_piece: float = setting(
-        Chosen(choose_gamma_piece, "0.8 if a judge places rewards or pieces are compared, else 1"),
+        Chosen(choose_gamma_piece, "0.9 if a judge places rewards or pieces are compared, else 1"),
         "Discount per piece of a response with placed rewards, on top of that per token.",
         usual=(0.5, 1.0), ge=0.0, le=1.0, unused="no_pieces",
         advice="0 only where pieces do not depend on each other: with a short horizon an early "

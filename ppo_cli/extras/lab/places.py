@@ -20,8 +20,8 @@ from ppo_cli.scoring.sources import single_judge
 
 FLAG = "--place_labels"
 Marks = Mapping[Place, Sequence[float]]
-# Shares of wrong places up to which placing saved calls and money, and calls alone, on the task of
-# benchmarks/judge_bill.py (notes/lab_book.md): measured at 0, 0.1 and 0.3.
+# Shares of wrong places up to which placing saves calls and money, and calls alone: measured on the
+# task of benchmarks/judge_bill.py at 0 and 0.3 (notes/lab_book.md), and estimated between them.
 CHEAPER, FEWER_CALLS = 0.1, 0.3
 
 
