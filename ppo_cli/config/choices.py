@@ -443,7 +443,8 @@ def choose_isolation(settings: Settings) -> Choice:
 
 def choose_starts(settings: Settings) -> Choice:
     """Choose few episodes that begin at once where each may start a server."""
-    if settings["environment.isolation"] == "process":
+    own_servers = settings["environment.mcp_scope"] == "episode"
+    if settings["environment.isolation"] == "process" or own_servers:
         return Choice(8, "each may start a server")
     return Choice(256, "a fork is fast")
 

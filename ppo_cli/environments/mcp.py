@@ -1,4 +1,4 @@
-"""Tools of MCP servers: a server per command and environment process, shared by its episodes.
+"""Tools of MCP servers, each shared by the episodes of an environment process, or of one episode.
 
 Inside the environment process, whose Python needs the package `mcp`. A call that takes too long or
 ends its server costs its own episode: the server is replaced, and calls that waited beside it are
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import json
 import os
-import re
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -29,13 +28,14 @@ class ServerEnded(Exception):
 
 
 async def load(
-    commands: list[str], timeout: float, make_tool: Callable[..., Any],
+    specs: list[dict[str, Any]], timeout: float, make_tool: Callable[..., Any],
     tool_error: type[Exception], worker: Any, passed: list[str],
 ) -> list[Any]:  # fmt: skip
     """Start the servers and return their tools; raises the worker's Problems.
 
-    `make_tool` takes a schema, what to run, no hints (a server checks arguments itself), and the
-    source. `tool_error` is what the policy reads. A server at an address has `timeout` seconds.
+    `make_tool` takes a schema, what to run, no hints (a server checks arguments itself), the
+    source, and the server. `tool_error` is what the policy reads. A server at an address has
+    `timeout` seconds.
     """
     try:
         import mcp
@@ -45,23 +45,32 @@ async def load(
             f"{sys.executable} -m pip install 'mcp>=2,<3'"
         ) from None
     tools = []
-    for command in commands:
-        server = Server(mcp, command, timeout, worker, passed, tool_error)
+    for spec in specs:
+        server = Server(mcp, spec, timeout, worker, passed, tool_error)
         client = await server.start()
         cursor = None
+        names, chosen = list[str](), spec.get("tools")
         while True:
             page = await client.list_tools(cursor=cursor)
+            names += [tool.name for tool in page.tools]
             for tool in page.tools:
+                if chosen and tool.name not in chosen:
+                    continue
                 function = {
                     "name": tool.name, "description": tool.description or tool.title or tool.name,
                     "parameters": tool.input_schema,
                 }  # fmt: skip
                 run = functools.partial(server.call, tool.name)
                 schema = {"type": "function", "function": function}
-                tools.append(make_tool(schema, run, None, f"--mcp {command!r}"))
+                tools.append(make_tool(schema, run, None, spec["label"], server))
             cursor = page.next_cursor
             if not cursor:
                 break
+        if unknown := [name for name in chosen or () if name not in names]:
+            raise worker.Problems(
+                f"{spec['label']}: the server has no tool {', '.join(unknown)}. It has: "
+                f"{', '.join(names)}."
+            )
     return tools
 
 
@@ -86,12 +95,14 @@ class Server:
     """A server: its clients, and which calls are under way."""
 
     def __init__(
-        self, mcp: Any, command: str, timeout: float, worker: Any, passed: list[str],
-        tool_error: type[Exception],
+        self, mcp: Any, spec: dict[str, Any], timeout: float, worker: Any, passed: list[str],
+        tool_error: type[Exception], *, is_own: bool = False,
     ) -> None:  # fmt: skip
-        self._mcp, self._command, self._timeout = mcp, command, timeout
+        self._mcp, self._spec, self._timeout = mcp, spec, timeout
+        self._is_own = is_own  # of one episode
+        self.name = str(spec["name"])
         self._worker, self._passed, self._tool_error = worker, passed, tool_error
-        self._current: Connection
+        self._current: Any = None  # a Connection, after the start
         self._open: set[Open] = set()
         self._newest_answered = 0.0
         self._lock = asyncio.Lock()
@@ -100,7 +111,19 @@ class Server:
     async def start(self) -> Any:
         """Connect; returns the client, or raises the worker's Problems."""
         self._current = await self._connect()
-        return self._current.client
+        client = self._current.client
+        self.name = self.name or str(getattr(client.server_info, "name", ""))
+        return client
+
+    def copy(self) -> Server:
+        """Return a server of the same kind for one episode, which is to be started."""
+        fields = self._mcp, self._spec, self._timeout, self._worker, self._passed, self._tool_error
+        return Server(*fields, is_own=True)
+
+    def close(self) -> None:
+        """End the server, as far as this process has started it."""
+        for connection in filter(None, (self._current, *self._spares)):
+            connection.close()
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         """Return the text of a result, or raise what the policy reads."""
@@ -166,24 +189,30 @@ class Server:
         async with self._lock:
             if connection is not self._current:
                 return
-            self._worker.RESTARTS.append(self._command)
+            self._worker.RESTARTS.append(self._spec["label"])
             asyncio.get_running_loop().call_later(self._timeout, connection.close)
             try:
                 await self.start()
             except self._worker.Problems as problems:
+                if self._is_own:
+                    raise ServerEnded("the call ended its MCP server") from None
                 print(*problems.lines, file=sys.stderr, flush=True)
                 os._exit(1)
 
     async def _connect(self) -> Connection:
-        command, worker = self._command, self._worker
-        remote = re.match("https?://", command)
+        spec, worker = self._spec, self._worker
+        remote = "url" in spec
         try:
-            server: Any = command
-            if not remote:
-                program, *arguments = shlex.split(command)
+            if remote:
+                http: Any = importlib.import_module("mcp.client.streamable_http")
+                client = http.create_mcp_http_client(headers=spec.get("headers"))
+                server: Any = http.streamable_http_client(spec["url"], http_client=client)
+            else:
                 # The package adds HOME, PATH and the like.
-                env = {name: os.environ[name] for name in self._passed}
-                server = self._mcp.StdioServerParameters(command=program, args=arguments, env=env)
+                env = {name: os.environ[name] for name in self._passed} | spec.get("env", {})
+                server = self._mcp.StdioServerParameters(
+                    command=spec["command"], args=spec.get("args", []), env=env, cwd=spec.get("cwd")
+                )
             # A command may download packages before it answers.
             limit = self._timeout if remote else None
             entering = worker.enter(self._mcp.Client(server))
@@ -194,11 +223,11 @@ class Server:
             text = worker.describe_error(error)
             if remote:
                 raise worker.Problems(
-                    f"--mcp {command!r} does not answer: {text}. Start the server, and write its "
+                    f"{spec['label']} does not answer: {text}. Start the server, and write its "
                     "address with its path, as in http://127.0.0.1:8000/mcp."
                 ) from error
             raise worker.Problems(
-                f"--mcp {command!r} does not start: {text}. Name the command of a server that "
+                f"{spec['label']} does not start: {text}. Name the command of a server that "
                 "speaks MCP over stdin and stdout, or its http:// address."
             ) from error
 

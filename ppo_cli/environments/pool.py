@@ -22,6 +22,7 @@ from typing import Any
 from ppo_cli.config.models.bundled import tools_file
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure, Opening, Reply, Schema
+from ppo_cli.environments.servers import read_servers
 from ppo_cli.environments.worker import ADAPTERS, CONCURRENT_CALLS, MAX_ANSWER_BYTES, PLUGIN
 from ppo_cli.errors import ConfigError, UserError, did_you_mean, shorten
 from ppo_cli.paths import user_path
@@ -50,7 +51,7 @@ def check_environment(config: Environment) -> tuple[Schema, ...]:
 
     Takes at most 10 s: what is still being imported then is not a mistake, and is not checked.
     """
-    if not (config.path or config.tools or config.mcp):
+    if not config.is_set:
         return ()
     spec = _build_spec(config)
 
@@ -74,7 +75,7 @@ def check_environment(config: Environment) -> tuple[Schema, ...]:
 
 
 def _describe_broken(config: Environment, reason: str, logs: Path | None) -> str:
-    source = config.path or config.tools or ", ".join(config.mcp)
+    source = config.path or config.tools or ", ".join(config.mcp) or config.mcp_config
     output = f" Its output is in {logs}." if logs else ""
     return f"The environment {source} does not run: {reason.rstrip('.')}.{output}"
 
@@ -83,6 +84,8 @@ def _build_spec(config: Environment) -> dict[str, Any]:
     """Return what a process is told of the environment; ConfigError if a file is missing."""
     problems: list[str] = []
     missing = [name for name in config.pass_env if name not in os.environ]
+    servers, mistakes = read_servers(config)
+    problems += mistakes
     path, tools = config.path, config.tools
     if path is not None and (plugin := find_plugin("environments", path)):
         path = f"{PLUGIN}{plugin.value}"
@@ -102,8 +105,9 @@ def _build_spec(config: Environment) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return {
-        "path": path, "tools": tools, "mcp": list(config.mcp), "kwargs": config.kwargs,
+        "path": path, "tools": tools, "mcp": servers, "kwargs": config.kwargs,
         "max_reply_chars": config.max_reply_chars, "pass_env": list(config.pass_env),
+        "own_servers": config.mcp_scope == "episode",
         "memory": int(config.memory_gb * 2**30) if config.isolation == "episode" else 0,
     }  # fmt: skip
 
@@ -191,7 +195,7 @@ class _Process:
         if problems:
             child.kill(problems[0])
             # A server says itself why it ends.
-            line = child.last_line() if self._config.mcp else ""
+            line = child.last_line() if self._spec["mcp"] else ""
             problems += [f"It printed: {line}"] if line else []
             names = re.findall(r"KeyError: '(\w+)'", "\n".join(problems))
             advice = (f"It gets that variable with --pass_env {n}." for n in names)
@@ -248,7 +252,7 @@ class _Process:
         fields = {"operation": operation, "episode": episode, **fields, "timeout": timeout}
         async with self._slots:
             limit = timeout + ANSWER_GRACE_S
-            limit += (MCP_ATTEMPTS * timeout + MCP_START_S) if self._config.mcp else 0
+            limit += (MCP_ATTEMPTS * timeout + MCP_START_S) if self._spec["mcp"] else 0
             answer = await self._call(fields, limit)
         self.answered = self.answered or operation != "close"
         result = answer.get("result")

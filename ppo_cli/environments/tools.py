@@ -8,6 +8,7 @@ wrong with a call is a message that the policy reads. The worker loads this file
 from __future__ import annotations
 
 import asyncio
+import collections
 import collections.abc
 import contextlib
 import difflib
@@ -21,7 +22,7 @@ import time
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, cast
 
 SEQUENCE = collections.abc.Sequence
@@ -48,13 +49,15 @@ class ToolError(Exception):
 class Tool:
     """A tool; `run` takes its arguments. `hints` are the types of a Python function.
 
-    Without hints, `run` checks the arguments itself. `source` is the flag that offers it.
+    Without hints, `run` checks the arguments itself. `source` is the flag that offers it, `server`
+    the MCP server.
     """
 
     schema: dict[str, Any]
     run: Callable[..., Any]
     hints: dict[str, Any] | None
     source: str
+    server: Any = None
 
     @property
     def name(self) -> str:
@@ -68,8 +71,9 @@ class ToolEnvironment:
     limits_calls = True
 
     def __init__(
-        self, tools: dict[str, Tool], timeout: float, worker: Any, fork: Any, limit: int
-    ) -> None:
+        self, tools: dict[str, Tool], timeout: float, worker: Any, fork: Any, limit: int,
+        own_servers: bool,
+    ) -> None:  # fmt: skip
         self.tools = [tool.schema for tool in tools.values()]
         self._tools = tools
         self._timeout = timeout
@@ -78,9 +82,26 @@ class ToolEnvironment:
         self._awaits = any(inspect.iscoroutinefunction(tool.run) for tool in tools.values())
         self._loop: asyncio.AbstractEventLoop | None = None  # of the fork
         self._limit = limit
+        self._own_servers, self._servers = own_servers, list[Any]()
 
-    def reset(self, row: dict[str, Any]) -> None:
-        """Begin with the messages of the row."""
+    async def reset(self, row: dict[str, Any]) -> None:
+        """Begin with the messages of the row, and with servers for this episode if they are own."""
+        if not self._own_servers:
+            return
+        own = {tool.server: tool.server.copy() for tool in self._tools.values() if tool.server}
+        self._servers = list(own.values())
+        try:
+            await asyncio.gather(*(server.start() for server in self._servers))
+        except self._worker.Problems as problems:
+            raise self._worker.BadReply(str(problems)) from None
+        self._tools = {
+            name: replace(
+                tool, run=functools.partial(own[tool.server].call, *cast("Any", tool.run).args)
+            )
+            if tool.server
+            else tool
+            for name, tool in self._tools.items()
+        }
 
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer the calls of a message, in their order; `error` says that none can be read."""
@@ -113,9 +134,15 @@ class ToolEnvironment:
         return number
 
     async def close(self) -> None:
-        """End the process of the functions, on the event loop, which reads what it prints."""
+        """End the processes of the episode, on the event loop, which reads what they print."""
+        for server in self._servers:
+            server.close()
+        self._end_fork()
+
+    def _end_fork(self) -> None:
         if self._fork is not None:
             self._fork.kill("the episode has ended")
+            self._fork = None
 
     def _is_function(self, call: dict[str, Any]) -> bool:
         tool = self._tools.get(call["function"]["name"])
@@ -143,8 +170,7 @@ class ToolEnvironment:
             text = str(end)
         except (TypeError, ValueError):
             text = "its process wrote what is not an answer"
-        await self.close()
-        self._fork = None
+        self._end_fork()
         seconds = time.monotonic() - started
         names = [call["function"]["name"] for call in calls]
         return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
@@ -204,19 +230,25 @@ class Run:
 
 
 async def load(
-    spec: str | None, commands: list[str], timeout: float, worker: Any, passed: list[str],
-    fork: Any, limit: int,
+    spec: str | None, servers: list[dict[str, Any]], timeout: float, worker: Any,
+    passed: list[str], fork: Any, limit: int, own_servers: bool,
 ) -> Callable[[], ToolEnvironment]:  # fmt: skip
     """Return what makes tool environments of FILE.py[:NAME,NAME] and of MCP servers.
 
     `worker` is the module that runs the process; `fork` makes the process of an episode's
-    functions, if they have one. Results have at most `limit` characters. Raises the worker's
-    Problems, with all mistakes.
+    functions, if they have one. Results have at most `limit` characters. Each episode may have
+    servers for itself (`own_servers`). Where names clash, those of servers begin with the name of
+    the server. Raises the worker's Problems, with all mistakes.
     """
     tools = await _load_functions(spec, worker) if spec else []
-    if commands:
-        servers = worker.load_sibling("mcp")
-        tools += await servers.load(commands, timeout, Tool, ToolError, worker, passed)
+    if servers:
+        loader = worker.load_sibling("mcp")
+        tools += await loader.load(servers, timeout, Tool, ToolError, worker, passed)
+    count = collections.Counter(tool.name for tool in tools)
+    tools = [_add_prefix(tool) if tool.server and count[tool.name] > 1 else tool for tool in tools]
+    if own_servers:  # these have only listed their tools
+        for server in {tool.server for tool in tools if tool.server}:
+            server.close()
     by_name: dict[str, Tool] = {}
     problems = []
     for tool in tools:
@@ -224,13 +256,21 @@ async def load(
         if first is not tool:
             problems.append(
                 f"Two tools have the name {tool.name!r}, of {first.source} and of {tool.source}: "
-                "choose functions with --tools FILE.py:NAME,NAME, or leave one of the two out."
+                "choose functions with --tools FILE.py:NAME,NAME, give servers other names in "
+                "--mcp_config FILE, or leave one of the two out."
             )
     if problems:
         raise worker.Problems(*problems)
     if not tools:
-        raise worker.Problems(f"--mcp: no tools are offered by {', '.join(commands)}.")
-    return lambda: ToolEnvironment(by_name, timeout, worker, fork, limit)
+        labels = ", ".join(server["label"] for server in servers)
+        raise worker.Problems(f"No tools are offered by {labels}.")
+    return lambda: ToolEnvironment(by_name, timeout, worker, fork, limit, own_servers)
+
+
+def _add_prefix(tool: Tool) -> Tool:
+    function = tool.schema["function"]
+    name = f"{re.sub('[^a-zA-Z0-9_-]', '_', tool.server.name)}_{tool.name}"
+    return replace(tool, schema={**tool.schema, "function": {**function, "name": name}})
 
 
 async def _load_functions(spec: str, worker: Any) -> list[Tool]:

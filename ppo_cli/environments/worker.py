@@ -469,17 +469,20 @@ class Worker:
         return json.dumps({"error": text}).encode()
 
     async def _describe(
-        self, path: str | None, tools: str | None, mcp: list[str], kwargs: dict[str, Any],
-        max_reply_chars: int, timeout: float, pass_env: list[str], memory: int,
+        self, path: str | None, tools: str | None, mcp: list[dict[str, Any]],
+        kwargs: dict[str, Any], max_reply_chars: int, timeout: float, pass_env: list[str],
+        memory: int, own_servers: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """Load the environment, construct one object of it, and return its tools."""
         self._max_reply_chars, self._memory = max_reply_chars, memory
-        label = f"--environment {path}" if path else "--tools"
+        label = f"--environment {path}" if path else "--tools" if tools else "--mcp"
         kind = (path or "").partition(":")[0]
         if path is None:
             calling = sys.modules[__name__]
             load, fork = load_sibling("tools").load, self.fork if memory else None
-            self._make = await load(tools, mcp, timeout, calling, pass_env, fork, max_reply_chars)
+            self._make = await load(
+                tools, mcp, timeout, calling, pass_env, fork, max_reply_chars, own_servers
+            )
         elif kind in ADAPTERS:
             try:
                 adapter, calling = load_sibling(kind), sys.modules[__name__]

@@ -32,7 +32,7 @@ PATHS = {
     "reward.api.monitor.labels", "reward.api.prices", "reward.api.prompt_file",
     "reward.api.rubric", "reward.config_file", "reward.function", "reward.model.path",
     "reward.model.tokenizer", "environment.path", "environment.tools", "environment.python",
-    "trainer.resume_mode",
+    "environment.mcp_config", "trainer.resume_mode",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -435,18 +436,76 @@ def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
         check_environment(complete_environment(mcp=("http://127.0.0.1:1/mcp",)))
 
 
-def test_tools_of_one_name_are_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def mcp_file(tmp_path: Path) -> Path:
+    """Servers `one` and `two`, which count, in the form that hosts read."""
     pytest.importorskip("mcp.server")
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "sums.py").write_text("def add(a: int): 'Add.'\n\ndef end(): 'End.'\n")
-    command = f"{sys.executable} {tmp_path}/server.py"
-    with pytest.raises(UserError) as error:
-        check_environment(complete_environment(tools=f"{tmp_path}/sums.py", mcp=(command,)))
-    assert str(error.value).splitlines() == [
-        f"Two tools have the name {name!r}, of --tools sums.py and of --mcp {command!r}: choose "
-        "functions with --tools FILE.py:NAME,NAME, or leave one of the two out."
-        for name in ("add", "end")
-    ]
+    (tmp_path / "server.py").write_text(COUNTER)
+    program = {"command": sys.executable, "args": [f"{tmp_path}/server.py"]}
+    env = {"ENVIRONMENT_TEST_KEY": "${ENVIRONMENT_TEST_NAME}", "OTHER": "${NOT_SET:-usual}"}
+    servers = {"one": {**program, "env": env, "cwd": "/"}, "two": {**program, "type": "stdio"}}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    return tmp_path / "mcp.json"
+
+
+COUNTER = """
+import os
+from mcp.server import MCPServer
+
+server, counts = MCPServer("counter"), []
+
+@server.tool()
+def count() -> list:
+    'Count the calls.'
+    counts.append(1)
+    names = "ENVIRONMENT_TEST_KEY", "OTHER", "AN_ORDINARY"
+    return [len(counts), os.getcwd(), *map(os.environ.get, names)]
+
+@server.tool()
+def nothing():
+    'Do nothing.'
+
+server.run("stdio")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["process", "episode"])
+def test_servers_of_a_file(
+    start: Start, mcp_file: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    monkeypatch.setenv("ENVIRONMENT_TEST_NAME", "value")
+    monkeypatch.setenv("AN_ORDINARY", "of the program")
+    functions = mcp_file.with_name("own.py")
+    functions.write_text("def count():\n    'A function.'\n    return 0\n")
+    mcp = ("one:count", "two")
+    pool = start(tools=f"{functions}", mcp_config=str(mcp_file), mcp=mcp, mcp_scope=scope)
+    names = [tool["function"]["name"] for tool in pool.tools]
+    assert names == ["count", "one_count", "two_count", "nothing"]
+    open_episodes(pool, "a", "b")
+    for episode, times in {"a": 1, "b": 2 if scope == "process" else 1}.items():
+        reply = call(pool, ("count", {}), ("one_count", {}), episode=episode)
+        first, second = (message["content"] for message in reply.messages)
+        assert first == "0" and second.split("\n")[:2] == [str(times), "/"]
+        assert "value" in second and "usual" in second and "of the program" not in second
+
+
+BAD_FILES = {
+    "{": "is not a list of servers",
+    '{"mcpServers": {}}': "is not a list of servers|has no server",
+    '{"mcpServers": {"a": {"args": []}}}': "'a' needs either command or url",
+    '{"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}': "has the type 'sse'",
+    '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "args is 'y'",
+    '{"mcpServers": {"a": {"url": "http://x", "headers": {"A": "${NOT_SET}"}}}}': "variable NOT_S",
+    '{"servers": {"near": {"command": "x"}}}': "no server 'nera'. Did you mean 'near'",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+def test_mistakes_in_a_file_of_servers(tmp_path: Path, content: str) -> None:
+    (tmp_path / "mcp.json").write_text(content)
+    with pytest.raises(UserError, match=BAD_FILES[content]):
+        check_environment(complete_environment(mcp_config=f"{tmp_path}/mcp.json", mcp=("nera:x",)))
 
 
 def test_a_python_without_the_package_is_refused(tmp_path: Path) -> None:

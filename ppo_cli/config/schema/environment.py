@@ -24,9 +24,18 @@ class Environment(Section):
         absent="no Python tools", flag="--tools", env="PPO_TOOLS", unused="", common=True,
     )  # fmt: skip
     mcp: tuple[str, ...] = setting(
-        (), "Tools of MCP servers: each a command, which speaks MCP over stdin and stdout, or an "
-        "http:// address.",
+        (), "Tools of MCP servers: each a command, which speaks MCP over stdin and stdout, an "
+        "http:// address, or SERVER:TOOL,TOOL of mcp_config (SERVER alone: all its tools).",
         flag="--mcp", unused="",
+    )  # fmt: skip
+    mcp_config: LocalPath = setting(
+        None, "File of MCP servers as other hosts read it (mcp.json). Without --mcp SERVER, all of "
+        "them offer their tools.",
+        absent="no file of MCP servers", flag="--mcp_config", unused="",
+    )  # fmt: skip
+    mcp_scope: Literal["process", "episode"] = setting(
+        "process", "What shares an MCP server: the episodes of an environment process; or each "
+        "episode starts its own, which sees no other episode.",
     )  # fmt: skip
     kwargs: dict[str, Any] = setting({}, "Arguments of the environment, by name.")
     seed_per: Literal["prompt", "sample"] = setting(
@@ -58,7 +67,7 @@ class Environment(Section):
         gt=0,
     )  # fmt: skip
     max_starts: int = setting(
-        Chosen(choose_starts, "8 for verifiers, whose tasks may start servers, else 256"),
+        Chosen(choose_starts, "8 where each may start a server, else 256"),
         "Episodes that begin at once; each has `timeout` for it.", ge=1, identity="start",
     )  # fmt: skip
     max_reply_chars: int = setting(
@@ -84,10 +93,11 @@ class Environment(Section):
 
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            "path tools mcp",
-            lambda s: s.path is not None and bool(s.tools or s.mcp),
+            "path tools mcp mcp_config",
+            lambda s: s.path is not None and bool(s.tools or s.mcp or s.mcp_config),
             lambda s, at: (
-                f"{at}path names an environment, which has its own tools ({at}tools, {at}mcp); "
+                f"{at}path names an environment, which has its own tools ({at}tools, {at}mcp, "
+                f"{at}mcp_config); "
                 f"keep one: {at}tools=null leaves a preset's tools out. An environment offers "
                 "tools to the policy by its attribute tools."
             ),
@@ -109,4 +119,4 @@ class Environment(Section):
     @property
     def is_set(self) -> bool:
         """Whether the run has episodes of several turns."""
-        return bool(self.path or self.tools or self.mcp)
+        return bool(self.path or self.tools or self.mcp or self.mcp_config)

@@ -387,6 +387,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "environment.path": (None, EPISODES),
     "environment.tools": (None, EPISODES),
     "environment.mcp": ((), EPISODES),
+    "environment.mcp_config": (None, EPISODES),
     "environment.pass_env": ((), EPISODES),
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
     "rollout.stop": ((), "verl's rollout has no stop strings"),

@@ -638,7 +638,9 @@ def _require_environment(state: TranslationState, entry: Entry, raw: Any) -> Non
     if read_switch(raw):
         state.demand(
             entry,
-            lambda value: any(value(f"environment.{name}") for name in ("path", "tools", "mcp")),
+            lambda value: any(
+                value(f"environment.{name}") for name in ("path", "tools", "mcp", "mcp_config")
+            ),
             "rollout.multi_turn.enable: name what the model talks to, with --environment "
             "FILE.py:NAME or --tools FILE.py.",
         )
