@@ -36,6 +36,8 @@ FORK_GRACE_S = 1.0  # tools limit each call themselves; their fork is killed aft
 # What to do where the package of an adapter is missing.
 ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
+    "gym": "Install gymnasium into it, or name another Python with environment.python=PATH.",
+    "textarena": "Install textarena into it, or name another Python with environment.python=PATH.",
     "openenv": "Install websockets into it, or name another Python with environment.python=PATH.",
 }
 PLUGIN = "plugin:"  # before the entry point of a package, MODULE:NAME

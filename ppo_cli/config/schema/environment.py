@@ -15,7 +15,8 @@ class Environment(Section):
 
     # Where the turns come from: one of these three.
     path: LocalPath = setting(
-        None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME or openenv:URL.",
+        None, "Environment that replies to the model. FILE.py:NAME, verifiers:NAME, openenv:URL, "
+        "gym:ID or textarena:ID.",
         absent="no environment", flag="--environment", env="PPO_ENVIRONMENT", unused="",
         common=True,
     )  # fmt: skip
