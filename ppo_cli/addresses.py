@@ -29,7 +29,8 @@ COPY = {
 
 def cache_root() -> str:
     """Return the folder for files that can be computed or fetched again; ~ stands for home."""
-    return f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/ppo-cli"
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return f"{folder if folder.startswith('/') else '~/.cache'}/ppo-cli"
 
 
 def cache_folder(kind: str, url: str) -> str:

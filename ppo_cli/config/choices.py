@@ -10,14 +10,20 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+from yaml import YAMLError
+
+from ppo_cli.addresses import cache_root
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.device_roles import Roles, read_placement
+from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.config.models.folder import EXPERT_KEYS, read_config
-from ppo_cli.config.models.known_models import JUDGES
+from ppo_cli.config.models.known_models import HEADS, JUDGES, choose_adapter, is_url
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.unset import Choice, Settings
+from ppo_cli.errors import UserError
+from ppo_cli.paths import read_text, user_path
 from ppo_cli.plugins import runs_elsewhere
 
 # Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
@@ -339,6 +345,56 @@ def choose_deadline(settings: Settings) -> Choice:
     return Choice(DEADLINE_CALLS * settings["reward.api.timeout"], "3 x reward.api.timeout")
 
 
+def choose_base_url(settings: Settings) -> Choice:
+    """Leave the endpoint to the provider's package, which also reads variables."""
+    judge = JUDGES[settings["reward.api.type"]]
+    return Choice(None, " or ".join([judge.url or "the provider's own", *judge.url_variables]))
+
+
+def choose_key_env(settings: Settings) -> Choice:
+    """Leave the key to the start, which takes the first of the provider's variables that is set."""
+    keys = JUDGES[settings["reward.api.type"]].keys
+    return Choice(None, " or ".join(keys) or "the provider takes no key")
+
+
+def choose_scale(settings: Settings) -> Choice:
+    """Choose the scale that the judge's prompt declares."""
+    if settings["reward.api.rubric"] or settings["reward.api.mode"] == "compare":
+        return Choice(None, "criteria and comparisons come to a score from 0 to 1")
+    prompt = _read_judge_prompt(settings)
+    if settings["reward.api.scoring_prompt"] or "scale" not in prompt:
+        return Choice(None, "the range in the text of the prompt, else 1-10")
+    return Choice(str(prompt["scale"]), "the prompt's")
+
+
+def choose_output(settings: Settings) -> Choice:
+    """Choose the format that the judge's prompt declares."""
+    if settings["reward.api.rubric"] or settings["reward.api.mode"] != "text":
+        return Choice("json", "criteria, comparisons and decisions have no other")
+    return Choice(_read_judge_prompt(settings).get("output", "json"), "the prompt's, else json")
+
+
+def _read_judge_prompt(settings: Settings) -> dict[str, Any]:
+    """Return the keys of the judge's prompt file; {} for a file that the run refuses."""
+    from ppo_cli.config.schema.values import load_yaml  # which imports this module's callers
+
+    path = settings["reward.api.prompt_file"]
+    bundled = bundled_path("reward_prompts", f"{settings['reward.api.prompt_preset']}.yaml")
+    try:
+        prompt = load_yaml(read_text(user_path(path) if path else bundled))
+    except (OSError, ValueError, YAMLError):
+        return {}
+    return prompt if isinstance(prompt, dict) else {}
+
+
+def choose_cache(settings: Settings) -> Choice:
+    """Choose one file of verdicts for all runs, or one in a run folder that is copied."""
+    if settings["trainer.store"]:
+        path = f"{settings['trainer.output_dir']}/verdicts.sqlite"
+        return Choice(path, "verdicts that were paid for are copied with the run")
+    return Choice(f"{cache_root()}/judge.sqlite", "one file for all runs")
+
+
 def choose_rubric_order(settings: Settings) -> Choice:
     """Choose another order of the criteria for each judge of a panel."""
     if settings["reward.api.panel.judges"]:
@@ -400,6 +456,23 @@ def choose_reward_dtype(settings: Settings) -> Choice:
     return Choice("float32", "the GPU has no bfloat16")
 
 
+def choose_reward_length(settings: Settings) -> Choice:
+    """Choose the most tokens that the authors of a kind of reward model used."""
+    if not (path := settings["reward.model.path"]):
+        return Choice(None, "no reward model")
+    if is_url(path):
+        return Choice(None, "its server has a maximum")
+    try:
+        adapter = choose_adapter(path, settings["reward.model.adapter"]).adapter
+    except UserError:  # refused where reward models are checked
+        return Choice(None, "its files are not those of a reward model")
+    length = HEADS[adapter].max_length
+    positions = text_config(read_config(path)).get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < length:
+        return Choice(positions, "the positions in its config.json")
+    return Choice(length, f"the maximum of {adapter} models")
+
+
 def choose_mixture(settings: Settings) -> Choice:
     """Choose a mixture if it has parts."""
     parts = ("reward.parts", "reward.composite.weights", "reward.composite.parts")
@@ -431,7 +504,9 @@ def choose_threads(settings: Settings) -> Choice:
         return Choice(None, "a worker takes one, or on GPUs its share of the cores of its node")
     if settings.machine.threads is not None:
         return Choice(settings.machine.threads, "OMP_NUM_THREADS")
-    return Choice(None, "one per core, which torch counts when it is loaded")
+    if settings.machine.usual_threads is not None:
+        return Choice(settings.machine.usual_threads, "one per core")
+    return Choice(None, "OMP_NUM_THREADS and MKL_NUM_THREADS, as torch reads them")
 
 
 def choose_isolation(settings: Settings) -> Choice:

@@ -22,7 +22,12 @@ from ppo_cli.machine.gpus import (
     read_inventory,
 )
 from ppo_cli.machine.memory import host_memory
-from ppo_cli.machine.processor import count_cores, has_fast_bfloat16, matmul_library
+from ppo_cli.machine.processor import (
+    count_cores,
+    count_physical_cores,
+    has_fast_bfloat16,
+    matmul_library,
+)
 from ppo_cli.machine.torch_build import GpuFault, TorchBuild, find_gpu_fault, read_build
 from ppo_cli.machine.versions import VersionFault, find_version_faults
 
@@ -31,6 +36,7 @@ PACKAGES: Final = (
     "bitsandbytes", "lm_eval", "peft", "ray", "verl", "vllm",
     "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
+THREAD_VARIABLES: Final = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Machine:
     packages: frozenset[str] = frozenset()  # those of PACKAGES that are installed
     cores: int = 1
     threads: int | None = None  # OMP_NUM_THREADS
+    usual_threads: int | None = None  # of a process; None: variables decide
     host_bytes: int | None = None  # None: GPUs of another machine are assumed
     address_bytes: int | None = None  # that a process may map, `ulimit -v`; None: no limit
     fast_bfloat16: bool = False  # the processor multiplies in bfloat16 faster than in float32
@@ -63,6 +70,7 @@ class Machine:
             packages=frozenset(name for name in PACKAGES if find_spec(name)),
             cores=count_cores(),
             threads=_read_threads(environ),
+            usual_threads=None if THREAD_VARIABLES & environ.keys() else count_physical_cores(),
             host_bytes=host_memory(),
             address_bytes=address_space(),
             fast_bfloat16=has_fast_bfloat16(environ),

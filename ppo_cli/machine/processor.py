@@ -68,6 +68,23 @@ def count_cores() -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def count_physical_cores(root: Path = Path("/")) -> int:
+    """Count those of these cores that are not hyper-threads of another: torch uses so many."""
+    cores = count_cores()
+    if not hasattr(os, "sched_getaffinity"):
+        return cores
+    blocks = read_cpuinfo(root).split("\n\n")
+    facts = [dict(re.findall(r"^([a-z ]+?)\s*: (\d+)$", block, re.MULTILINE)) for block in blocks]
+    usable = os.sched_getaffinity(0)
+    # Without these facts (virtual machines, ARM) every core counts.
+    physical = {
+        (fact.get("physical id"), fact.get("core id", fact["processor"]))
+        for fact in facts
+        if "processor" in fact and int(fact["processor"]) in usable
+    }
+    return min(cores, len(physical) or cores)
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the CPUs that control groups grant this process; None if unlimited."""
     base = root / "sys/fs/cgroup"

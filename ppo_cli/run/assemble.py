@@ -439,10 +439,6 @@ def open_run(
     folder = RunFolder(user_path(config.trainer.output_dir))
     try:
         folder.prepare()
-        # Verdicts that were paid for are copied with the run.
-        if config.trainer.store and config.reward.api.cache is None and judges_of(config.reward):
-            cache = {"reward.api.cache": str(folder.path / "verdicts.sqlite")}
-            plan = plan.amend(cache, "in the run folder")
         copy = mirrored(
             config.trainer.store, folder, screen.note, _resume_command(plan.resolved, begun=False)
         )

@@ -323,14 +323,17 @@ class HeadPattern:
     recognise: Callable[[CheckpointSigns], str | None]
     tensors: tuple[str, ...]  # beginnings of names, one of which a checkpoint needs to be read so
     hub_names: tuple[str, ...] = ()  # patterns in lower case
+    max_length: int = 16384  # tokens, Skywork's; no model here was trained on longer samples
 
 
 # In the order in which they are tried.
 HEADS = {
     "seqcls": HeadPattern(_seqcls, CLASSIFIER, ("skywork/skywork-reward-*",)),
-    "armorm": HeadPattern(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
-    "starling": HeadPattern(_starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",)),
-    "pair": HeadPattern(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",)),
+    "armorm": HeadPattern(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",), 4096),
+    "starling": HeadPattern(
+        _starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",), 2048
+    ),
+    "pair": HeadPattern(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",), 512),
 }
 
 

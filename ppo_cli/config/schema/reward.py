@@ -10,16 +10,22 @@ from pydantic import Field, WithJsonSchema
 
 from ppo_cli.config.choices import (
     JUDGE_CONTEXT,
+    choose_base_url,
+    choose_cache,
     choose_cascade_band,
     choose_cascade_spread,
     choose_deadline,
     choose_judge_context,
+    choose_key_env,
     choose_mixture,
+    choose_output,
     choose_panel_least,
     choose_reward_device,
     choose_reward_dtype,
+    choose_reward_length,
     choose_rubric_order,
     choose_sandbox,
+    choose_scale,
     choose_temperature,
 )
 from ppo_cli.config.models.known_models import HEADS, JUDGES, SERVED
@@ -333,12 +339,13 @@ class ApiReward(Section):
         common=True,
     )  # fmt: skip
     base_url: Address = setting(
-        None, "Endpoint, if not the provider's own.", absent="the provider's own",
+        Chosen(choose_base_url, "the provider's own"), "Endpoint, if not the provider's own.",
         flag="--rm_base_url", env="PPO_RM_BASE_URL", identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
-        None, "Environment variable with the key, if not the provider's usual one.",
-        absent="the provider's usual one", flag="--rm_key_env", identity="start",
+        Chosen(choose_key_env, "the provider's usual one"),
+        "Environment variable with the key, if not the provider's usual one.",
+        flag="--rm_key_env", identity="start",
     )  # fmt: skip
     # What the judge is asked.
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
@@ -382,12 +389,13 @@ class ApiReward(Section):
         unused="no_rubric",
     )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
-        None, "Lowest and highest score, LOW-HIGH.", absent="the prompt's, else 1-10",
+        Chosen(choose_scale, "the prompt's, else 1-10"), "Lowest and highest score, LOW-HIGH.",
         flag="--rm_scale", unused="fixed_scale",
     )  # fmt: skip
     output: Literal["json", "text"] | None = setting(
-        None, "Format of the answer: a JSON object, or a last line with the score.",
-        absent="that of the prompt file, else json", flag="--rm_output", unused="fixed_output",
+        Chosen(choose_output, "that of the prompt file, else json"),
+        "Format of the answer: a JSON object, or a last line with the score.",
+        flag="--rm_output", unused="fixed_output",
     )  # fmt: skip
     # How it answers.
     mode: Literal["text", "decision", "compare"] = setting(
@@ -402,7 +410,8 @@ class ApiReward(Section):
     )  # fmt: skip
     compare_calls: int | None = setting(
         None, "Maximum calls to compare the responses to one prompt in pairs.",
-        absent="each pair in both orders", flag="--rm_compare_calls", ge=2, unused="not_in_pairs",
+        absent="no maximum: each pair in both orders", flag="--rm_compare_calls", ge=2,
+        unused="not_in_pairs",
     )  # fmt: skip
     # What the judge sees of a response.
     scope: Literal["episode", "turn"] = setting(
@@ -476,7 +485,8 @@ class ApiReward(Section):
         identity="start",
     )  # fmt: skip
     cache: LocalPath = setting(
-        None, "File of cached verdicts, or `off`.", absent="one file for all runs of this user",
+        Chosen(choose_cache, "one file for all runs of this user, or in a run folder with a copy"),
+        "File of cached verdicts, or `off`.",
         flag="--rm_cache", env="PPO_RM_CACHE", identity="start",
     )  # fmt: skip
     # Spending.
@@ -694,7 +704,8 @@ class ModelReward(Section):
         identity="start", unused="model_is_served",
     )  # fmt: skip
     max_length: int | None = setting(
-        None, "Maximum tokens of prompt and response.", absent="the model's maximum",
+        Chosen(choose_reward_length, "the maximum of its kind of model, and of its positions"),
+        "Maximum tokens of prompt and response.",
         flag="--reward_model_max_length", ge=8,
     )  # fmt: skip
     batch_tokens: int = setting(

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.addresses import cache_root
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import RewardError
@@ -54,19 +55,10 @@ def cache_key(provider_identity: str, question: Question) -> str:
     return digest_text(parts)
 
 
-def default_cache_path(environ: Mapping[str, str]) -> Path:
-    """Return the default file for a user's verdicts."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
-    folder = Path(base) if Path(base).is_absolute() else home / ".cache"
-    return folder / "ppo-cli" / "judge.sqlite"
-
-
-def cache_path(api: ApiReward, environ: Mapping[str, str]) -> Path | None:
+def cache_path(api: ApiReward) -> Path | None:
     """Return the cache file that the settings name, or None when the cache is off."""
-    if api.cache is None:
-        return default_cache_path(environ)
-    return None if api.cache.strip().lower() == "off" else user_path(api.cache)
+    cache = api.cache or f"{cache_root()}/judge.sqlite"
+    return None if cache.strip().lower() == "off" else user_path(cache)
 
 
 class VerdictCache:

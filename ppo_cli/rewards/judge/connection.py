@@ -96,7 +96,7 @@ def connect_judge(api: ApiReward, environ: Mapping[str, str]) -> JudgeConnection
     # Directly: one client within the limits of the settings.
     provider = build_provider(api, environ=environ)
     ledger = build_ledger(api)
-    path = cache_path(api, environ)
+    path = cache_path(api)
     cache = None if path is None else VerdictCache(path)
     direct = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)
     if api.batch_wait is None or cache is None:

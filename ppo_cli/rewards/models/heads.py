@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from ppo_cli.config.models.known_models import HEADS as PATTERNS
 from ppo_cli.config.models.known_models import AdapterChoice, choose_adapter, find_model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.reward import ModelReward
@@ -417,15 +418,13 @@ def _get_field(config: Any, name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class Head:
-    """A kind of reward model: how it is loaded, its format and length.
+    """A kind of reward model: how it is loaded, and its format.
 
-    `max_length` is the number of tokens that its authors used; `not_finite` explains a score that
-    is not finite.
+    `not_finite` explains a score that is not finite.
     """
 
     load: Callable[[Parts], Network]
     format: FormatClass = ChatFormat
-    max_length: int = 16384  # Skywork's limit; no model here was trained on longer samples
     not_finite: str = ""
 
 
@@ -433,11 +432,11 @@ class Head:
 HEADS = {
     "seqcls": Head(load_seqcls),
     "armorm": Head(
-        load_armorm, max_length=4096,
+        load_armorm,
         not_finite="ArmoRM does so where it finds no assistant's header",
     ),
-    "starling": Head(load_starling, StarlingFormat, 2048),
-    "pair": Head(load_encoder, PairFormat, 512),
+    "starling": Head(load_starling, StarlingFormat),
+    "pair": Head(load_encoder, PairFormat),
 }  # fmt: skip
 
 # Positions of a body whose config and tokenizer give no limit.
@@ -504,7 +503,10 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
         reason=choice.reason,
         network=network,
         tokenizer=tokenizer,
-        max_length=min(hard_limit(config, tokenizer), settings.max_length or head.max_length),
+        max_length=min(
+            hard_limit(config, tokenizer),
+            settings.max_length or PATTERNS[choice.adapter].max_length,
+        ),
         pad_token_id=next((i for i in ids if isinstance(i, int) and 0 <= i < rows), 0),
     )
 

@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.run import Config
+from ppo_cli.config.settle import settle
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path, default_cache_path
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_key, cache_path
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, Usage, Verdict
 from ppo_cli.rewards.remote.failures import Failure
 
@@ -231,12 +233,15 @@ def test_a_full_disk_is_told_once_and_costs_nothing_else(
     assert cache.get("kept") is not None
 
 
-def test_where_the_cache_lies(tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path)}
-    assert default_cache_path(home) == tmp_path / ".cache" / "ppo-cli" / "judge.sqlite"
-    path = default_cache_path(home | {"XDG_CACHE_HOME": str(tmp_path / "c")})
-    assert path == tmp_path / "c" / "ppo-cli" / "judge.sqlite"
-    assert default_cache_path(home | {"XDG_CACHE_HOME": "relative"}).parent.parent.name == ".cache"
-    assert cache_path(ApiReward(), home) == default_cache_path(home)
-    assert cache_path(ApiReward(cache="off"), home) is None
-    assert cache_path(ApiReward(cache=str(tmp_path / "x.sqlite")), home) == tmp_path / "x.sqlite"
+@pytest.mark.parametrize(
+    ("folder", "place"), [("", ".cache"), ("relative", ".cache"), ("{home}/c", "c")]
+)
+def test_where_the_cache_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, place: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", folder.format(home=tmp_path))
+    assert cache_path(settle(Config()).config.reward.api) == cache_path(ApiReward())
+    assert cache_path(ApiReward()) == tmp_path / place / "ppo-cli" / "judge.sqlite"
+    assert cache_path(ApiReward(cache="off")) is None
+    assert cache_path(ApiReward(cache=str(tmp_path / "x.sqlite"))) == tmp_path / "x.sqlite"

@@ -261,10 +261,10 @@ def _compare_with_verl(entries: Mapping[str, Entry]) -> Iterator[str]:
 
 def _is_foreign(entry: Entry) -> bool:
     """Return whether an entry is anything but one of our settings with a plain value."""
-    if entry.origin.startswith("preset "):  # presets are ours
-        return False
-    refers = isinstance(entry.raw, str) and "${" in entry.raw
-    return refers or entry.name in TRANSLATIONS or find_key(entry.name) is None
+    if find_key(entry.name) is None or (isinstance(entry.raw, str) and "${" in entry.raw):
+        return True
+    # A value of a name that is verl's too; in a preset with our names it is ours.
+    return entry.name in TRANSLATIONS and not entry.origin.startswith("preset ")
 
 
 def _compute_derived(
