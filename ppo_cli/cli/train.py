@@ -27,7 +27,7 @@ from ppo_cli.config.mixture import describe_reward, judges_of
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import (
     ConfigError,
@@ -173,12 +173,12 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     return replace(resolved, origins=origins, notes=(note, *resolved.notes))
 
 
-def describe_unread_rows(config: Config) -> list[str]:
+def describe_unread_rows(data: Data) -> list[str]:
     """Return a note for each split of which the plan has read only the first rows."""
     from ppo_cli.run.refusals import MAX_PLAN_ROWS, SPLITS
 
     notices = []
-    for files in (split_files(config, split)[0] for split in SPLITS):
+    for files in (split_files(data, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
         if sum(counts) > MAX_PLAN_ROWS:
             line = ppo(shlex.join(["data", "check", *files]))
@@ -192,7 +192,7 @@ def describe_unread_rows(config: Config) -> list[str]:
 def _add_forecasts(plan_of_run: RunPlan, rows: FirstRows) -> tuple[RunPlan, PlanPart]:
     """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
     config = plan_of_run.settings
-    notes = (*plan_of_run.notes, *describe_unread_rows(config), *rows.notes())
+    notes = (*plan_of_run.notes, *describe_unread_rows(config.data), *rows.notes())
     time = _forecast_step_time(config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,

@@ -10,7 +10,7 @@ from typing import Literal
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.models.bundled import prompt_files
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data, Trainer
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import plural
 from ppo_cli.planning.placement import data_ranks
@@ -18,19 +18,18 @@ from ppo_cli.planning.placement import data_ranks
 DataSplit = Literal["train", "val"]
 
 
-def train_rows(config: Config) -> int | None:
+def train_rows(data: Data) -> int | None:
     """Return the number of training rows; None when a file cannot be counted."""
-    return _count_rows(*split_files(config, "train"))
+    return _count_rows(*split_files(data, "train"))
 
 
-def val_rows(config: Config) -> int | None:
+def val_rows(data: Data) -> int | None:
     """Return the number of validation rows; None when a file cannot be counted."""
-    return _count_rows(*split_files(config, "val"))
+    return _count_rows(*split_files(data, "val"))
 
 
-def split_files(config: Config, split: DataSplit) -> tuple[tuple[str, ...], int]:
+def split_files(data: Data, split: DataSplit) -> tuple[tuple[str, ...], int]:
     """Return the files of a split, and how many of their rows are used at most; -1 is all."""
-    data = config.data
     if split == "train":
         return prompt_files(data.train_files, split), data.train_max_samples
     return prompt_files(data.val_files, split), data.val_max_samples
@@ -93,7 +92,7 @@ def batch_arithmetic(config: Config, steps: int | None = None) -> dict[str, int 
 
     None is a count that is unknown before the run.
     """
-    batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config)
+    batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config.data)
     sums: dict[str, int | None] = {
         "prompts_per_step": batch,
         "responses_per_prompt": n,
@@ -161,7 +160,7 @@ def count_steps(config: Config) -> int | None:
     # As set, else the whole batches of all epochs.
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
-    rows = train_rows(config)
+    rows = train_rows(config.data)
     if rows is None:
         return None
     return config.trainer.total_epochs * (rows // config.data.gen_batch_size)
@@ -175,8 +174,8 @@ def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | No
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
     # Validation calls.
-    rounds = _count_validations(config, steps) if config.data.val_files else 0
-    rows = val_rows(config)
+    rounds = _count_validations(config.trainer, steps) if config.data.val_files else 0
+    rows = val_rows(config.data)
     a_round = multiply(config.rollout.val_kwargs.n, rows)
     validation = multiply(a_round, rounds) if rounds != 0 else 0
     training = multiply(a_step, steps)
@@ -192,12 +191,12 @@ def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | No
     }
 
 
-def _count_validations(config: Config, steps: int | None) -> int | None:
+def _count_validations(trainer: Trainer, steps: int | None) -> int | None:
     """Return how often the run validates: at the start, every test_freq steps, at the end."""
     if steps is None:
         return None
-    start = int(config.trainer.val_before_train)
-    freq = config.trainer.test_freq
+    start = int(trainer.val_before_train)
+    freq = trainer.test_freq
     # A last step that test_freq does not divide is validated too.
     return start + (math.ceil(steps / freq) if freq > 0 else freq + 1)
 

@@ -9,17 +9,18 @@ from typing import Any, Literal
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
 from ppo_cli.config.mixture import Judge, judges_of, models_of
 from ppo_cli.config.models.known_models import is_url
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.errors import plural
 from ppo_cli.machine.machine import Machine
 
 
-def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
+def shared_samplers(trainer: Trainer) -> Literal["all", "some", "none"]:
     """Return how many of the sampling devices also train; ValueError as in `train_devices`."""
-    if config.trainer.placement is None:
+    if trainer.placement is None:
         # Async samplers have their own devices; otherwise all share.
-        return "none" if config.trainer.async_steps else "all"
-    roles = read_placement(config.trainer.placement)
+        return "none" if trainer.async_steps else "all"
+    roles = read_placement(trainer.placement)
     train, rollout = {*roles.get("train", ())}, {*roles.get("rollout", ())}
     if not train & rollout:
         return "none"
@@ -271,9 +272,9 @@ def _describe_ranks(config: Config) -> list[str]:
     return [", ".join(parts)] if parts else []
 
 
-def local_judge(config: Config) -> Judge | None:
+def local_judge(reward: Reward) -> Judge | None:
     """Return the judge that the run starts, if there is one."""
-    return next((j for j in judges_of(config.reward) if j.settings.type == "local"), None)
+    return next((j for j in judges_of(reward) if j.settings.type == "local"), None)
 
 
 def judge_devices(config: Config) -> tuple[int, ...]:
@@ -282,5 +283,5 @@ def judge_devices(config: Config) -> tuple[int, ...]:
         placed: Placement = placement_of(config)
     except ValueError:  # reported where placements are checked
         return ()
-    judge = local_judge(config)
+    judge = local_judge(config.reward)
     return placed.judge or (judge.settings.local.devices if judge else ())

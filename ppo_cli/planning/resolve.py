@@ -107,7 +107,7 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
 
     Only sizes that nobody chose are lowered, with a note.
     """
-    rows, batch = train_rows(config), config.data.train_batch_size
+    rows, batch = train_rows(config.data), config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
     # Sizes of a preset or of another program's defaults count as not chosen.
     chosen = {

@@ -78,7 +78,7 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     if both:
         return _compare_prompts([[after[uid] - before[uid] for uid in both]])
     difference = float(last["val/reward_mean"]) - float(first["val/reward_mean"])
-    count = (val_rows(config) or 0) * config.rollout.val_kwargs.n
+    count = (val_rows(config.data) or 0) * config.rollout.val_kwargs.n
     if not count:
         return Comparison(Estimate(difference), "")
     spread = math.hypot(*(float(line.get("val/score/std") or 0.0) for line in (first, last)))

@@ -620,7 +620,7 @@ def load_prompt_sets(
     """Read training and validation prompts, and show the notes on them."""
 
     def read(split: DataSplit) -> Sequence[Prompt]:
-        prompt_set = read_prompts(config, tokenizer, *split_files(config, split))
+        prompt_set = read_prompts(config, tokenizer, *split_files(config.data, split))
         screen.note_all(prompt_set.notes)
         return prompt_set.prompts
 

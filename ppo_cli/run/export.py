@@ -264,8 +264,8 @@ def _describe_data(config: Config) -> list[str]:
     """Return a line for training and validation: the files and the number of rows read."""
     lines = []
     for title, files, rows in (
-        ("Training", config.data.train_files, train_rows(config)),
-        ("Validation", config.data.val_files, val_rows(config)),
+        ("Training", config.data.train_files, train_rows(config.data)),
+        ("Validation", config.data.val_files, val_rows(config.data)),
     ):
         names = ", ".join(map(_public_name, files))
         counted = plural(rows, "row") if rows is not None else f"rows {UNKNOWN}"

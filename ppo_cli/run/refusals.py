@@ -56,7 +56,7 @@ class FirstRows:
         self.prompts = cache(self._build_prompts)
 
     def _read(self, split: DataSplit) -> list[RowSet]:
-        files, max_samples = split_files(self.config, split)
+        files, max_samples = split_files(self.config.data, split)
         return load_sets(
             [name for name in files if not is_hub_name(name)],
             **self.config.data.keys,
@@ -199,7 +199,7 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
     problems: list[str] = []
     prompts: dict[DataSplit, list[Prompt]] = {}
     # Format of the rows, for files on this disk.
-    named = {split: split_files(config, split)[0] for split in SPLITS}
+    named = {split: split_files(config.data, split)[0] for split in SPLITS}
     for split, files in named.items():
         try:
             if not all(map(is_hub_name, files)):
@@ -207,7 +207,7 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
         except UserError as error:
             problems.append(str(error))
     # Enough rows for a batch.
-    count = train_rows(config)
+    count = train_rows(config.data)
     if count and (shortage := describe_missing_rows(config, count)):
         problems.append(shortage)
     # Only with good rows: what the reward and the template need.
@@ -237,7 +237,7 @@ def models_by_flag(config: Config) -> Iterator[tuple[str, str]]:
 
 def _list_file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield functions that raise UserError if a file, model or package of the run is missing."""
-    for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
+    for name in chain.from_iterable(split_files(config.data, split)[0] for split in SPLITS):
         yield partial(check_present, name)
     for flag, path in models_by_flag(config):
         yield partial(check_folder, model_folder(path), flag)

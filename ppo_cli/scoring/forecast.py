@@ -314,7 +314,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
                 calls_per_prompt(n, max_calls and max_calls // (2 * api.votes), listed=listed) / n
             )
     # Read a sample of the rows: rendering all of a large file is slow.
-    files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
+    files = (*split_files(config.data, "train")[0], *split_files(config.data, "val")[0])
     if far := [name for name in files if is_hub_name(name)]:
         # A forecast does not download datasets.
         raise DataError(f"{', '.join(far)}: not downloaded yet, so its rows are unknown.")
@@ -350,7 +350,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         a_step=a_call.times(a_step * expected, a_step * most_votes),
         run=run,
         steps=sums["total_steps"],
-        rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
+        rows=(train_rows(config.data) or len(train)) + (val_rows(config.data) or len(val)),
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
         repeated=repeated,

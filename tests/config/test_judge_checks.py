@@ -59,11 +59,11 @@ def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
 )
 def test_a_missing_key_is_told_by_its_variables(overrides: str, variables: str) -> None:
     settings = config(*overrides.split())
-    (message,) = missing_keys(settings, {})
+    (message,) = missing_keys(settings.reward, {})
     assert all(name in message for name in variables.split())
-    assert missing_keys(settings, dict.fromkeys(variables.split(), "  ")) == [message]
+    assert missing_keys(settings.reward, dict.fromkeys(variables.split(), "  ")) == [message]
     for name in variables.split():
-        assert missing_keys(settings, {name: "k"}) == []
+        assert missing_keys(settings.reward, {name: "k"}) == []
 
 
 def test_a_server_of_ones_own_needs_no_key() -> None:
@@ -89,9 +89,9 @@ def test_the_estimator_fits_the_places(overrides: str, name: str) -> None:
 
 def test_the_monitor_needs_its_own_key() -> None:
     settings = config("monitor.model=n", "monitor.type=claude")
-    (message,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
+    (message,) = missing_keys(settings.reward, {"DASHSCOPE_API_KEY": "k"})
     assert "monitoring judge" in message and "CLAUDE_API_KEY" in message
-    assert missing_keys(settings, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
+    assert missing_keys(settings.reward, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
 
 
 @pytest.mark.parametrize(

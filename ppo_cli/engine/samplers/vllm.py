@@ -622,7 +622,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         enforce_eager=rollout.enforce_eager,
         **(_adapter_options(settings, model_config) if config.model.publishes_adapter else {}),
         transfer=transfer,
-        sleep=None if shared_samplers(config) == "none" else config.rollout.sleep,
+        sleep=None if shared_samplers(config.trainer) == "none" else config.rollout.sleep,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
         seed=config.rollout.seed,

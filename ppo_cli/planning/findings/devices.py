@@ -10,7 +10,7 @@ from dataclasses import replace
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import describe_address_space, plural, ppo
 from ppo_cli.machine.device_record import FEATURES
@@ -138,7 +138,7 @@ KEY = "rollout.weight_transfer"
 
 def _check_transfer(config: Config) -> Iterator[Finding]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
-    way, shared = config.rollout.weight_transfer, shared_samplers(config)
+    way, shared = config.rollout.weight_transfer, shared_samplers(config.trainer)
     if way == "memory":
         return
     # Only the first problem is reported: sampler, adapter, devices, sharing.
@@ -180,13 +180,13 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
         return
     # An existing Ray cluster may have nodes that are not known here.
     joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
-    yield from _check_nodes(config, joined)
+    yield from _check_nodes(config.trainer, joined)
     if not joined:  # nodes of a Ray cluster may have more cores than this one
         yield from _check_threads(config.trainer.threads, scene.machine.cores)
     yield from _check_quantization(config)
     # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
-        *_check_worker_counts(requested, scene.machine),
+        *_check_worker_counts(requested.trainer, scene.machine),
         *_check_local_engine(requested),
         *_check_placement(config, requested),
     ]
@@ -199,9 +199,8 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
         yield from _check_transfer(config)
 
 
-def _check_nodes(config: Config, joined: bool) -> Iterator[Finding]:
+def _check_nodes(trainer: Trainer, joined: bool) -> Iterator[Finding]:
     """Check that each node knows its rank and the first; a `joined` Ray cluster has its nodes."""
-    trainer = config.trainer
     if trainer.nnodes == 1 or trainer.node_rank == 0 or (trainer.node_rank is None and joined):
         return
     # A node of several needs its rank and the address of the first node.
@@ -233,9 +232,8 @@ def _check_threads(threads: int | None, cores: int) -> Iterator[Finding]:
         )
 
 
-def _check_worker_counts(requested: Config, machine: Machine) -> Iterator[Finding]:
+def _check_worker_counts(trainer: Trainer, machine: Machine) -> Iterator[Finding]:
     """Refuse a count of CPU workers together with GPUs."""
-    trainer = requested.trainer
     used = len(machine.gpus) if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
     if trainer.num_workers is not None and used:
         yield Finding(
@@ -374,7 +372,7 @@ def _check_tensor_parallel(config: Config) -> Iterator[Finding]:
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
         yield Finding(
-            ("trainer.tensor_parallel_size", *_rank_keys(config)),
+            ("trainer.tensor_parallel_size", *_rank_keys(config.trainer)),
             f"{ranks} learner rank(s) cannot be split into groups of "
             f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
             "ranks (train in --placement, else --n_gpus on each node, or without GPUs "
@@ -394,7 +392,7 @@ def _check_sharding(config: Config) -> Iterator[Finding]:
     for key, size in sizes.items():
         if size > 0 and ranks % size and config.trainer.engine != "local":
             yield Finding(
-                (key, "trainer.tensor_parallel_size", *_rank_keys(config)),
+                (key, "trainer.tensor_parallel_size", *_rank_keys(config.trainer)),
                 f"{ranks} rank(s) that share the rows cannot be split into sharding groups of "
                 f"{key} {size}; use a divisor of {ranks}, or -1 for one group.",
             )
@@ -407,11 +405,11 @@ def _check_sharding(config: Config) -> Iterator[Finding]:
         )
 
 
-def _rank_keys(config: Config) -> tuple[str, ...]:
+def _rank_keys(trainer: Trainer) -> tuple[str, ...]:
     """Return the settings that determine the number of learner ranks."""
-    if config.trainer.placement is not None:
+    if trainer.placement is not None:
         return (PLACEMENT,)
-    count = "n_gpus_per_node" if config.trainer.n_gpus_per_node else "num_workers"
+    count = "n_gpus_per_node" if trainer.n_gpus_per_node else "num_workers"
     return (f"trainer.{count}", "trainer.nnodes")
 
 
@@ -513,7 +511,7 @@ def device_remarks(scene: Scene) -> Iterator[str]:
         yield from _self_test_remarks(requested, config, machine)
     # Roles of the placement that nothing uses.
     roles = read_placement(config.trainer.placement or "")
-    if "judge" in roles and local_judge(config) is None:
+    if "judge" in roles and local_judge(config.reward) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
@@ -546,7 +544,7 @@ def _slow_sampler(requested: Config, config: Config, machine: Machine) -> Iterat
     way = config.rollout.weight_transfer
     if way != fastest:
         yield f"new weights travel by {way}, not by {fastest}"
-    sleeps = shared_samplers(config) != "none" and not config.model.publishes_adapter
+    sleeps = shared_samplers(config.trainer) != "none" and not config.model.publishes_adapter
     if requested.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
         yield "vLLM's weights are kept while the learner works"
 

@@ -106,7 +106,7 @@ def check_judge_server(config: Config) -> Iterator[Finding]:
 def missing_for_judge_server(scene: Scene) -> list[str]:
     """Return what a judge that the run starts lacks: vLLM, a model, a chat template, memory."""
     config, environ = scene.config, scene.environ
-    judge = local_judge(config)
+    judge = local_judge(config.reward)
     if judge is None or not judge.settings.model:
         return []
     problems = []
@@ -140,7 +140,7 @@ def missing_for_judge_server(scene: Scene) -> list[str]:
 
 def judge_server_remarks(config: Config) -> Iterator[str]:
     """Remark on a judge that is the trained model itself."""
-    judge = local_judge(config)
+    judge = local_judge(config.reward)
     if judge is None:
         return
     same = (model_folder(str(judge.settings.model)), model_folder(config.model.path))

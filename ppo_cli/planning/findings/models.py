@@ -33,7 +33,7 @@ from ppo_cli.config.models.limits import (
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import table
-from ppo_cli.config.schema.reward import DEVICE, check_address
+from ppo_cli.config.schema.reward import DEVICE, Reward, check_address
 from ppo_cli.config.schema.run import Config
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
@@ -203,10 +203,10 @@ def check_reward_models(scene: Scene) -> Iterator[Finding]:
         yield from _check_device(model, scene.machine)
 
 
-def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
+def missing_models(reward: Reward, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each reward model, or key of one, that is missing."""
     problems = []
-    for model in models_of(config.reward):
+    for model in models_of(reward):
         problems += [_describe_unreadable(model), _missing_served_key(model, environ)]
     return [sentence for sentence in dict.fromkeys(problems) if sentence]
 

@@ -56,15 +56,15 @@ def check_judges(scene: Scene) -> Iterator[Finding]:
             yield from _check_groups(judge, scene.config)
 
 
-def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
+def missing_keys(reward: Reward, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each judge whose key is not in the environment."""
-    problems = [_missing_key(*judge, environ) for judge in _required_judges(config)]
+    problems = [_missing_key(*judge, environ) for judge in _required_judges(reward)]
     return [sentence for sentence in dict.fromkeys(problems) if sentence]
 
 
-def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
+def _required_judges(reward: Reward) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
     """Yield each judge that a run must reach: its name, how to name its key, its settings."""
-    for judge in judges_of(config.reward):
+    for judge in judges_of(reward):
         of_part, monitor = judge.key != "reward.api", judge.settings.monitor
         mend = f"{judge.key}.key_env=NAME" if of_part else "--rm_key_env NAME"
         yield judge.name, mend, judge.settings
@@ -75,10 +75,10 @@ def _required_judges(config: Config) -> Iterator[tuple[str, str, ApiReward | Mon
             yield f"the judge {other.model}", mend, other
 
 
-def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
+def missing_for_sdks(reward: Reward, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable or package, keys aside, that a judge's SDK lacks."""
     problems: list[str] = []
-    for _, _, judge in _required_judges(config):
+    for _, _, judge in _required_judges(reward):
         kind = effective_provider(judge.type, environ)
         problems += missing_sdk_settings(
             kind, environ, base_url=judge.base_url, key_env=judge.key_env

@@ -18,7 +18,8 @@ from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.models.weight_files import read_json, weight_files
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.errors import ConfigError, ModelError
 from ppo_cli.machine import processor
 from ppo_cli.machine.machine import Machine
@@ -158,10 +159,10 @@ def _count_sampler(
     return ModelBytes(share, resident, 0, cast + cache + max(logits, states))
 
 
-def _count_rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> ModelBytes:
+def _count_rewards(reward: Reward, shapes: Iterable[Shape], gpu: bool) -> ModelBytes:
     """Count all reward models that the run hosts, each with its batch."""
     weights = states = rest = 0
-    local = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
+    local = [m.settings for m in models_of(reward) if not is_url(str(m.settings.path))]
     for settings, shape in zip(local, shapes, strict=False):
         width = 2 if settings.dtype == "bfloat16" else FLOAT
         model_bytes = width * shape.parameters(head=False)
@@ -210,8 +211,8 @@ class _RoleNeeds:
         return cls(
             device,
             {name: model.count() for name, model in models.items()},
-            _count_sampler(config, shapes.actor, device, device_memory(config, machine)),
-            _count_rewards(config, shapes.rewards, gpu),
+            _count_sampler(config, shapes.actor, device, device_memory(config.trainer, machine)),
+            _count_rewards(config.reward, shapes.rewards, gpu),
         )
 
     def phases(self, config: Config) -> dict[str, int]:
@@ -240,7 +241,7 @@ def count_learner(config: Config, shapes: ModelShapes, machine: Machine) -> dict
 
 def count_memory(config: Config, shapes: ModelShapes, machine: Machine) -> tuple[DeviceNeeds, ...]:
     """Count the needs of each kind of device."""
-    placement, capacity = placement_of(config), device_memory(config, machine)
+    placement, capacity = placement_of(config), device_memory(config.trainer, machine)
     roles = _RoleNeeds.count(config, shapes, machine)
     sampler, rewards, phases = roles.sampler, roles.rewards, roles.phases(config)
     shares = {name: work.share for name, work in roles.works.items()}
@@ -400,12 +401,12 @@ def read_shapes(config: Config) -> ModelShapes | tuple[str, ...]:
     )
 
 
-def device_memory(config: Config, machine: Machine) -> int | None:
+def device_memory(trainer: Trainer, machine: Machine) -> int | None:
     """Return the bytes of the smallest GPU that is used, or of the machine without GPUs.
 
     None: the run uses GPUs and the machine has none.
     """
-    per_node = config.trainer.n_gpus_per_node
+    per_node = trainer.n_gpus_per_node
     if not per_node:
         return machine.host_bytes
     if machine.gpu_bytes is not None:
@@ -428,7 +429,7 @@ OVERHEAD = 2 * GIB  # of its processes, measured with vLLM 0.32
 
 def count_judge_server(config: Config, machine: Machine) -> DeviceNeeds | None:
     """Count the judge's server on one of its devices; None if its weights are not here."""
-    judge = local_judge(config)
+    judge = local_judge(config.reward)
     if judge is None or not judge.settings.model:
         return None
     folder = user_path(model_folder(judge.settings.model))
@@ -438,7 +439,7 @@ def count_judge_server(config: Config, machine: Machine) -> DeviceNeeds | None:
         weights = 0
     if not weights:
         return None
-    capacity, devices = device_memory(config, machine), judge_devices(config)
+    capacity, devices = device_memory(config.trainer, machine), judge_devices(config)
     if not config.trainer.n_gpus_per_node:
         if (
             not processor.has_bfloat16()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic, Sharding
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.planning.placement import data_ranks
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
@@ -256,7 +256,7 @@ class ModelOnRank:
     def annotation(self) -> int:
         """Bytes of a forward pass without gradients, in addition to `rest` and `fetched`."""
         config, shape, device = self.config, self.shape, self.device
-        longest = _longest(config)
+        longest = _longest(config.data)
         budget = config.ref.log_prob_max_token_len_per_gpu
         all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
         tokens = min(all_rows * longest, max(longest, budget))
@@ -276,7 +276,7 @@ class ModelOnRank:
         if self.is_critic:
             return 0
         config, chunk = self.config, FLOAT * self.shape.vocabulary
-        answers = config.data.max_response_length / _longest(config)
+        answers = config.data.max_response_length / _longest(config.data)
         full = "algorithm.kl_penalty" in config.full_kls
         copies = HALF_FORWARD_LOGITS if self.device.half else FORWARD_LOGITS
         return int(copies * chunk) * min(LOGIT_CHUNK, int(tokens * answers)) * (2 if full else 1)
@@ -292,7 +292,7 @@ class ModelOnRank:
     def tokens(self) -> int:
         """Number of tokens in the largest micro-batch."""
         assert self.part is not None
-        longest, rows = _longest(self.config), self._rows
+        longest, rows = _longest(self.config.data), self._rows
         if self.part.ppo_micro_batch_size_per_gpu is not None:
             rows = min(rows, self.part.ppo_micro_batch_size_per_gpu)
         budget = self.part.ppo_max_token_len_per_gpu
@@ -304,7 +304,7 @@ class ModelOnRank:
 
     @property
     def _layer_bytes(self) -> int:
-        return self.shape.layer_bytes(self.device, _longest(self.config))
+        return self.shape.layer_bytes(self.device, _longest(self.config.data))
 
     @property
     def recomputes(self) -> bool:
@@ -329,7 +329,7 @@ class ModelOnRank:
         if self.is_critic:
             return 0
         config, device = self.config, self.device
-        tokens = int(self.tokens * config.data.max_response_length / _longest(config))
+        tokens = int(self.tokens * config.data.max_response_length / _longest(config.data))
         chunk = FLOAT * self.shape.vocabulary * min(LOGIT_CHUNK, tokens)
         all_logits = self.shape.vocabulary * tokens
         saved = FLOAT * all_logits if all_logits <= KEPT_LOGITS else 0
@@ -344,7 +344,7 @@ class ModelOnRank:
     def update_peaks(self) -> dict[str, int]:
         """Bytes at each point of an update that may be its peak, except the optimizer's step."""
         device, shape = self.device, self.shape
-        several = self.tokens < self._rows * _longest(self.config)
+        several = self.tokens < self._rows * _longest(self.config.data)
         # Gradients of earlier micro-batches; unsharded if they are reduced at the end of the step.
         earlier = self.gradients if several else 0
         if self.gathered_once:
@@ -386,7 +386,7 @@ class ModelOnRank:
         # reuse their memory.
         states = self._layer_bytes if self.recomputes or not device.gpu else 0
         inside = self.tokens * (states + inner)
-        scored = shape.attention_score_gradients(device, _longest(self.config))
+        scored = shape.attention_score_gradients(device, _longest(self.config.data))
         # Two of the four states of the MLP remain when all gradients of experts exist, and none in
         # the backward pass of attention.
         state = device.width * shape.inner // device.tensor
@@ -398,5 +398,5 @@ class ModelOnRank:
         return inside + (self._dequantised if self.in_4_bits else 0)
 
 
-def _longest(config: Config) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
+def _longest(data: Data) -> int:
+    return data.max_prompt_length + data.max_response_length

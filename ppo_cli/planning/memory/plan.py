@@ -14,7 +14,7 @@ from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
-from ppo_cli.config.schema.run import Config, Sleep
+from ppo_cli.config.schema.run import Config, Model, Sleep
 from ppo_cli.config.schema.unset import Fitted as FittedRule
 from ppo_cli.config.settle import Settled, settle
 from ppo_cli.errors import ppo
@@ -91,7 +91,7 @@ def estimate_memory(config: Config, shapes: ModelShapes, machine: Machine) -> Es
     Of `config`, only the settings that are fitted to the memory may be unset.
     """
     if config.rollout.sleep is None:
-        sleep = _frugal_sleep(config, machine)
+        sleep = _frugal_sleep(config.model, machine)
         if sleep == "offload" and _has_sleepers(config):
             # A sampler that keeps its weights on the GPU saves a copy from host memory in each
             # step.
@@ -105,13 +105,13 @@ def estimate_memory(config: Config, shapes: ModelShapes, machine: Machine) -> Es
     return replace(fitted, host=count_host(fitted.config, shapes, machine))
 
 
-def _frugal_sleep(config: Config, machine: Machine) -> Sleep:
+def _frugal_sleep(model: Model, machine: Machine) -> Sleep:
     """Return where vLLM's weights need no memory of the GPU while it trains.
 
     They are discarded only where the self-test has proven that an engine samples correctly after it
     gets its weights again.
     """
-    proven = "sleep" in machine.proven and not config.model.publishes_adapter
+    proven = "sleep" in machine.proven and not model.publishes_adapter
     return "discard" if proven else "offload"
 
 
@@ -127,7 +127,7 @@ def _estimate_devices(config: Config, shapes: ModelShapes, machine: Machine) -> 
     If none fits, or the size of a device is unknown, they are those that need the least memory.
     """
     # The first mode that fits wins; the most frugal one is counted if none does.
-    ample, capacity = 0, device_memory(config, machine)
+    ample, capacity = 0, device_memory(config.trainer, machine)
     for recompute, reshard in _modes_by_speed(config, machine):
         settled = _fill_unset(config, machine, recompute=recompute, reshard=reshard)
         places = count_memory(settled, shapes, machine)
@@ -300,14 +300,14 @@ def fit_memory(settled: Settled) -> Fitted:
     estimate, lines = None, []
     shapes = read_shapes(config)
     counted = not runs_elsewhere(config.trainer.engine) and (
-        device_memory(config, machine) is not None
+        device_memory(config.trainer, machine) is not None
     )
     if isinstance(shapes, ModelShapes) and counted:
         estimate = estimate_memory(config, shapes, machine)
         config = estimate.config
         lines = list(_explain_choices(requested, estimate, machine))
     else:
-        sleep = config.rollout.sleep or _frugal_sleep(config, machine)
+        sleep = config.rollout.sleep or _frugal_sleep(config.model, machine)
         config = _fill_unset(
             with_settings(config, {"rollout.sleep": sleep}), machine, recompute=True, reshard=True
         )
@@ -371,7 +371,7 @@ def find_smallest_change(
 
     # One change may be enough; otherwise changes are added until the run fits.
     config = estimate_memory(settle(requested, machine).config, shapes, machine).config
-    capacity = device_memory(config, machine)
+    capacity = device_memory(config.trainer, machine)
     offered = list(_memory_saving_changes(requested, config, shapes.actor, capacity))
     tried: list[Settings] = []
     chosen = next(([candidate] for candidate in offered if fits([candidate])), None)
@@ -500,7 +500,7 @@ def _describe_device(place: DeviceNeeds) -> Iterator[str]:
 
 def _explain_choices(requested: Config, chosen: Estimate, machine: Machine) -> Iterator[str]:
     """Yield lines about the choice of unset settings, with the numbers behind it."""
-    config, capacity = chosen.config, device_memory(chosen.config, machine)
+    config, capacity = chosen.config, device_memory(chosen.config.trainer, machine)
     if requested.model.enable_gradient_checkpointing is None:
         recompute = config.model.enable_gradient_checkpointing
         yield (

@@ -174,7 +174,7 @@ def run_simulation(
     """
     config = fit_memory(settle(requested, machine)).config
     gpus, shapes, memory = (
-        config.trainer.n_gpus_per_node, read_shapes(config), device_memory(config, machine),
+        config.trainer.n_gpus_per_node, read_shapes(config), device_memory(config.trainer, machine),
     )  # fmt: skip
     # The plan of the same settings, if it can be made.
     planned: Mapping[str, int] = {}

@@ -278,7 +278,7 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
 def load_prompts(config: Config, split: DataSplit) -> list[Prompt]:
     """Return the prompts of a split with the system prompt, without rendering."""
     data = config.data
-    files, max_samples = split_files(config, split)
+    files, max_samples = split_files(data, split)
     sets = load_sets(files, **data.keys, max_samples=max_samples)
     prompts = [
         prompt_of(f"{split}:{label}", row)
