@@ -382,7 +382,7 @@ def _read_judge_prompt(settings: Settings) -> dict[str, Any]:
     bundled = bundled_path("reward_prompts", f"{settings['reward.api.prompt_preset']}.yaml")
     try:
         prompt = load_yaml(read_text(user_path(path) if path else bundled))
-    except (OSError, ValueError, YAMLError):
+    except (OSError, UserError, YAMLError):
         return {}
     return prompt if isinstance(prompt, dict) else {}
 

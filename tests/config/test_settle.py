@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
@@ -94,6 +95,34 @@ def test_an_unset_setting_has_the_value_of_the_one_it_follows(name: str, other: 
     settled = settle(Config.model_validate(nest_values(values)), CPU)
     assert value_of(settled.config, name) == values[other]
     assert settled.why[name] == f"as {other}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({}, "reward.api.scale", "1-10"),
+        ({"reward.api.prompt_file": "p.yaml"}, "reward.api.scale", "0-5"),
+        ({"reward.api.prompt_file": "p.yaml"}, "reward.api.output", "text"),
+        ({"reward.api.prompt_file": "none.yaml"}, "reward.api.output", "json"),
+        ({"reward.api.scoring_prompt": "From 0 to 3: {response}"}, "reward.api.scale", None),
+        ({"reward.api.mode": "compare"}, "reward.api.scale", None),
+        ({"trainer.store": "s3://b/r"}, "reward.api.cache", "./outputs/verdicts.sqlite"),
+        ({"reward.model.path": "RLHFlow/ArmoRM-Llama3-8B-v0.1"}, "reward.model.max_length", 4096),
+        ({"reward.model.path": "http://h/classify"}, "reward.model.max_length", None),
+    ],
+)  # fmt: skip
+def test_what_rewards_leave_out_is_decided(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    name: str,
+    value: str | int | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.yaml").write_text("scale: 0-5\noutput: text\nscoring: '{response}'\n")
+    settled = settle(with_settings(Config(), changes), CPU)
+    assert value_of(settled.config, name) == value
+    assert settled.why[name]
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)

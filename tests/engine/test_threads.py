@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.machine.processor import cpu_quota
+from ppo_cli.machine.processor import count_cores, count_physical_cores, cpu_quota
 
 # CPU seconds of products with pauses between them, in which a waiting thread may spin.
 PROBE = """
@@ -67,6 +67,16 @@ def test_the_cpu_quota_is_the_smallest(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("fact", "count"), [("core id\t\t: 0\nphysical id\t: 0", 1), ("bogomips\t: 9", None)]
+)
+def test_hyper_threads_are_one_core(tmp_path: Path, fact: str, count: int | None) -> None:
+    (tmp_path / "proc").mkdir()
+    blocks = (f"processor\t: {n}\nflags\t\t: fpu ht\n{fact}" for n in range(4096))
+    (tmp_path / "proc/cpuinfo").write_text("\n\n".join(blocks))
+    assert count_physical_cores(tmp_path) == (count or count_cores())
 
 
 def probe(**variables: str) -> tuple[str | None, float]:
