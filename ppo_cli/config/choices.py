@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from yaml import YAMLError
+import yaml
 
 from ppo_cli.addresses import cache_root
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
@@ -376,13 +376,11 @@ def choose_output(settings: Settings) -> Choice:
 
 def _read_judge_prompt(settings: Settings) -> dict[str, Any]:
     """Return the keys of the judge's prompt file; {} for a file that the run refuses."""
-    from ppo_cli.config.schema.values import load_yaml  # which imports this module's callers
-
     path = settings["reward.api.prompt_file"]
     bundled = bundled_path("reward_prompts", f"{settings['reward.api.prompt_preset']}.yaml")
     try:
-        prompt = load_yaml(read_text(user_path(path) if path else bundled))
-    except (OSError, UserError, YAMLError):
+        prompt = yaml.safe_load(read_text(user_path(path) if path else bundled))
+    except (OSError, ValueError, RecursionError, UserError, yaml.YAMLError):
         return {}
     return prompt if isinstance(prompt, dict) else {}
 
