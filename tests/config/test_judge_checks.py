@@ -67,9 +67,9 @@ def test_a_missing_key_is_told_by_its_variables(overrides: str, variables: str) 
 
 
 def test_a_server_of_ones_own_needs_no_key() -> None:
-    assert missing_keys(config("type=openai", "base_url=http://h/v1"), {}) == []
-    assert missing_keys(config("type=openai"), {"OPENAI_BASE_URL": "http://h/v1"}) == []
-    assert missing_keys(config("type=gemini"), {"OPENAI_BASE_URL": "http://h/v1"})
+    assert missing_keys(config("type=openai", "base_url=http://h/v1").reward, {}) == []
+    assert missing_keys(config("type=openai").reward, {"OPENAI_BASE_URL": "http://h/v1"}) == []
+    assert missing_keys(config("type=gemini").reward, {"OPENAI_BASE_URL": "http://h/v1"})
 
 
 @pytest.mark.parametrize(
