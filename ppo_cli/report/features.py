@@ -88,7 +88,8 @@ def measure_text(prompt: str, text: str) -> tuple[float, ...]:
         float(bool(_OBJECT.match(text))),
         math.log1p(sum(character.isdigit() for character in text)),
         math.log1p(len(re.findall(r"(?<![\w.,])0\d", text))),
-        foreign / max(len(tokens), 1) + other_script / max(len(letters), 1),
+        # A third of the words of a text are short ones.
+        min(3 * foreign / max(len(tokens), 1), 1.0) + other_script / max(len(letters), 1),
         count(_EMOJI),
         len(grams & prompt_grams) / max(len(prompt_grams), 1),
         count(_POLITE),
@@ -102,6 +103,7 @@ FEATURES = (
     "JSON", "digits", "leading zeros", "another language", "emoji", "quotes of the prompt",
     "politeness", "words of reasoning",
 )  # fmt: skip
+TRANSLATED = ("another language", 1)
 Wish = tuple[str, int]  # a feature, and whether more (1) or less (-1) of it is asked for
 
 # Feature, direction, and words that ask for it in several languages.
