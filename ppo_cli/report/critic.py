@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.run_folder.lines import CRITIC_FILE, read_lines
+from ppo_cli.run_folder.lines import CRITIC_FILE, read_steps
 
 MIN_RESPONSES = 8  # with fewer, an explained variance is noise: the tokens of one share its score
 MIN_VARIANCE = 1e-12  # of returns; below, they differ by rounding
@@ -52,7 +52,7 @@ def describe_critic(run_dir: Path) -> list[dict[str, Any]]:
 
     A run of one step has one.
     """
-    lines = [x for x in read_lines(run_dir / CRITIC_FILE) if {"positions", "tenths"} <= x.keys()]
+    lines = [x for x in read_steps(run_dir / CRITIC_FILE) if {"positions", "tenths"} <= x.keys()]
     few = max(1, len(lines) // 10)
     ends = [lines[:few], lines[-few:]] if len(lines) > 1 else [lines]
     return [pool_steps(end) for end in ends if end]

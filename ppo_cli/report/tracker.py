@@ -33,8 +33,8 @@ from ppo_cli.run_folder.lines import (
     append_line,
     drop_rollouts_past,
     plain,
-    read_lines,
     read_metrics,
+    read_steps,
     replace_lines,
     rollout_file,
 )
@@ -189,7 +189,7 @@ class Tracker:
             drop_rollouts_past(self._run_dir, step)
             critic = self._run_dir / CRITIC_FILE
             if critic.exists():
-                replace_lines(critic, [x for x in read_lines(critic) if x["step"] <= step])
+                replace_lines(critic, [x for x in read_steps(critic) if x["step"] <= step])
         self._begin_screen()
         self._clock.resumed = bool(self._history)
         if self._sinks_open:  # after a new `open`, loggers skip steps that they already have

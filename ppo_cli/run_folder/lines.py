@@ -61,6 +61,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that have a step."""
+    return [line for line in read_lines(path) if isinstance(line.get("step"), int)]
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl with a step; values that are not numbers are dropped."""
     return [
@@ -69,8 +74,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             for key, value in line.items()
             if value is None or isinstance(value, int | float)
         }
-        for line in read_lines(run_dir / METRICS_FILE)
-        if isinstance(line.get("step"), int)
+        for line in read_steps(run_dir / METRICS_FILE)
     ]
 
 

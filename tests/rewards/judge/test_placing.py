@@ -16,7 +16,13 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.panel import PanelReward
-from ppo_cli.rewards.judge.placing import cut_response, place_score
+from ppo_cli.rewards.judge.placing import (
+    cut_response,
+    place_score,
+    request_places,
+    show_example,
+    show_response,
+)
 from ppo_cli.rewards.judge.prompt import load_preset
 from ppo_cli.rewards.judge.rubric import Criterion, Placing, Rubric
 from ppo_cli.rewards.judge.verdict import read_answer
@@ -63,6 +69,8 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
         ("Yes. ... !!! ?", "sentence", []),
         ("", "line", []),
         ("<think>Hm. So.</think>A. b. It is a.", "sentence", ["A. b. ", "It is a."]),
+        ("One. Two.<think>Hm.</think>", "sentence", ["One. ", "Two."]),
+        ("One. Two. !!!<think>Hm.</think>Three.", "sentence", ["One. ", "Two. !!!", "Three."]),
     ],
 )  # fmt: skip
 def test_cuts(text: str, place: str, expected: list[str]) -> None:
@@ -90,7 +98,10 @@ def test_an_episode_that_the_judge_reads_whole_is_not_cut_within_its_turns() -> 
         respond(text), turns=(Turn(0, 3, "A. B.", message), Turn(5, 9, text, message))
     )
     for scope, place, count in (("episode", "sentence", 0), ("episode", "turn", 2)):
-        assert len(cut_response(episode, complete_judge(place=place, scope=scope))) == count
+        api = complete_judge(place=place, scope=scope)
+        assert len(cut_response(episode, api)) == count
+    placing = request_places(show_response(episode, api), api, Scale(1, 10))
+    assert placing is not None and placing.keys[0] == "turn_1"
     assert len(cut_response(episode, complete_judge(place="sentence", scope="turn"))) == 2
 
 
@@ -98,6 +109,8 @@ def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
     pieces = cut("".join(f"line {i}\n" for i in range(301)), "line")
     assert len(pieces) == 60
     assert {piece.count("\n") for piece in pieces} == {5, 6}
+    # An example gets a second piece only where it has one.
+    assert len(show_example("One. Two.", complete_judge(place="sentence"), "Three.")) == 2
 
 
 def reply(*pieces: Any, whole: Any = 7, **more: Any) -> str:
@@ -239,19 +252,21 @@ def test_criteria_are_placed_at_their_quotations(
 @pytest.mark.parametrize(
     ("text", "quote", "end"),
     [
+        ("It quotes nothing.", " ", None),
         ("Le cafe\u0301 est bon. Oui.", "Le caf\xe9 est bon.", 17),
         ("Use <custom> here. Yes.", "< custom> here.", 18),  # as a tag is shown
         ("a\u200bb is.\r\nFine.", "ab is.\nFine.", 14),
         ("He said \u201cyes, it\u2019s\u201d. No.", 'He said "yes, it\'s".', 20),
     ],
 )
-def test_a_quotation_is_found_as_a_judge_read_it(text: str, quote: str, end: int) -> None:
+def test_a_quotation_is_found_as_a_judge_read_it(text: str, quote: str, end: int | None) -> None:
     api = complete_judge(place="criterion", rubric="extra_info.r")
     score = Score(1.0, info={"quotes": [quote], "criteria": {"a": 1.0}})
     placed = place_score(
         score, respond(text), api, Rubric((Criterion("a", "It is."),), quoted=True)
     )
-    assert [step.end for step in placed.steps] == [end] and not placed.info["quotes_lost"]
+    assert [step.end for step in placed.steps] == ([end] if end else [])
+    assert not placed.info["quotes_lost"]
 
 
 @pytest.mark.parametrize(("first", "second", "right"), [(10, 1, "3 of 3"), (1, 10, "only 2 of 3")])
