@@ -454,7 +454,7 @@ def read_json(path: Path, at_most: int | None = None) -> ReadResult:
 
 def _count_json(path: Path) -> int | None:
     with _open(path) as file:
-        rows = json.load(file)
+        rows = load_json(file.read())
     if isinstance(rows, dict):
         rows = rows.get("data")
     return len(rows) if isinstance(rows, list) else None

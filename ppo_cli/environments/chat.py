@@ -38,6 +38,7 @@ from ppo_cli.environments.calls import (
     tool_name,
 )
 from ppo_cli.errors import ModelError
+from ppo_cli.paths import load_json
 from ppo_cli.records import Message
 from ppo_cli.thoughts import MARKS, count_shared, find_open_mark, find_thoughts
 
@@ -374,7 +375,7 @@ def _convert_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str) and not as_text:
         try:
-            arguments = json.loads(arguments)
+            arguments = load_json(arguments)
         except ValueError as error:
             raise ValueError(f"the arguments of a tool call are not JSON: {error}") from None
     elif as_text and not isinstance(arguments, str):

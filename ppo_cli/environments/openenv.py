@@ -117,7 +117,7 @@ def read_action(message: dict[str, Any], field: str) -> dict[str, Any]:
         return dict(message["tool_calls"][0]["function"]["arguments"])
     try:
         action = json.loads(message["content"])
-    except ValueError:
+    except (ValueError, RecursionError):
         action = None
     return action if isinstance(action, dict) else {field: message["content"]}
 

@@ -18,6 +18,7 @@ from tests.cli.mistakes import ROW, TINY, set_desk
 CONFIGS = {
     "deep.yaml": "a: " + "[" * 500 + "]" * 500 + "\n",
     "large.yaml": "# " + "x" * 2**21,
+    "deep.json": '{"a": ' * 3000 + "1" + "}" * 3000,
 }
 GOOD = "".join(json.dumps(ROW | {"prompt": f"What is 1 + {n}?"}) + "\n" for n in range(6))
 
@@ -83,6 +84,7 @@ def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "text.parquet": "row 2, column prompt: is not UTF-8 (byte 0xe9)",
         "bytes.parquet": "row 2, column prompt: is not UTF-8 (byte 0xe9)",
         "fifo.jsonl": "a pipe or a device",
+        "deep.json": "nested too deep",
     }
     wrong = {}
     for name, fragment in fragments.items():

@@ -110,7 +110,9 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     split = split_turns(rollout)
     rows = split_scores(Scored(rollout, score), split, placed, 0.5)
     # 2; 4 + 0.5 * 2 = 5; 0.5 + 0.5 * 5 = 3; 1 + 0.5 * 3 = 2.5.
-    assert [s.score.value for s, _ in rows] == [2.5, 3.0, 5.0, 2.0]
+    assert [(s.score.value, s.score.steps) for s, _ in rows] == [
+        (value, ()) for value in (2.5, 3.0, 5.0, 2.0)
+    ]
     assert [inner for _, inner in rows] == [[(2, 1.0)], [(0, 0.5)], [(3, 4.0)], []]
     for single, turn in zip(split, rollout.turns, strict=True):
         assert single.prompt.token_ids == turn.context and not single.turns

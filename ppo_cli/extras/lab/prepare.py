@@ -31,7 +31,7 @@ from ppo_cli.data_sets.rows import read_plain, read_records
 from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
 from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, user_path
 from ppo_cli.records import Message
 
 # Names of the sets on the hub, and the instructions that their prompts end with.
@@ -156,7 +156,7 @@ def _read_problems(file: str) -> Records:
     # The original set has a file for each problem.
     if path.suffix == ".json":
         with suppress(ValueError):
-            record = json.loads(read_bytes(path))
+            record = load_json(read_bytes(path))
             if isinstance(record, dict) and "problem" in record:
                 return Records(file, path.stem, ((Place(file, 1), record),))
     return read_source(file)

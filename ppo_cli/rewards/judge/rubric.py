@@ -9,7 +9,6 @@ may be a mistyped weight. The responses of a comparison are called R1, R2 … in
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -20,6 +19,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.paths import load_json
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 
 # Keys under which the data sets have a list of criteria, and the fields of one.
@@ -439,7 +439,7 @@ def read_rubric(source: Any, label: str, *, fixed: bool = False) -> Rubric:
     """Read criteria from a list, a mapping with a list, or either of them as JSON text."""
     if isinstance(source, str):
         try:
-            source = json.loads(source)
+            source = load_json(source)
         except ValueError:
             raise RewardError(f"{label}: the text is not a JSON list of criteria.") from None
     # A mapping must have exactly one list of criteria.
