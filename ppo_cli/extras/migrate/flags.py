@@ -25,6 +25,7 @@ from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.scripts import read_script
+from ppo_cli.extras.migrate.tools import name_tool
 from ppo_cli.extras.migrate.verl.translator import VERSION
 from ppo_cli.machine.gpus import list_gpus
 from ppo_cli.plugins import Line
@@ -145,6 +146,9 @@ def translate(args: Sequence[str]) -> Translation:
     A launcher in front (`accelerate launch train.py`) is left out. Everything after a `--` stays.
     """
     done = Translation()
+    if tool := name_tool(args):
+        done.problems.append(f"{tool}.")
+        return done
     line = _skip_launcher(args, done)
     if done.program.endswith(".py") and not names_prompts(line):
         done.problems.append(f"{replace_script(line, done)}.")

@@ -325,6 +325,40 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
     ]  # fmt: skip
 
 
+TOOL_LINES = (
+    ("uv run -m skyrl_train.entrypoints.main trainer.policy.model.path=m", "SkyRL", "--model m"),
+    ("uv run examples/run_grpo_math.py grpo.num_prompts_per_step=4", "NeMo-RL", "--batch_size 4"),
+    ("--config nemo.yaml", "NeMo-RL", "--lr 5e-06 --kl_coef 0.01"),
+    ("python3 train.py --hf-checkpoint m --rollout-batch-size 8", "slime", "--batch_size 8"),
+    ("swift rlhf --rlhf_type grpo --dataset a/b#500", "ms-swift", "--train_files a/b"),
+    ("axolotl train axolotl.yml", "axolotl", "--model m --train_files o/d"),
+    ("llamafactory-cli train a.yaml", "LLaMA-Factory", "--model MODEL"),
+    ("uv run rl @ a.toml", "prime-rl", "--model MODEL"),
+    ("unsloth train", "Unsloth", "--model MODEL"),
+    ("soup train --config soup.yaml", "Soup", "--model MODEL"),
+    ("tune run --nproc_per_node 2 ppo_full_finetune temperature=0.7", "torchtune", "--temperature"),
+    ("torchrun -m RL2.trainer.ppo actor.lr=1", "RL2", "--lr 1"),
+    ("python open_instruct/grpo_fast.py --response_length 9", "open-instruct", "_length 9"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "tool", "settings"), TOOL_LINES)
+def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
+    line: str, tool: str, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nemo.yaml").write_text(
+        "policy: {optimizer: {kwargs: {lr: 5.0e-6}}, megatron_cfg: {enabled: true}}\n"
+        "loss_fn: {reference_policy_kl_penalty: 0.01}\ncluster: {}\n"
+    )
+    Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d, type: x}]\n")
+    (problem,) = translate(shlex.split(line)).problems
+    assert problem.startswith(f"This is a line of {tool}")
+    assert settings in problem and len(problem.splitlines()) < 20
+    ready = re.search(r"train (.*)", problem.splitlines()[1])
+    assert ready and translate(shlex.split(ready[1])).problems == []
+
+
 @pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])
 def test_a_program_that_does_something_else_is_refused(program: str) -> None:
     done = translate([*program.split(), "--model_name_or_path", "m"])
