@@ -108,7 +108,11 @@ def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] | 
 
 
 SHOWN_FILES = 5
-SETS = ("gsm8k", "hh_rlhf", "humaneval", "math")  # that `ppo data prepare` writes
+# What `ppo data prepare` writes.
+SETS = (
+    "aime", "big_math", "dapo", "deepmath", "gsm8k", "hh_rlhf", "humaneval", "math", "math_500",
+    "polaris", "skywork", "ultrafeedback",
+)  # fmt: skip
 SPLITS = ("train", "test")
 NO_DATA_FILE = "it contains no JSON, JSONL, parquet or Arrow file"
 Record = Mapping[str, Any]

@@ -27,7 +27,7 @@ from ppo_cli.data_sets.files import (
     raise_problems,
     read_bytes,
 )
-from ppo_cli.data_sets.rows import read_plain, read_records
+from ppo_cli.data_sets.rows import find_value, read_plain, read_prompt, read_records
 from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
 from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
@@ -289,12 +289,89 @@ def _hh_row(prompt: tuple[Message, ...], split: str, index: int) -> dict[str, An
     }
 
 
+@dataclass(frozen=True)
+class OneSplit:
+    """A published set with one split, and its columns; dotted names are keys inside a column.
+
+    Without `answer` the replies are for a reward model or a judge. `source` selects the rule.
+    """
+
+    hub: str
+    split: str  # of the files that are written; `hub` ends with the set's own
+    prompt: str
+    answer: str
+    source: str
+    instruction: str = MATH_INSTRUCTION
+
+    def build(self, source: str) -> BuiltSet:
+        """Read the set from a file, from the files of a folder, or from the hub."""
+        folder = user_path(source)
+        files = [source]
+        if folder.is_dir():
+            patterns = (f"{self.hub.rpartition(':')[2]}*", "*")
+            files = _first_files((folder, folder / "data"), patterns)
+            if not files:
+                raise DataError(f"{folder} holds no data file ({', '.join(SUFFIXES)}).")
+        return _build_splits({self.split: files}, self.read_row)
+
+    def read_row(self, place: Place, record: Record) -> dict[str, Any]:
+        """Return the verl-style row of a record; RowError without a prompt or an answer."""
+        prompt = read_prompt(find_value(record, self.prompt), self.prompt)
+        answer = read_plain(find_value(record, self.answer), self.answer) if self.answer else ""
+        if self.answer and answer in (None, ""):
+            raise RowError(self.answer, "is missing or empty")
+        # Skywork's answers are lists of one, as text.
+        if isinstance(answer, str) and answer.startswith('["'):
+            with suppress(ValueError):
+                (answer,) = json.loads(answer)
+        if isinstance(prompt, str):
+            text = f"{prompt}\n\n{self.instruction}".strip()
+            prompt = ({"role": "user", "content": text},)
+        return {
+            "data_source": self.source,
+            "prompt": [dict(message) for message in prompt],
+            "ability": "math" if self.answer else "alignment",
+            "reward_model": {
+                "style": "rule" if self.answer else "model", "ground_truth": str(answer),
+            },
+            "extra_info": {},
+        }  # fmt: skip
+
+
+ONE_SPLIT = {
+    "aime": OneSplit("HuggingFaceH4/aime_2024:train", "test", "problem", "answer", "aime"),
+    "big_math": OneSplit(
+        "SynthLabsAI/Big-Math-RL-Verified:train", "train", "problem", "answer", "math_big"
+    ),
+    # Its prompts have an instruction already.
+    "dapo": OneSplit(
+        "BytedTsinghua-SIA/DAPO-Math-17k:train", "train", "prompt", "reward_model.ground_truth",
+        "math_dapo",
+    ),
+    "deepmath": OneSplit(
+        "zwhe99/DeepMath-103K:train", "train", "question", "final_answer", "math_deepmath"
+    ),
+    "math_500": OneSplit("HuggingFaceH4/MATH-500:test", "test", "problem", "answer", "math_500"),
+    "polaris": OneSplit(
+        "POLARIS-Project/Polaris-Dataset-53K:train", "train", "problem", "answer", "math_polaris"
+    ),
+    "skywork": OneSplit(
+        "Skywork/Skywork-OR1-RL-Data:math", "train", "prompt", "reward_model.ground_truth",
+        "math_skywork",
+    ),
+    "ultrafeedback": OneSplit(
+        "HuggingFaceH4/ultrafeedback_binarized:train_prefs", "train", "prompt", "",
+        "ultrafeedback", "",
+    ),
+}  # fmt: skip
+
 # Name -> the default source, and the function that builds the splits.
 RECIPES: dict[str, tuple[str, Callable[[str], BuiltSet]]] = {
     "gsm8k": (GSM8K, build_gsm8k),
     "humaneval": (HUMANEVAL, build_humaneval),
     "hh_rlhf": (HH_RLHF, build_hh_rlhf),
     "math": (MATH, build_math),
+    **{name: (row.hub, row.build) for name, row in ONE_SPLIT.items()},
 }
 
 

@@ -21,7 +21,7 @@ from ppo_cli.extras.lab.prepare import (
     final_answer,
     prepare,
 )
-from ppo_cli.rewards.rules import compare_algebra, score_math
+from ppo_cli.rewards.rules import RULES, compare_algebra, find_rule, score_math
 from tests.data_sets.lines import write_rows
 
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
@@ -322,3 +322,35 @@ def test_problems_without_an_answer_are_told_together(tmp_path: Path, out: Path)
     assert "2 bad rows" in message
     assert r"line 2, column solution: has no final answer in \boxed{…}" in message
     assert "line 3, column problem: is missing or not text" in message
+
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "split"),
+    [
+        ("aime", {"problem": "1+1?", "answer": "2", "solution": "s", "year": 2024}, "test"),
+        ("big_math", {"problem": "1+1?", "answer": "2", "llama8b_solve_rate": 0.5}, "train"),
+        ("dapo", {"prompt": CHAT, "reward_model": {"ground_truth": "2"}}, "train"),
+        ("deepmath", {"question": "1+1?", "final_answer": "2", "r1_solution_1": "s"}, "train"),
+        ("math_500", {"problem": "1+1?", "solution": "s", "answer": "2", "level": 1}, "test"),
+        ("polaris", {"problem": "1+1?", "answer": "2", "difficulty": "3/8"}, "train"),
+        ("skywork", {"prompt": CHAT, "reward_model": {"ground_truth": '["2"]'}}, "train"),
+        ("ultrafeedback", {"prompt": "1+1?", "chosen": CHAT, "score_chosen": 8.5}, "train"),
+    ],
+)
+def test_a_set_with_one_split_is_a_row_of_the_table(
+    name: str, row: dict[str, Any], split: str, tmp_path: Path, out: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, row, row)
+    assert counts(name, file, out) == [(split, 2, "")]
+    (first, second) = load_rows(str(out / f"{split}.parquet")).rows
+    truth = "" if name == "ultrafeedback" else "2"
+    assert first.ground_truth == second.ground_truth == truth
+    assert "1+1?" in str(first.prompt) and first.extra_info["split"] == split
+    if truth:
+        assert find_rule(first.data_source) is RULES["math"]
+    write_rows(file, {"other": 1})
+    assert "is missing or null" in refusal(name, file, tmp_path / "none")
