@@ -18,7 +18,7 @@ from ppo_cli.config.layers import MAX_FILE_BYTES
 from ppo_cli.errors import list_some, ppo
 from ppo_cli.paths import user_path
 
-FILE = re.compile(r"\S+\.(ya?ml|toml|json)$")
+FILE = re.compile(r"\S+\.(ya?ml|toml)$")
 SHOWN = 12  # names that are listed as not taken
 # Of values, only plain ones are taken.
 PLAIN = (str, int, float)
