@@ -200,8 +200,10 @@ def test_a_call_that_goes_wrong_costs_its_episode_alone(start: Start, game: Path
 
 
 def read_command(pid: int) -> bytes:
-    file = Path(f"/proc/{pid}/cmdline")
-    return file.read_bytes() if file.exists() else b""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -> None:
