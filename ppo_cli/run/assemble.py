@@ -55,6 +55,7 @@ from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
 from ppo_cli.records import Prompt
+from ppo_cli.report.alerts import send_alerts
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
@@ -343,9 +344,13 @@ class Cluster(Protocol):
 
 def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
-    with open_run(plan, screen, cluster) as (job, begin, _, restarts):
+    run_dir = user_path(plan.settings.trainer.output_dir)
+    with (
+        send_alerts(plan.settings, run_dir, screen) as screen,
+        open_run(plan, screen, cluster) as (job, begin, _, restarts),
+    ):
         run_with_restarts(job, begin, **restarts)
-        _show_summary(screen, job, user_path(job.config.trainer.output_dir))
+        _show_summary(screen, job, run_dir)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def check_judge_address(url: str) -> None:
         )
 
 
-def _check_variable_name(name: str) -> None:
+def check_variable_name(name: str) -> None:
+    """Raise ValueError for what is not the name of a variable; a key is not shown."""
     # A text that the redactor would hide is a key, not the name of a variable.
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
         raise ValueError("takes the name of a variable, such as OPENAI_API_KEY, not the key itself")
@@ -186,7 +187,7 @@ def _lone_price(named: str, absent: str) -> Conflict:
 
 # Types of settings that several sections share.
 Address = Annotated[str | None, checked(check_judge_address)]
-Variable = Annotated[str | None, checked(_check_variable_name)]
+Variable = Annotated[str | None, checked(check_variable_name)]
 
 
 class Monitor(Section):

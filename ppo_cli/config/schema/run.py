@@ -5,6 +5,7 @@ The names are verl's without the `actor_rollout_ref.` wrapper. Defaults are decl
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -39,15 +40,31 @@ from ppo_cli.config.schema.algorithm import (
     setting,
 )
 from ppo_cli.config.schema.environment import Environment
-from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.reward import Reward, check_address, check_variable_name
 from ppo_cli.config.schema.unset import Chosen, Fitted, Follows
 from ppo_cli.plugins import Names, runs_elsewhere
+from ppo_cli.secrets.patterns import is_mixed
 
 # The model that a run trains when none is named and a GPU is there.
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 # How weights travel to vLLM, and where they are while a shared GPU trains.
 Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 Sleep = Literal["keep", "offload", "discard"]
+
+
+def _check_alert(text: str) -> None:
+    """Raise ValueError for what is neither an address to post to nor the name of a variable."""
+    if "://" not in text:
+        return check_variable_name(text)
+    check_address(text)
+    path = text.partition("://")[2].partition("/")[2]
+    # The path of a webhook is its password, and settings are written to files.
+    if "@" in text or any(len(part) >= 8 and is_mixed(part) for part in re.split(r"[/?&=]", path)):
+        raise ValueError(
+            "holds a secret: put the address into a variable, and give the variable's name, such "
+            "as --alert ALERT_URL"
+        )
+    return None
 
 
 class Model(Section):
@@ -393,6 +410,11 @@ class Trainer(Section):
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
+    alert: Annotated[str | None, checked(_check_alert)] = setting(
+        None, "Where changes of the run are posted as JSON, in the form of Slack's webhooks: "
+        "warnings, 80 % of a judge's budget, the end. An address, or the name of a variable that "
+        "holds it.", absent="nowhere", flag="--alert", identity="start",
+    )  # fmt: skip
     token_details: int = setting(
         8, "Responses of a step whose tokens are kept with value, advantage and KL; fewer if they "
         "would take more than a fifth of the step's file. 0: none.", ge=0,

@@ -56,6 +56,7 @@ RULES: Final = (
     # What the run needs: models, keys and packages of judges, prompts, GPUs, packages.
     Rule("missing", lambda s: models.broken_models(s.config)),
     Rule("elsewhere", lambda s: rewards.missing_keys(s.config.reward, s.environ)),
+    Rule("elsewhere", lambda s: run.missing_alert(s.config.trainer.alert, s.environ)),
     Rule("missing", lambda s: rewards.missing_for_sdks(s.config.reward, s.environ)),
     Rule("missing", lambda s: models.missing_models(s.config.reward, s.environ)),
     Rule("missing", judge_server.missing_for_judge_server),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
@@ -57,6 +57,12 @@ def loss_remarks(config: Config) -> Iterator[str]:
             f"GSPO counts each sequence once; with actor.loss_agg_mode {mode} a long one counts "
             "more. Its paper has actor.loss_agg_mode=seq-mean-token-mean."
         )
+
+
+def missing_alert(alert: str | None, environ: Mapping[str, str]) -> Iterator[str]:
+    """Say that no variable holds the address of --alert."""
+    if alert and "://" not in alert and not environ.get(alert, "").startswith("http"):
+        yield f"There is no address in {alert}, the variable that --alert names: set it to one."
 
 
 # Argument of vLLM -> the setting that it follows from; None: the program chooses it.
