@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, Any] = {
     "reward.api.base_url": "http://localhost:1/v1",
     "reward.api.monitor.base_url": "http://localhost:1/v1",
     "reward.api.compare": "list",
+    "reward.api.place": "line",
     "reward.api.scale": "0-3",
     "reward.composite.parts": {"rule": {"weight": 2}},
     "reward.composite.weights": {"rule": 2},
