@@ -264,7 +264,7 @@ LINES = [
     *(f"{TRL} --loss_type {loss}" for loss in ("grpo", "dr_grpo", "cispo", "sapo --epsilon 0.1")),
     f"{TRL} --importance_sampling_level sequence --loss_type bnpo --delta 5 --use_peft",
     f"{TRL} --scale_rewards none --mask_truncated_completions",
-    "python rloo.py --rloo_k 4 --sft_model_path embedded --non_eos_penalty",
+    "python rloo.py --rloo_k 4 --sft_model_path embedded --dataset_name embedded --stop_token eos",
     "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
     f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",
     f"{OPENRLHF} --algo.kl.target 6 --ds.lora.rank 8 --ds.lora.dropout 0.1",
