@@ -24,7 +24,6 @@ from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import ppo
-from ppo_cli.extras.migrate.scripts import read_script
 from ppo_cli.extras.migrate.tools import name_tool
 from ppo_cli.extras.migrate.verl.translator import VERSION
 from ppo_cli.machine.gpus import list_gpus
@@ -498,6 +497,8 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
 
     What it sets is a line of TRL, so that what it leaves out is as in TRL.
     """
+    from ppo_cli.extras.migrate.scripts import read_script
+
     method, flags = read_script(done.path)
     program = ["trl", method] if method else []
     functions = [value for name, values in flags if name == "--reward_funcs" for value in values]
