@@ -230,11 +230,11 @@ def choose_importance_weights(settings: Settings) -> Choice:
     bypass = "algorithm.rollout_correction.bypass_mode"
     loss = settings["actor.policy_loss.loss_mode"]
     from_sampler = POLICY_LOSSES[loss].to_sampler
+    if not settings["trainer.async_steps"]:
+        return Choice(None, "responses are of the newest weights")
     if settings[bypass] if settings.is_set(bypass) else from_sampler:
         return Choice(None, "the ratio of the loss is to the sampler")
-    if settings["trainer.async_steps"]:
-        return Choice("token", "sampling runs ahead of training")
-    return Choice(None, "responses are of the newest weights")
+    return Choice("token", "sampling runs ahead of training")
 
 
 def _judge_places(settings: Settings) -> set[str]:

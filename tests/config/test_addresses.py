@@ -19,8 +19,8 @@ SERVED = {"trainer.output_dir", "trainer.store", "data.train_files", "data.val_f
 TEXTS = {
     "algorithm.filter_groups.metric", "algorithm.rollout_correction.rollout_rs",
     "algorithm.rollout_correction.rollout_rs_threshold", "critic.model.target_modules",
-    "data.prompt_key", "data.reward_fn_key", "data.system_prompt", "environment.mcp",
-    "environment.pass_env",
+    "data.answer_key", "data.prompt_key", "data.reward_fn_key", "data.system_prompt",
+    "environment.mcp", "environment.pass_env",
     "model.target_modules", "reward.api.cascade.model", "reward.api.monitor.model",
     "reward.api.panel.judges", "reward.api.scoring_prompt", "reward.api.system_prompt",
     "reward.model.model_name", "reward.model.revision", "reward.rule", "rollout.stop",
@@ -29,7 +29,7 @@ TEXTS = {
 
 PATHS = {
     "model.path", "critic.model.path", "ref.path", "reward.api.cache", "reward.api.model",
-    "reward.api.monitor.labels", "reward.api.prices", "reward.api.prompt_file",
+    "reward.api.monitor.labels", "reward.api.place", "reward.api.prices", "reward.api.prompt_file",
     "reward.api.rubric", "reward.config_file", "reward.function", "reward.model.path",
     "reward.model.tokenizer", "environment.path", "environment.tools", "environment.python",
     "environment.mcp_config", "trainer.resume_mode",

@@ -376,7 +376,7 @@ def test_the_smallest_change_makes_it_fit() -> None:
 
 def write_model(folder: Path, **lines: Any) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(lines))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | lines))
     return str(folder)
 
 

@@ -79,7 +79,9 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
         ("nested", {"text_config": {"num_local_experts": 8}}),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(model_config))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": "llama"} | model_config)
+        )
     resolved = settle(*overrides.split())
     bypass = resolved.config.algorithm.rollout_correction.bypass_mode
     assert bypass is not bool(why) and why in resolved.why.get(BYPASS, "")
@@ -133,7 +135,9 @@ def test_the_precision_that_is_faster(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model_config))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "llama"} | model_config)
+    )
     machine = replace(with_gpus(gpus), fast_bfloat16=fast)
     resolved = settle("model.path=./model", *overrides.split(), machine=machine)
     config = resolved.config

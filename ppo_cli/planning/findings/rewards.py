@@ -195,7 +195,8 @@ def _check_monitor(judge: Judge) -> Iterator[Finding]:
     monitor = judge.settings.monitor
     for api in (judge.settings, *_find_others(judge)):
         at_same_address = monitor.base_url is None or monitor.base_url == api.base_url
-        if (monitor.type, monitor.model) == (api.type, api.model) and at_same_address:
+        same = (monitor.type, monitor.model) == (api.type, api.model)
+        if monitor.model and same and at_same_address:
             yield Finding(
                 (f"{judge.key}.monitor.model", *judge.keys("model")),
                 f"the second judge is {api.model}, which scores already: both make the same "
