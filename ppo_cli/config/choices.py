@@ -464,6 +464,8 @@ def choose_reward_length(settings: Settings) -> Choice:
         adapter = choose_adapter(path, settings["reward.model.adapter"]).adapter
     except UserError:  # refused where reward models are checked
         return Choice(None, "its files are not those of a reward model")
+    if adapter not in HEADS:  # of a server: refused where reward models are checked
+        return Choice(None, "its adapter is that of a server")
     length = HEADS[adapter].max_length
     positions = text_config(read_config(path)).get("max_position_embeddings")
     if isinstance(positions, int) and 0 < positions < length:
