@@ -35,10 +35,12 @@ def find_hacking(steps: History, limits: Limits) -> str:
 
     Texts alone do not raise it if a second opinion has risen with the reward.
     """
-    if not limits.can_be_gamed or len(steps) < MIN_STEPS:
+    if not limits.can_be_gamed:
         return ""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
     watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
+    if not watched and len(steps) < MIN_STEPS:
+        return ""
     confirmed = _is_confirmed(steps[-1]) or (drift is not None and drift.confirming)
     texts = "" if confirmed else _describe_texts(steps)
     early = "" if watched else _describe_unconfirmed(steps[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -44,7 +44,7 @@ class Budget:
     packed: bool = False
     shared: bool = False
     row: str = "sequence of {} tokens"
-    advise: Advise = lambda cause: "Take a smaller --model."
+    advise: Advise = field(default=lambda cause: "Take a smaller --model.", compare=False)
 
     def size(self, rows: int, longest: int, real: int) -> int:
         """Return what rows count against `tokens`, from their longest length and real tokens."""

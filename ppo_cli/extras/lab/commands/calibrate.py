@@ -104,7 +104,7 @@ def format_calibration(result: Facts) -> list[str]:
     lines += format_parts(result)
     if result["criteria"]:
         lines += ["", *parts_table("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
-    if places := result["places"]:
+    if places := result.get("places"):
         share = f"{places['wrong']:.0%} of {plural(places['pairs'], 'pair')}"
         row = [("in the wrong order", f"{share}, {plural(places['responses'], 'response')}")]
         lines += format_section("Places (pieces with other labels)", row)

@@ -375,7 +375,7 @@ OUR_ENGINE_ONLY: Final = frozenset(
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
-        "max_turn_tokens history gamma_turn seed_per isolation memory_gb max_starts",
+        "max_turn_tokens history gamma_turn seed_per isolation memory_gb max_starts mcp_scope",
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
         "node_timeout max_nonfinite_steps token_details",
     }.items()
@@ -390,6 +390,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "environment.mcp_config": (None, EPISODES),
     "environment.pass_env": ((), EPISODES),
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
+    "trainer.alert": (None, "verl's loggers have alerts of their own"),
     "rollout.stop": ((), "verl's rollout has no stop strings"),
     "model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
     "critic.model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),

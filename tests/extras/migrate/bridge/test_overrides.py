@@ -180,6 +180,7 @@ OTHER: dict[str, Any] = {
     "reward.api.place": "line", "critic.pretrain_until": 0.5, "trainer.stop_on_hacking": True,
     "trainer.store": "file:///srv/run",
     "environment.path": "game.py:Game", "environment.tools": "tools.py",
+    "environment.mcp_config": "mcp.json", "trainer.alert": "HOOK",
 }  # fmt: skip
 
 
