@@ -42,6 +42,7 @@ DEFAULT = "default"
 # The settings that a run folder keeps, and the origin of values from there.
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
 INHERITED = "fork"  # origin of a value that a fork has from its run
+AS_BEGUN = "as the run began"  # origin of a decision that a resume has kept
 PLACE_KEYS = (
     "trainer.output_dir",
     "trainer.store",
@@ -61,7 +62,7 @@ class Entry:
 
 def is_chosen(origin: str) -> bool:
     """Whether a value was set for this run: neither a default nor from the run of a fork."""
-    return origin not in (DEFAULT, INHERITED)
+    return origin not in (DEFAULT, INHERITED, AS_BEGUN)
 
 
 def describe_fork(run: str, step: int, origins: Mapping[str, str]) -> str:

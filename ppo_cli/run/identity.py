@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.config.layers import DEFAULT
+from ppo_cli.config.layers import AS_BEGUN, DEFAULT
 from ppo_cli.config.mixture import (
     OF_REWARD,
     SECTIONS,
@@ -42,7 +42,7 @@ from ppo_cli.records import Prompt
 from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
 from ppo_cli.run_folder.contents import digest_contents
-from ppo_cli.run_folder.folder import AS_BEGUN, read_decisions, run_settings
+from ppo_cli.run_folder.folder import read_decisions, run_settings
 from ppo_cli.secrets.redact import mask_secrets
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read

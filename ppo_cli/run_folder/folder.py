@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ppo_cli.atomic import atomic_replace, sweep_unfinished
+from ppo_cli.config.layers import AS_BEGUN
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.paths import load_json, read_text
 from ppo_cli.run_folder.checkpoints import CheckpointStore
@@ -40,7 +41,6 @@ PARTS = (
     "tensorboard", "report.html", LABELS_FILE, JUDGES_FILE, CRITIC_FILE,
 )  # fmt: skip
 PLAN_FILE = "plan.json"  # what holds in the run, and why
-AS_BEGUN = "as the run began"  # origin of a decision that a resume has kept
 LOCK = ".lock"  # locked while a run is active
 SPENT = "judge_calls*"  # files of the module `spending`, for each judge
 

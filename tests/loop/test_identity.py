@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ppo_cli.config import settle as config_settle
+from ppo_cli.config.layers import AS_BEGUN
 from ppo_cli.config.schema.keys import Key, nest_values, table, value_of, with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.memory.plan import fit_memory
@@ -25,7 +26,6 @@ from ppo_cli.run.identity import (
     setting_values,
 )
 from ppo_cli.run_folder.checkpoints import FORMAT
-from ppo_cli.run_folder.folder import AS_BEGUN
 from tests.config.settling import settle
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
