@@ -17,15 +17,19 @@ def list_passages(line: Mapping[str, Any]) -> list[str]:
     """Return a row for each passage of a response with reward, advantage and text.
 
     A passage ends at a reward, or where the advantage changes. [] where the tokens were not kept,
-    or are not those of the text, which may hide a secret; and with less than two rewards.
+    are damaged, or are not those of the text, which may hide a secret; and with less than two
+    rewards.
     """
     details, text = line.get("token_details") or {}, line.get("response")
     text = details.get("text", text)
-    lengths = [int(length) for length in str(details.get("lengths", "")).split()]
+    try:
+        lengths = [int(length) for length in str(details.get("lengths", "")).split()]
+        rewards = decode_numbers(details.get("reward", 0.0), len(lengths))
+        advantages = decode_numbers(details.get("advantage", 0.0), len(lengths))
+    except (struct.error, TypeError, ValueError):  # a damaged file
+        return []
     if not lengths or not isinstance(text, str) or sum(lengths) != len(text):
         return []
-    rewards = decode_numbers(details.get("reward", 0.0), len(lengths))
-    advantages = decode_numbers(details.get("advantage", 0.0), len(lengths))
     if sum(reward != 0 for reward in rewards) < 2:
         return []
     ends = [

@@ -312,6 +312,8 @@ def choose_lam(settings: Settings) -> Choice:
 
 def choose_critic_lam(settings: Settings) -> Choice:
     """Choose the critic's lambda: its targets are the rewards, unless a lambda is set for both."""
+    if runs_elsewhere(settings["trainer.engine"]):
+        return Choice(settings["algorithm.lam"], "this engine has one lambda")
     if settings.is_set("algorithm.lam"):
         return Choice(settings["algorithm.lam"], "as algorithm.lam, which is set")
     return Choice(1.0, "targets are the rewards, without the critic's errors")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -457,8 +457,12 @@ def find_columns(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     answer_key: str | None = None,
+    verdicts: Collection[str] = (),
 ) -> Columns:
-    """Choose the columns of a file by the names that occur in any of its rows."""
+    """Choose the columns of a file by the names that occur in any of its rows.
+
+    `verdicts` are columns that judge a response, which are never taken as its ground truth.
+    """
     names = list(dict.fromkeys(name for _, record in raw.records for name in record))
     prompt = find_prompt_column(raw, names, prompt_key)
     source = source_key if source_key in names else ""
@@ -468,7 +472,7 @@ def find_columns(
             f"Its columns: {list_names(names)}.{did_you_mean(source_key, names)}"
         )
     if answer_key is None:
-        truth = find_truth_column(raw, names, prompt)
+        truth = find_truth_column(raw, names, prompt, verdicts)
     elif has_column(raw, truth := answer_key):
         pass
     else:
@@ -488,17 +492,21 @@ def has_column(raw: Records, name: str) -> bool:
     return any(name in record or find_value(record, name) is not None for _, record in raw.records)
 
 
-def find_truth_column(raw: Records, names: Sequence[str], prompt: str) -> str:
+def find_truth_column(
+    raw: Records, names: Sequence[str], prompt: str, verdicts: Collection[str] = ()
+) -> str:
     """Return the column of the ground truth under another name, if it can be no other; or ""."""
     nested_truths = (_nested_truth(r) for _, r in raw.records if "reward_model" in names)
     if "ground_truth" in names or any(truth is not None for truth in nested_truths):
         return ""
-    flat = [name for name in TRUTH_ALIASES if name in names and _holds_answer(raw, name)]
-    paths = [f"{outer}.{key}" for outer in NESTING for key in ("ground_truth", *TRUTH_ALIASES)]
+    aliases = [name for name in TRUTH_ALIASES if name not in verdicts]
+    flat = [name for name in aliases if name in names and _holds_answer(raw, name)]
+    paths = [f"{outer}.{key}" for outer in NESTING for key in ("ground_truth", *aliases)]
     nested = [path for path in _list_paths(raw) if path in paths and _holds_answer(raw, path)]
     # Tests are what code is compared with, not a solution.
     has_tests = not set(TEST_COLUMNS[:-1]).isdisjoint(names)
-    worked = [] if has_tests else [name for name in SOLUTIONS if _holds_answer(raw, name)]
+    solutions = [name for name in SOLUTIONS if name not in verdicts]
+    worked = [] if has_tests else [name for name in solutions if _holds_answer(raw, name)]
     for candidates in (flat, nested, worked):
         if candidates:
             return candidates[0] if len(candidates) == 1 else ""

@@ -34,7 +34,7 @@ def send_alerts(config: Config, run_dir: Path, screen: Screen) -> Iterator[Scree
     if name is None:
         yield screen
         return
-    address = name if "://" in name else os.environ[name]
+    address = name if "://" in name else os.environ[name].strip()
     hide_secret(address)
     alerts = AlertScreen(screen, address, config, run_dir)
     try:
@@ -130,6 +130,6 @@ def _post(address: str, body: Mapping[str, Any]) -> str:
     try:
         # Not redirected: the address may be a secret, and the body is for its server alone.
         reply = httpx.post(address, json=body, timeout=POST_S)
-    except httpx.HTTPError as error:
+    except Exception as error:  # an address may be wrong in many ways, and a run never ends by it
         return first_line(error) or type(error).__name__
     return "" if reply.is_success else f"HTTP {reply.status_code}"

@@ -6,8 +6,10 @@ A feature that somebody asked for is not evidence of an exploit: `find_wishes` r
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 
 from ppo_cli.config.mixture import judges_of, rules_of
@@ -184,6 +186,7 @@ _NEGATION = re.compile(
     r"|\bévite\w*|\bsin|\bevit\w*|\bне|\bбез|不要|不用|不能|勿|避免|没有|禁止)\b[^.!?;:\n]{0,30}$"
     r"|(?:不要|不用|不能|勿|避免|没有|禁止)[^。！？\n]{0,12}$"
 )
+NEGATION_CHARS = 80  # more than such a word and what may follow it
 # What a judge shall reply is not what responses shall be.
 _TO_JUDGE = re.compile(
     r"(?:\byour (?:score|rating|verdict|judg|reason|grade)|\b(?:reply|respond|return|output"
@@ -202,13 +205,10 @@ def find_wishes(text: str) -> frozenset[Wish]:
             continue
         for feature, sign, pattern in _REQUEST_PATTERNS:
             for match in pattern.finditer(sentence):
-                negated = _NEGATION.search(sentence[: match.start()]) is not None
+                before = sentence[max(0, match.start() - NEGATION_CHARS) : match.start()]
+                negated = _NEGATION.search(before) is not None
                 wishes.add((feature, -sign if negated else sign))
     return frozenset(wishes)
-
-
-# What the source of a reward function measures is what its author wants.
-_MEASURED = ((re.compile(r"\blen\("), "short, long"), (re.compile(r"isupper"), "capital letters"))
 
 
 def read_requests(reward: Reward) -> str:
@@ -229,7 +229,28 @@ def read_requests(reward: Reward) -> str:
             path = user_path(file.rpartition(":")[0])
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
-            if file in functions:
-                text += "".join(f"\n{wish}" for code, wish in _MEASURED if code.search(text))
-            texts.append(text)
+            texts += (
+                _list_wishes(text, file.partition(".py:")[2] or "compute_score")
+                if file in functions
+                else [text]
+            )
     return "\n".join(texts)
+
+
+def _list_wishes(source: str, name: str) -> Iterator[str]:
+    """Yield the texts in the source of a reward function, and in words what it measures."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    scored: ast.AST = tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            scored = node
+    # What is measured is what the author wants; helpers take the length of anything.
+    if "isupper" in source:
+        yield "capital letters"
+    if re.search(r"\blen\(", ast.unparse(scored)):
+        yield "short, long"

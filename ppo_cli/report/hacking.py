@@ -112,7 +112,8 @@ def _describe_unconfirmed(now: Mapping[str, Any]) -> str:
         return ""
     confirmed, unconfirmed, error = values
     chance = UNCONFIRMED_ERRORS * error
-    if unconfirmed <= max(UNCONFIRMED, chance, confirmed):
+    # Features that cost reward are not exploited.
+    if confirmed + unconfirmed <= 0 or unconfirmed <= max(UNCONFIRMED, chance, confirmed):
         return ""
     features = _name_features(now, wished=True)
     return (

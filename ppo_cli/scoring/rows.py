@@ -18,6 +18,7 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.data_sets.files import (
     Place,
     Record,
+    Records,
     RowError,
     RowProblem,
     file_suffix,
@@ -26,11 +27,13 @@ from ppo_cli.data_sets.files import (
     raise_problems,
 )
 from ppo_cli.data_sets.rows import (
+    LAST_TURN,
     ROLES,
     Columns,
     alias_notes,
     as_plain,
     find_columns,
+    has_column,
     list_names,
     prompt_of,
     read_content,
@@ -82,20 +85,20 @@ def read_responses(
     source_key: str = "data_source",
     answer_key: str | None = None,
     response_key: str | None = RESPONSE,
+    labels: str | None = None,
 ) -> ResponseSet:
     """Read a file of rows; the DataError for bad rows lists all of them.
 
-    With `response_key` None rows need no response; a `response` column is read if there is one.
-    A row with `turns`, as in a run's files, or with `messages` that hold the answers is an episode.
+    `labels` names a column with people's labels. With `response_key` None rows need no response; a
+    `response` column is read if there is one. A row with `turns`, as in a run's files, or with
+    `messages` that hold the answers is an episode.
     """
     raw = read_source(file)
     if not raw.records:
         raise_problems(raw.problems)
     names = list(dict.fromkeys(name for _, record in raw.records for name in record))
-    # A data_source column named in the settings belongs to the training files.
-    source = source_key if source_key in names else "data_source"
-    columns = find_columns(raw, prompt_key, source, answer_key)
     column = response_key or RESPONSE
+    columns = find_response_columns(raw, prompt_key, source_key, answer_key, column, labels)
     episodes = any(_holds_episode(record, column) for _, record in raw.records)
     if response_key is not None and response_key not in names and not episodes:
         other = [name for name in RESPONSE_ALIASES if name in names]
@@ -121,6 +124,30 @@ def read_responses(
     # Without responses each row is a separate task.
     grouped = rows if response_key is None else _group_by_prompt(rows)
     return ResponseSet(raw.source, tuple(grouped), tuple(notes))
+
+
+def find_response_columns(
+    raw: Records,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    answer_key: str | None = None,
+    response_key: str = RESPONSE,
+    labels: str | None = None,
+) -> Columns:
+    """Choose the columns of rows with responses; without responses they are rows of prompts."""
+    names = {name for _, record in raw.records for name in record}
+    # Columns named in the settings belong to the training files.
+    source = source_key if source_key in names else "data_source"
+    if answer_key and "ground_truth" in names and not has_column(raw, answer_key):
+        answer_key = None
+    # Beside a response, a label says whether it is right.
+    episodes = [_holds_episode(record, response_key) for _, record in raw.records]
+    verdicts = {"label"} if response_key in names or any(episodes) else set()
+    columns = find_columns(raw, prompt_key, source, answer_key, verdicts | {labels or ""})
+    # The last message of an episode is its response.
+    if columns.ground_truth == f"{columns.prompt}{LAST_TURN}" and all(episodes):
+        columns = replace(columns, ground_truth="ground_truth")
+    return columns
 
 
 def read_response_row(

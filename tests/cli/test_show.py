@@ -169,5 +169,6 @@ def test_placed_rewards_and_advantages_are_shown_by_passage() -> None:
     assert "  +0.50  +1.00  A b.\n  +0.25  -2.00  C." in text
     assert f"{ABOVE}{BOLD}A b.{PLAIN}" in format_rollout(line)
     assert f"{BELOW}{BOLD}C.{PLAIN}" in format_rollout(line)
-    line["token_details"] = details | {"reward": 0.0}
-    assert "advantages" not in format_rollout(line)
+    for damage in ({"reward": 0.0}, {"lengths": "2 x"}, {"reward": "AAAA"}, {"advantage": None}):
+        line["token_details"] = details | damage
+        assert "advantages" not in format_rollout(line)

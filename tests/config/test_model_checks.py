@@ -96,6 +96,7 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
         ("algorithm.lam=0.9", (0.9, 0.9)),
         ("algorithm.lam=0.9 critic.lam=0.8", (0.9, 0.8)),
         ("algorithm.lam_alpha=1.5", (0.95, 1.0)),
+        ("trainer.engine=verl", (0.95, 0.95)),  # verl has one lambda
     ],
 )
 def test_the_critics_lambda_is_1_unless_one_is_set_for_both(

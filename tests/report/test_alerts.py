@@ -73,7 +73,7 @@ def test_warnings_budget_and_end_are_posted(
     hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    monkeypatch.setenv("HOOK", hook.url)
+    monkeypatch.setenv("HOOK", f"{hook.url}\r\n")
     config = hook.settings(**{"trainer.alert": "HOOK", "reward.api.budget_usd": "1"})
     replace_lines(tmp_path / "judge_calls.jsonl", [{"usd": 0.9, "input": 1, "output": 1}])
     done = Summary(4, (("reward", 0.1, 0.5),), (), None, tmp_path, 1.0, verdict="Learned")
@@ -96,8 +96,11 @@ def test_how_a_run_stopped_is_posted(hook: Hook, tmp_path: Path) -> None:
     assert body["event"] == "stopped" and "The disk is full" in body["text"]
 
 
-@pytest.mark.parametrize("address", ["", "http://127.0.0.1:9/nobody"])
-def test_what_is_not_delivered_is_said_once(hook: Hook, tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:9/nobody", "HOOK"])
+def test_what_is_not_delivered_is_said_once(
+    hook: Hook, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", f"{hook.url}\r/lost")
     hook.status, screen = 404, Notes()
     config = hook.settings(**({"trainer.alert": address} if address else {}))
     with send_alerts(config, tmp_path, screen) as alerts:

@@ -67,12 +67,39 @@ def test_other_columns(tmp_path: Path) -> None:
     assert responses.notes[1].endswith("new scores replace: score.")
 
 
+@pytest.mark.parametrize(
+    ("fields", "labels", "truth"),
+    [
+        ({"label": 1}, None, None),
+        ({"metadata": {"label": 1}}, None, None),
+        ({"label": 1, "answer": "2"}, None, "2"),
+        ({"target": 0.5, "answer": "2"}, "target", "2"),
+        ({"label": 1, "ground_truth": "2"}, None, "2"),
+    ],
+)
+def test_a_label_beside_a_response_is_no_ground_truth(
+    tmp_path: Path, fields: dict[str, Any], labels: str | None, truth: str | None
+) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "x", "response": "y"} | fields)
+    (rollout,) = reader.read_responses(file, labels=labels).rollouts
+    assert rollout.prompt.ground_truth == truth
+    # A key of the training files matters only where it may be the ground truth.
+    if "ground_truth" in fields:
+        (same,) = reader.read_responses(file, answer_key="gold").rollouts
+        assert same.prompt.ground_truth == truth
+    bare = write(tmp_path / "b.jsonl", {"prompt": "x", "label": 1})
+    assert reader.read_responses(bare, response_key=None).rollouts[0].prompt.ground_truth == 1
+
+
 def test_a_conversation_and_a_line_of_a_run_are_episodes(tmp_path: Path) -> None:
     episode = sum_episode(1, thought="Hm.")
     line = make_rollout_line(3, Scored(episode, Score(1.0)))
     rows: list[dict[str, Any]] = [line, {"messages": episode.messages}]
     for row in rows:
-        (rollout,) = reader.read_responses(write(tmp_path / "a.jsonl", row)).rollouts
+        responses = reader.read_responses(write(tmp_path / "a.jsonl", row))
+        (rollout,) = responses.rollouts
+        assert rollout.prompt.ground_truth is None or "ground_truth" in row
+        assert not any("content" in note for note in responses.notes)
         assert rollout.messages == episode.messages
         assert (rollout.prompt.text, rollout.text) == ("What is 1 + 1?", "It is 2.")
     (rollout,) = reader.read_responses(write(tmp_path / "a.jsonl", line)).rollouts

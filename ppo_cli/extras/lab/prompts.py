@@ -22,7 +22,7 @@ import yaml
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import as_plain, find_columns
+from ppo_cli.data_sets.rows import as_plain
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line, plural
 from ppo_cli.paths import load_json, read_text
@@ -53,7 +53,13 @@ from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, RubricDraft
 from ppo_cli.rewards.judge.sanitise import cut_middle, no_content_reason
 from ppo_cli.rewards.judge.visible import written_text
-from ppo_cli.scoring.rows import RESPONSE, ResponseRow, read_response_row, write_rows
+from ppo_cli.scoring.rows import (
+    RESPONSE,
+    ResponseRow,
+    find_response_columns,
+    read_response_row,
+    write_rows,
+)
 from ppo_cli.scoring.score import POLL_S, STOPPED_BY_CTRL_C
 
 # Used in place of a model's name until the user has chosen one.
@@ -140,7 +146,7 @@ def render_row(
 ) -> RenderedRow:
     """Render the request for one row; `response` replaces the row's response.
 
-    `keys` name its columns, as those of `find_columns`.
+    `keys` name its columns, as those of `find_response_columns`.
     """
     template = load_template(api)
     row = read_numbered_row(source_file, row_number, **keys)
@@ -175,7 +181,7 @@ def read_numbered_row(source_file: str, number: int, **keys: Any) -> ResponseRow
         numbers = f"{min(records)} to {max(records)}" if records else "none"
         raise DataError(f"{raw.source} has no row {number}; it has {numbers}.")
     place, record = records[number]
-    columns = find_columns(raw, **keys)
+    columns = find_response_columns(raw, **keys)
     try:
         return read_response_row(raw.label, place, record, columns)
     except RowError as error:

@@ -525,7 +525,8 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
         f"{done.program} is not read, and its settings are inside. "
         f"{'What it sets is' if flags else 'What it sets has to be'} on this line:\n"
         f"    {ppo('train')} {shlex.join([*program, *words])}\n"
-        "    A judge scores with --use_api_reward, a rule with --rule NAME.\n"
+        "    Copy reward functions into a file of their own, FILE.py: naming the script would run "
+        "it. A judge scores with --use_api_reward, a rule with --rule NAME.\n"
         f"    `{ppo('plan')}` with the same arguments prints every value that the line leaves out"
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 from ppo_cli.paths import user_path
 
@@ -26,7 +25,8 @@ METHODS = ("grpo", "rloo", "ppo")
 def read_script(path: str) -> tuple[str, list[tuple[str, list[str]]]]:
     """Return the method of a script ("" if none shows), and its settings as flags with values.
 
-    Only constants are read, and the names of reward functions.
+    Only constants are read, and the names of reward functions: naming the script as their file
+    would run it, so they have FILE.py as a placeholder.
     """
     try:
         tree = ast.parse(user_path(path).read_text("utf-8"))
@@ -39,7 +39,7 @@ def read_script(path: str) -> tuple[str, list[tuple[str, list[str]]]]:
             method = next((m for m in METHODS if call.lower().startswith(m)), method)
             if call.endswith(CALLS) and "Tokenizer" not in ast.dump(node.func):
                 for name, value in _list_arguments(call, node):
-                    if words := list(_read_values(value, path)):
+                    if words := list(_read_values(value, names=name == "reward_funcs")):
                         flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = words
     return method, [(f"--{name}", words) for name, words in flags.items()]
 
@@ -50,12 +50,12 @@ def _list_arguments(call: str, node: ast.Call) -> Iterator[tuple[str, ast.expr]]
     yield from ((keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg)
 
 
-def _read_values(value: ast.expr, path: str) -> Iterator[str]:
-    """Yield the constants of an argument; a name is a function of the script or a module."""
+def _read_values(value: ast.expr, *, names: bool) -> Iterator[str]:
+    """Yield the constants of an argument, and with `names` those of functions."""
     for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
         if isinstance(item, ast.Constant) and item.value is not None:
             yield str(item.value)
         elif isinstance(item, ast.UnaryOp) and isinstance(item.operand, ast.Constant):
             yield f"-{item.operand.value!r}"
-        elif isinstance(item, ast.Name):
-            yield f"{Path(path)}:{item.id}"
+        elif names and isinstance(item, ast.Name):
+            yield f"FILE.py:{item.id}"

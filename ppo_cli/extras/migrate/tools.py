@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ppo_cli.errors import list_some, ppo
 from ppo_cli.paths import user_path
 
 FILE = re.compile(r"\S+\.(ya?ml|toml)$")
+OFFERED = re.compile("ppo|grpo|gspo|dapo|rloo|reinforce")
 SHOWN = 12  # names that are listed as not taken
 # Of values, only plain ones are taken.
 PLAIN = (str, int, float)
@@ -32,16 +34,44 @@ def _load_tables() -> dict[str, Any]:
 def name_tool(args: Sequence[str]) -> str:
     """Return what a line or file of another tool is, and its line here; "" for any other."""
     files = {word: _read_file(word) for word in args if FILE.match(word)}
-    line = " ".join(args)
+    # Values of flags and overrides are paths and names of any kind.
+    # A launcher may have a switch before its script.
+    launches = bool(args) and not re.match("--|.*=", args[0])
+    line = " ".join(
+        word.partition("=")[0] + "=" * ("=" in word)
+        for before, word in pairwise(["", *args])
+        if not before.startswith("--") or "=" in before or (launches and word.endswith(".py"))
+    )
     for tool, shape in _load_tables()["tools"].items():
         keys = set(shape["keys"].split())
         shown = [file for file, top in files.items() if keys and keys <= top.keys()]
         if shown or re.search(shape["line"], line):
             fields = [f for top in files.values() for f in _flatten(top)]
             fields += [field for field in _split_words(args) if field[0] not in ("", "config")]
-            is_grpo = "grpo" in f"{line} {fields}".lower()
+            if method := _find_other_method(shape, line, fields, any(files.values())):
+                return (
+                    f"This is a line of {tool}{_name_files(files)}, whose method `{method}` is not "
+                    "offered: only RL with a reward is, PPO and its relatives. Give a model that "
+                    f"was trained with it as --model; `{ppo('reward fit')}` trains a reward model"
+                )
+            is_grpo = "grpo" in f"{args} {fields}".lower()
             return _describe(tool, fields, [*files], ["--adv_estimator", "grpo"] * is_grpo)
     return ""
+
+
+def _find_other_method(
+    shape: Mapping[str, str], line: str, fields: Sequence[tuple[str, Any]], is_read: bool
+) -> str:
+    """Return the method of a line or a file, if it is not RL; "" if it is, or is not said."""
+    if program := re.search(shape.get("others", r"(?!)"), line):
+        return program.group("method")
+    methods = [str(value) for name, value in fields if name == shape.get("method") and value]
+    method = methods[-1] if methods else shape.get("usual", "") * is_read
+    return "" if OFFERED.search(method.lower()) else method
+
+
+def _name_files(files: Iterable[str]) -> str:
+    return f", with {', '.join(files)}" if files else ""
 
 
 def _describe(
@@ -63,9 +93,9 @@ def _describe(
     words += [part for flag, value in taken.items() for part in _write(flag, value)]
     for flag, placeholder in (("--model", "MODEL"), ("--train_files", "FILE")):
         words += [] if flag in taken else [flag, placeholder]
-    where = f", with {', '.join(files)}" if files else ""
     return (
-        f"This is a line of {tool}{where}, which is not read. Its plain settings are here:\n"
+        f"This is a line of {tool}{_name_files(files)}, which is not read. Its plain settings are "
+        "here:\n"
         f"    {ppo('train')} {shlex.join(words)}\n"
         "    The reward is not among them: --reward_function FILE.py:NAME, --rule NAME or "
         "--use_api_reward.\n"

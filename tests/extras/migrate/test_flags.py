@@ -25,6 +25,7 @@ from ppo_cli.extras.migrate.flags import (
     load_foreign_flags,
     translate,
 )
+from ppo_cli.extras.migrate.tools import name_tool
 from ppo_cli.extras.migrate.verl.translator import VERSION
 
 # Tables with names that others have too.
@@ -204,7 +205,7 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, argument
         (
             "trl ppo --use_peft --lora_alpha 8 --response_length 9 --batch_size 2 --lr 1",
             "--lora_alpha 8 --max_response_length 9 --batch_size 2 --lr 1",
-            "model.lora_rank=16 actor.optim.lr_scheduler_type=linear"
+            "algorithm.lam=0.95 model.lora_rank=16 actor.optim.lr_scheduler_type=linear"
             " critic.optim.lr_scheduler_type=linear algorithm.kl_ctrl.kl_coef=0.05"
             " actor.ppo_epochs=4 critic.ppo_epochs=4 rollout.temperature=0.7"
             " critic.cliprange_value=0.2 trainer.total_epochs=3"
@@ -292,7 +293,7 @@ def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
 SCRIPT = """
 import reward_lib
 config = GRPOConfig(output_dir="o", learning_rate=1e-6, per_device_train_batch_size=4, beta=-0.0,
-    num_generations=4, dataset_num_proc=8, sampling_params=make())
+    num_generations=4, dataset_num_proc=8, reward_model=policy)
 GRPOTrainer(model="{model}", args=config, reward_funcs=[score], train_dataset={data}).train()
 """
 
@@ -317,7 +318,7 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
     assert main(["plan", "python", "a.py"]) == 2
     line = re.search(r"ppo train (.*)", capsys.readouterr().err)
     assert line
-    arguments = line[1].replace("a.py:score", "score.py").split()
+    arguments = line[1].replace("FILE.py:score", "score.py").split()
     assert main(["plan", *arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["values"]
     assert [values[key]["value"] for key in ("actor.optim.lr", "rollout.n", "model.path")] == [
@@ -351,12 +352,41 @@ def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
         "policy: {optimizer: {kwargs: {lr: 5.0e-6}}, megatron_cfg: {enabled: true}}\n"
         "loss_fn: {reference_policy_kl_penalty: 0.01}\ncluster: {}\n"
     )
-    Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d, type: x}]\n")
+    Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d, type: x}]\nrl: grpo\n")
     (problem,) = translate(shlex.split(line)).problems
     assert problem.startswith(f"This is a line of {tool}")
     assert settings in problem and len(problem.splitlines()) < 20
     ready = re.search(r"train (.*)", problem.splitlines()[1])
     assert ready and translate(shlex.split(ready[1])).problems == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--output_dir runs/llamafactory --lr 1", "--train_files open_instruct/unsloth --lr 1",
+        "--reward_function=slime/train.py:f --lr 1", "trainer.experiment_name=axolotl --lr 1",
+    ],
+)  # fmt: skip
+def test_the_values_of_our_own_line_are_no_tool(line: str) -> None:
+    assert name_tool(line.split()) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "method"),
+    [
+        ("swift rlhf --rlhf_type dpo --lr 1", "dpo"), ("NPROC=2 megatron sft --lr 1", "sft"),
+        ("llamafactory-cli train --stage sft", "sft"), ("uv run examples/run_dpo.py", "dpo"),
+        ("axolotl train axolotl.yml", "sft"), ("tune run --nnodes 1 lora_dpo lr=1", "lora_dpo"),
+        ("accelerate launch --multi_gpu open_instruct/finetune.py", "finetune"),
+    ],
+)  # fmt: skip
+def test_another_method_of_another_tool_gets_no_line(
+    line: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d}]\n")
+    problem = name_tool(line.split())
+    assert f"`{method}` is not offered" in problem and "ppo train" not in problem
 
 
 @pytest.mark.parametrize("program", ["trl sft", "trl reward", "python dpo_online.py"])

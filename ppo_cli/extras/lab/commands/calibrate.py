@@ -55,6 +55,7 @@ def calibrate(arguments: Arguments) -> None:
         str(arguments.extras["file"]),
         **config.data.keys,
         response_key=arguments.extras["response_key"],
+        labels=arguments.extras["labels"],
     )
     # Labels of criteria add up to a label of the response, if it has none.
     labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
