@@ -163,6 +163,7 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     (failed,) = score_all(strict, [sum_rollout(1)])
     assert json.loads(json.dumps(failed.facts))["panel"]["second"]["score"] == pytest.approx(5 / 9)
     assert failed.value is None and "2 of 3 judges gave a verdict, 3 are needed" in failed.failure
+    assert strict.repeat(sum_rollout(1), 1).result(60)[0].value is None
     others[0].score = others[1].score  # without a setting more than half are needed
     (failed,) = score_all(make(cache="off"), [sum_rollout(1)])
     assert failed.value is None and "1 of 3 judges gave a verdict, 2 are needed" in failed.failure
@@ -285,6 +286,18 @@ def test_criteria_come_in_another_order_for_each_row_and_judge(
     score_all(fixed, rollouts[:1])
     order = re.findall(r"c\d: (\w+)", json.dumps(server.calls[-1].body))
     assert order == ["alpha", "beta", "gamma", "delta"]
+
+
+def test_a_criterion_is_placed_where_the_judge_nearest_to_the_median_quotes(
+    make: Make, server: JudgeServer, others: list[JudgeServer], tmp_path: Path
+) -> None:
+    (tmp_path / "rubric.json").write_text('[{"text": "It is right."}]')
+    for judge, quote in zip((server, *others), ("It is", "2.", "2."), strict=True):
+        reply = {"c1": {"reason": "so", "quote": quote, "met": quote == "2."}}
+        judge.score = lambda system, user, reply=reply: json.dumps(reply)
+    reward = make(rubric=str(tmp_path / "rubric.json"), place="criterion")
+    (score,) = score_all(reward, [sum_rollout(1)])
+    assert [(step.end, step.value) for step in score.steps] == [(len("It is 2."), 1.0)]
 
 
 def test_a_shuffled_rubric_is_restored() -> None:

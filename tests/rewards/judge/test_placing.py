@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,15 +203,19 @@ def test_votes_and_panels_combine_piece_by_piece(judge_of: Make, server: JudgeSe
     (score,) = score_all(judge_of(place="sentence", votes=3), [respond("One. Two.")])
     assert score.info["pieces"] == pytest.approx([2 / 3, 1 / 3])
     assert sum(step.value for step in score.steps) == pytest.approx(score.value)
-    answers = iter([reply(10, 1, whole=10), reply(10, 4, whole=10), reply(1, 1, whole=1)] * 9)
+    first = [reply(10, 1, whole=10), reply(10, 4, whole=10), reply(1, 1, whole=1)]
+    answers = iter(first + [reply(10, 4, whole=10)] * 6)
     usual = {"model": "m2", "base_url": server.url("openai")}
     panel = judge_of(
-        kind=PanelReward, place="sentence", cache="off",
+        kind=PanelReward, place="sentence", cache="off", noise_responses=1,
         judges={"a": usual, "b": {**usual, "model": "m3"}},
         panel={"judges": ("a", "b"), "least": 3},
     )  # fmt: skip
+    panel.begin_step(1)
     (score,) = score_all(panel, [respond("One. Two.")])
     assert score.value == 1.0 and score.info["pieces"] == [1.0, 0.0]
+    # Asked twice more, the panel gives the second piece 1/3.
+    assert panel.pop_metrics()["judge/place_noise"] == pytest.approx(math.sqrt(1 / 54))
 
 
 def test_criteria_are_placed_at_their_quotations(
