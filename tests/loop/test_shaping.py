@@ -94,7 +94,7 @@ def test_a_failed_score_enters_no_advantage_and_no_statistic(estimator: str) -> 
 GROUPED = [name for name, declared in ESTIMATORS.items() if declared.grouped]
 
 
-@pytest.mark.parametrize("estimator", GROUPED)
+@pytest.mark.parametrize("estimator", [*GROUPED, "piece_batch"])
 def test_groups_compare_scores_and_the_kl_is_added_unscaled(estimator: str) -> None:
     """At token t the advantage of the scores, minus kl_coef times the KL of t and later tokens."""
     lengths, values = [3, 1, 2, 4], [1.0, 0.0, 0.5, 0.5]
@@ -469,6 +469,10 @@ def test_a_step_ends_on_the_token_of_its_last_character(tokenizer: Any, decode: 
     rollout = answer(tokenizer, "one. two.")
     steps = [PlacedReward(4, 0.5), PlacedReward(9, 1.0), PlacedReward(1, 2.0)]
     assert place_steps(rollout, steps, decode) == [(3, 0.5), (8, 1.0), (0, 2.0)]
+    # In an episode it is a character of the last turn, even if an earlier turn reads the same.
+    turns = tuple(Turn(start, start + 10, rollout.text, {}) for start in (0, 10))
+    episode = replace(rollout, token_ids=rollout.token_ids * 2, turns=turns)
+    assert place_steps(episode, steps, decode) == [(13, 0.5), (18, 1.0), (10, 2.0)]
 
 
 def test_characters_of_several_tokens_are_counted_as_characters(
