@@ -85,7 +85,8 @@ def episode(seed: int, *, split: bool) -> Rollout:
     context = prompt
     for length, reply in LENGTHS:
         new, replied = (tuple(draws.integers(1, 250, n).tolist()) for n in (length, reply + 1))
-        turn = Turn(len(ids), len(ids) + length, "", {}, context=context if split else ())
+        text, end = f"turn {len(turns)}", len(ids) + length
+        turn = Turn(len(ids), end, text, {}, context=context if split else ())
         turns.append(turn)
         last = len(turns) == len(LENGTHS)
         ids += new if split or last else new + replied
@@ -115,7 +116,8 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     ]
     assert [inner for _, inner in rows] == [[(2, 1.0)], [(0, 0.5)], [(3, 4.0)], []]
     for single, turn in zip(split, rollout.turns, strict=True):
-        assert single.prompt.token_ids == turn.context and not single.turns
+        assert (single.prompt.token_ids, single.text) == (turn.context, turn.text)
+        assert not single.turns
         assert single.token_ids == rollout.token_ids[turn.start : turn.end]
         assert single.entropies.tolist() == [*range(turn.start, turn.end)]
     failed = split_scores(Scored(rollout, Score.failed("timeout")), split, [], 0.5)

@@ -83,8 +83,10 @@ def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
     score_all(make(), [sum_rollout(1), sum_rollout(2)])
     assert (cheap.count, server.count) == (2, 1)
     # Another judge is asked, which makes the score a new one.
-    (newer,) = score_all(make(model="judge-2"), [sum_rollout(2)])
-    assert not newer.info["cached"] and (cheap.count, server.count) == (2, 2)
+    for changes, counts in (({"model": "judge-2"}, (2, 2)), ({"small": {"model": "s2"}}, (3, 2))):
+        (newer,) = score_all(make(**changes), [sum_rollout(2)])
+        assert not newer.info["cached"] and newer.info["latency_s"] > 0
+        assert (cheap.count, server.count) == counts
 
 
 def test_the_spread_of_votes_or_probabilities_shows_doubt(
