@@ -103,12 +103,16 @@ def test_groups_compare_scores_and_the_kl_is_added_unscaled(estimator: str) -> N
     annotated = replace(annotated, ref_logprobs_BT=annotated.old_logprobs_BT - gap_BT)
     made: dict[str, Any] = {"annotated": annotated, "adv_estimator": estimator}
     made |= {"gdpo_reward_keys": ["score"]} if estimator == "gdpo" else {}
-    plain = shape(created, values, 0.3, use_kl_in_reward=False, **made).batch.advantages_BT
-    both = shape(created, values, 0.3, use_kl_in_reward=True, **made).batch.advantages_BT
+    plain, both = (
+        shape(created, values, 0.3, use_kl_in_reward=kl, **made).batch for kl in (False, True)
+    )
+    later_BT = torch.zeros(4, 4)
     for b, length in enumerate(lengths):
         for t in range(length):
-            later = sum(gap_BT[b, t:length].tolist())
-            assert float(both[b, t]) == pytest.approx(float(plain[b, t]) - 0.3 * later, abs=1e-5)
+            later_BT[b, t] = gap_BT[b, t:length].sum()
+    for name in ("advantages_BT", "returns_BT"):
+        expected = getattr(plain, name) - 0.3 * later_BT
+        torch.testing.assert_close(getattr(both, name), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +268,19 @@ def test_statistics_are_of_the_tokens_that_count() -> None:
 
 def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() -> None:
     placed = [[(0, 0.25), (0, 0.5), (2, 1.0)], [(0, 3.0)]]
-    step = shape(rollouts([3, 2]), [2.0, None], placed=placed, use_kl_in_reward=False)
-    expected = torch.tensor([[0.75, 0.0, 1.25], [0.0, 0.0, 0.0]])
+    settings: Any = {"use_kl_in_reward": False, "score_coef": 2.0}
+    step = shape(rollouts([3, 2]), [2.0, None], placed=placed, **settings)
+    expected = torch.tensor([[1.5, 0.0, 2.5], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
+
+
+def test_pieces_are_counted_in_rows_with_a_score_unless_they_are_quotations() -> None:
+    created, placed = rollouts([4, 3, 4]), [[(1, 0.5), (3, 0.5)], [(2, 1.0)], []]
+    scores = score_all(created, [1.0, 1.0, None])
+    for place, count in (("sentence", 1.5), ("criterion", None)):
+        config = complete({"reward": {"api": {"place": place}}})
+        step = shape_step(config, annotate(created), scores, 0.0, None, placed)
+        assert step.metrics.get("pieces/count_mean") == count
 
 
 def test_what_a_score_has_besides_its_pieces_is_no_reward_of_the_last_one() -> None:
