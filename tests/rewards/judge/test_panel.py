@@ -178,10 +178,13 @@ def submit_two(reward: PanelReward, failing: JudgeServer) -> list[Future[Score]]
     return futures
 
 
+@pytest.mark.parametrize("refuses", [False, True])
 def test_only_judges_without_a_verdict_are_asked_again(
-    make: Make, server: JudgeServer, others: list[JudgeServer]
+    make: Make, server: JudgeServer, others: list[JudgeServer], refuses: bool
 ) -> None:
     """One judge does not answer about a row for a while, another one never gives a number."""
+    if refuses:
+        others[0].fail(400, code="content_filter")
     server.score, others[1].score = (lambda system, user: 4), (lambda system, user: 6)
     others[0].score = lambda system, user: "no number"
     others[1].fail(500, said="What is 2 +")
@@ -289,15 +292,17 @@ def test_criteria_come_in_another_order_for_each_row_and_judge(
 
 
 def test_a_criterion_is_placed_where_the_judge_nearest_to_the_median_quotes(
-    make: Make, server: JudgeServer, others: list[JudgeServer], tmp_path: Path
+    make: Make, server: JudgeServer, others: list[JudgeServer]
 ) -> None:
-    (tmp_path / "rubric.json").write_text('[{"text": "It is right."}]')
     for judge, quote in zip((server, *others), ("It is", "2.", "2."), strict=True):
         reply = {"c1": {"reason": "so", "quote": quote, "met": quote == "2."}}
         judge.score = lambda system, user, reply=reply: json.dumps(reply)
-    reward = make(rubric=str(tmp_path / "rubric.json"), place="criterion")
-    (score,) = score_all(reward, [sum_rollout(1)])
+    rubric = {"rubric": [{"text": "It is right."}]}
+    reward = make(rubric="extra_info.rubric", place="criterion")
+    (score,) = score_all(reward, [sum_rollout(1, extra_info=rubric)])
     assert [(step.end, step.value) for step in score.steps] == [(len("It is 2."), 1.0)]
+    # Other rows have other criteria, so there is no metric of this one.
+    assert set(score.parts) == {"judge", *(f"panel/{name}" for name in ("judge", *NAMES))}
 
 
 def test_a_shuffled_rubric_is_restored() -> None:

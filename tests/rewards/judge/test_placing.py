@@ -56,6 +56,8 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
         ("One. Two!  Three?", "sentence", ["One. ", "Two!  ", "Three?"]),
         ("It is 3.14 m, e.g. here. Dr. No left.", "sentence",
          ["It is 3.14 m, e.g. here. ", "Dr. No left."]),
+        ("So says Dr.\nNo left.\n        12. Last.", "sentence",
+         ["So says Dr.\n", "No left.\n        ", "12. Last."]),
         ("彼は来た。彼女も来た。", "sentence", ["彼は来た。", "彼女も来た。"]),
         ("দুই। চার॥ ہاں۔ نعم؟ ሁለት። Երկու։ နှစ်။ ពីរ។ x", "sentence",
          ["দুই। ", "চার॥ ", "ہاں۔ ", "نعم؟ ", "ሁለት። ", "Երկու։ ", "နှစ်။ ", "ពីរ។ ", "x"]),
@@ -221,14 +223,14 @@ def test_votes_and_panels_combine_piece_by_piece(judge_of: Make, server: JudgeSe
 def test_criteria_are_placed_at_their_quotations(
     judge_of: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
-    """What fulfils a criterion earns its weight there, what breaks it loses it there."""
+    """What fulfils a criterion earns its weight there, what breaks it loses it; 0 has no place."""
     rows = [
         {"text": "It greets.", "weight": 1}, {"text": "It insults.", "weight": 2, "fault": True},
-        {"text": "It thanks.", "weight": 1},
+        {"text": "It thanks.", "weight": 1}, {"text": "It ends.", "weight": 0},
     ]  # fmt: skip
     (tmp_path / "rubric.json").write_text(json.dumps(rows))
-    quotes = "Hello  there!", "You fool.", "never said"
-    verdicts = {"met": True}, {"present": True}, {"met": False}
+    quotes = "Hello  there!", "You fool.", "never said", "Hello"
+    verdicts = {"met": True}, {"present": True}, {"met": False}, {"met": True}
     answer = {
         f"c{k}": {"reason": "so", "quote": quote, **verdict}
         for k, (quote, verdict) in enumerate(zip(quotes, verdicts, strict=True), start=1)
