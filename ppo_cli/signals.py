@@ -1,4 +1,7 @@
-"""SIGINT, SIGTERM and a closed terminal ask to stop after the step; a second one stops at once."""
+"""SIGINT, SIGTERM and a closed terminal ask to stop; a second one stops at once.
+
+The step under way ends first, unless it is not sampled and scored within LEAVE_S: it is undone.
+"""
 
 from __future__ import annotations
 

@@ -452,7 +452,7 @@ def apply_length_limit(
 def fingerprint(prompts: Iterable[Prompt]) -> str:
     """Return a short hash of the prompts in order: uids, token ids, data sources, ground truths.
 
-    `run_identity` digests their extra_info separately.
+    `run_identity` digests their extra_info and columns separately.
     """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:

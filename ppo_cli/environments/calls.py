@@ -619,7 +619,7 @@ def _quote(text: str, quote: str) -> str:
     """Turn a dialect with bare keys and other quotation marks into JSON."""
     texts = text.split(quote)
     # Texts are at odd places; keys are bare at the even ones.
-    keys = re.compile(r'([{,]\s*)([^\s"{}\[\],:][^"{}\[\],:]*?)\s*:')
+    keys = re.compile(r'([{,]\s*)([^\s"{}\[\],:](?:[^"{}\[\],:]*[^\s"{}\[\],:])?)\s*:')
     plain = [keys.sub(r'\1"\2":', part) for part in texts[::2]]
     # Templates write some constants as Python does.
     plain = [re.sub(r"(?<=[:,\[])\s*(None|True|False)\b", _write_constant, p) for p in plain]

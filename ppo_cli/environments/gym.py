@@ -13,29 +13,31 @@ from typing import Any
 
 import gymnasium
 
+INT_DIGITS = 20  # no space has so large a number, and int() refuses very long ones
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Game:
     """An episode of an environment."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, kwargs: dict[str, Any], worker: Any) -> None:
+        self._worker = worker
         self._env = gymnasium.make(name, **kwargs)
         if "ansi" in self._env.metadata.get("render_modes", ()) and "render_mode" not in kwargs:
             self._env = gymnasium.make(name, **kwargs, render_mode="ansi")
         self.space = self._env.action_space
 
-    def reset(self, row: dict[str, Any]) -> str:
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Begin the episode of a seed."""
         observation, _ = self._env.reset(seed=row["seed"])
-        return self._read(observation)
+        return self._worker.open_game(row, self._read(observation))  # type: ignore[no-any-return]
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Take the action of a message; one that is none is answered with the choices."""
         action: Any = message["content"]
         if isinstance(self.space, gymnasium.spaces.Discrete):
             numbers = re.findall(r"-?\d+", action)
-            action = int(numbers[-1]) if numbers else None
+            action = int(numbers[-1]) if numbers and len(numbers[-1]) < INT_DIGITS else None
         if action is None or not self.space.contains(action):
             error = f"the message has no action of {self.space}"
             return {"messages": f"Error: {error}.", "error": error, "reward": 0.0}
@@ -57,7 +59,7 @@ async def load(name: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], G
     """Return what begins episodes; raises the worker's Problems."""
     label = f"--environment gym:{name}"
     try:
-        game = await worker.run_call(Game, name, kwargs)
+        game = await worker.run_call(Game, name, kwargs, worker)
     except BaseException as error:
         text = worker.describe_error(error)
         raise worker.Problems(f"{label} does not begin: {text}.") from error
@@ -66,4 +68,4 @@ async def load(name: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], G
             f"{label}: its actions are {game.space}, which no text is. Name a class that plays it "
             "with messages (--environment FILE.py:NAME)."
         )
-    return lambda: Game(name, kwargs)
+    return lambda: Game(name, kwargs, worker)

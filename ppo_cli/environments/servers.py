@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -10,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppo_cli.config.schema.environment import Environment
-from ppo_cli.errors import did_you_mean
-from ppo_cli.paths import user_path
+from ppo_cli.errors import did_you_mean, shorten
+from ppo_cli.paths import load_json, user_path
 
 ADDRESS = re.compile("https?://")
-# ${NAME}, ${env:NAME}, ${NAME:-what stands for it}
-VARIABLE = re.compile(r"\$\{(?:env:)?(\w+)(?::-([^}]*))?\}")
+# ${NAME}, ${env:NAME}, ${NAME:-what stands for it}; other forms have no group.
+VARIABLE = re.compile(r"\$\{(?:(?:env:)?(\w+)(?::-([^}]*))?\}|[^}]*\})")
 FORM = '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": […]}}}'
 TEXTS: dict[str, Any] = {
     "command": str, "args": list, "env": dict, "cwd": str, "url": str, "headers": dict,
@@ -49,7 +48,7 @@ def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the servers of a file by name, and what is wrong with it."""
     label = f"--mcp_config {path}"
     try:
-        content = json.loads(user_path(path).read_bytes())
+        content = load_json(user_path(path).read_bytes())
         listed = content.get("mcpServers") or content["servers"]
         entries = {str(name): dict(fields) for name, fields in listed.items()}
     except OSError as error:
@@ -67,28 +66,42 @@ def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
             problems.append(f"{where} has the type {kind!r}; stdio and http can be used.")
         elif ("command" in fields) == ("url" in fields):
             problems.append(f"{where} needs either command or url.")
-        wrong = [key for key, of in TEXTS.items() if key in fields and type(fields[key]) is not of]
-        problems += [f"{where}: {key} is {fields[key]!r}; write {FORM}." for key in wrong]
-        missing: list[str] = []
-        used = {key: _expand(fields[key], missing) for key in TEXTS if key in fields}
-        problems += [f"{where}: there is no variable {n}." for n in dict.fromkeys(missing)]
+        given = [key for key in TEXTS if key in fields]
+        wrong = [key for key in given if not _is_flat(fields[key], TEXTS[key])]
+        problems += [
+            f"{where}: {key} is {shorten(repr(fields[key]), 60)}; write {FORM}." for key in wrong
+        ]
+        mistakes: list[str] = []
+        used = {key: _expand(fields[key], mistakes) for key in given if key not in wrong}
+        problems += [f"{where}: {mistake}." for mistake in dict.fromkeys(mistakes)]
         servers[name] = {"name": name, "label": f"{label} ({name})", **used}
     if not (servers or problems):
         problems.append(f"{label} has no server; write {FORM}.")
     return servers, problems
 
 
-def _expand(value: Any, missing: list[str]) -> Any:
-    """Return a value with the variables that it names; those that do not exist are `missing`."""
+def _is_flat(value: Any, kind: Any) -> bool:
+    """Whether a value is of this kind, without lists or objects inside."""
+    if type(value) is not kind:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return not any(isinstance(item, (list, dict)) for item in items)
+
+
+def _expand(value: Any, mistakes: list[str]) -> Any:
+    """Return a value with the variables that it names; those that do not exist are `mistakes`."""
     if isinstance(value, Mapping):
-        return {key: _expand(item, missing) for key, item in value.items()}
+        return {key: _expand(item, mistakes) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, missing) for item in value]
+        return [_expand(item, mistakes) for item in value]
 
     def find(match: re.Match[str]) -> str:
+        if match[1] is None:
+            mistakes.append(f"{match[0]} is no variable; write ${{NAME}} or ${{NAME:-DEFAULT}}")
+            return ""
         text = os.environ.get(match[1], match[2])
         if text is None:
-            missing.append(match[1])
+            mistakes.append(f"there is no variable {match[1]}")
         return text or ""
 
     return VARIABLE.sub(find, str(value))

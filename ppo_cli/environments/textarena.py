@@ -17,14 +17,15 @@ START_S = 60.0
 class Game:
     """A game: the policy reads what is new since its last move."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, kwargs: dict[str, Any], worker: Any) -> None:
+        self._worker = worker
         self._game = textarena.make(name, **kwargs)
         self._seen = ""
 
-    def reset(self, row: dict[str, Any]) -> str:
-        """Begin the game of a seed; returns its rules."""
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Begin the game of a seed; returns its rules, after the row's system messages."""
         self._game.reset(num_players=1, seed=row["seed"])
-        return self._read()
+        return self._worker.open_game(row, self._read())  # type: ignore[no-any-return]
 
     def step(self, message: dict[str, Any]) -> tuple[str, bool, float | None]:
         """Make a move."""
@@ -47,11 +48,11 @@ async def load(name: str, kwargs: dict[str, Any], worker: Any) -> Callable[[], G
     """Return what begins games; raises the worker's Problems."""
     label = f"--environment textarena:{name}"
     try:
-        start = functools.partial(Game(name, kwargs).reset, {"seed": 0})
+        start = functools.partial(Game(name, kwargs, worker).reset, {"seed": 0, "messages": []})
         await worker.run_call(start, timeout=START_S)
     except BaseException as error:
         text = worker.describe_error(error)
         raise worker.Problems(
             f"{label} does not begin: {text}. Name a game for one player that needs no network."
         ) from error
-    return lambda: Game(name, kwargs)
+    return lambda: Game(name, kwargs, worker)

@@ -90,10 +90,13 @@ class ToolEnvironment:
             return
         own = {tool.server: tool.server.copy() for tool in self._tools.values() if tool.server}
         self._servers = list(own.values())
-        try:
-            await asyncio.gather(*(server.start() for server in self._servers))
-        except self._worker.Problems as problems:
-            raise self._worker.BadReply(str(problems)) from None
+        # All starts end here: `close` ends only servers whose start is over.
+        starts = (server.start() for server in self._servers)
+        for result in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(result, self._worker.Problems):
+                raise self._worker.BadReply(str(result))
+            if isinstance(result, BaseException):
+                raise result
         self._tools = {
             name: replace(
                 tool, run=functools.partial(own[tool.server].call, *cast("Any", tool.run).args)

@@ -304,6 +304,12 @@ def read_messages(value: Any, method: str, limit: int | None = None) -> list[dic
     return messages
 
 
+def open_game(row: dict[str, Any], text: str) -> list[dict[str, Any]]:
+    """Return the opening of a game: the row's system messages, and the game's text."""
+    system = [message for message in row["messages"] if message["role"] in ROLES[:2]]
+    return [*system, {"role": "user", "content": text}]
+
+
 def read_step(value: Any, limit: int) -> dict[str, Any]:
     """Return what `step` returned as messages, done, rewards and so on; raises BadReply."""
     if isinstance(value, dict):

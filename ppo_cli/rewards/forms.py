@@ -16,6 +16,9 @@ from typing import Any
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import BatchScore, as_plain, read_returned
 
+# What a function of our own form takes, as in verl.
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
 
 @dataclass(frozen=True)
 class Response:
@@ -183,7 +186,15 @@ def find_form(
 
     ValueError says why it has none, or more than one.
     """
+    names_of_ours = set(ARGUMENTS[:3]) <= parameters.keys()
+    if names_of_ours or (
+        "solution_str" in parameters and set(required(parameters, kwargs)) <= {*ARGUMENTS}
+    ):
+        return None
     marked = [form for form in FORMS if set(form.mark) & set(parameters)]
+    # A column of the rows may have any name that does not hold the responses.
+    if "completions" in parameters and not {"queries", "solution_strs"} & parameters.keys():
+        marked = [form for form in marked if form.takes_columns]
     names = [
         *(["verl"] if marked and "solution_str" in parameters else []),
         *(f.name for f in marked),

@@ -35,6 +35,7 @@ from ppo_cli.rewards.base import (
     tell_nobody,
 )
 from ppo_cli.rewards.forms import (
+    ARGUMENTS,
     FORMS,
     Form,
     Responses,
@@ -46,10 +47,9 @@ from ppo_cli.rewards.forms import (
 from ppo_cli.rewards.pool import RUN_ENDED, WorkerPool
 from ppo_cli.rewards.worker import Refused, Task
 
-# The function's default name and its arguments, as in verl.
+# The function's default name, as in verl.
 DEFAULT_NAME = "compute_score"
 ROW_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "reward_model")
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURE = f"{DEFAULT_NAME}(data_source, solution_str, ground_truth, extra_info=None)"
 
 
@@ -139,7 +139,11 @@ class FunctionReward(Reward):
 def _deal(entries: Sequence[tuple[Rollout, Future[Score]]], scored: Future[Score]) -> None:
     """Give each response of a round its score, or the failure of the call."""
     score = scored.result()
-    scores = score.scores if isinstance(score, BatchScore) else [score] * len(entries)
+    scores = [score] * len(entries)
+    if isinstance(score, BatchScore):
+        # The first has the time and the prints of the call.
+        first, *others = score.scores
+        scores = [replace(first, info={**score.info, **first.info}), *others]
     for (rollout, future), response_score in zip(entries, scores, strict=True):
         future.set_result(check_placed_rewards(rollout, response_score))
 

@@ -69,7 +69,7 @@ from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.secrets.redact import redact
-from ppo_cli.signals import StopOnSignal, forget_signals
+from ppo_cli.signals import LEAVE_S, StopOnSignal, forget_signals
 from ppo_cli.step.sampling import train_sampling
 from ppo_cli.step.saving import load
 from ppo_cli.step.state import Job, RunState
@@ -581,7 +581,10 @@ def _show_summary(screen: Screen, job: Job, run_dir: Path) -> None:
 def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
     def tell(name: str) -> None:
         named, how = ("Ctrl-C", "Press") if name == "SIGINT" else (name, "Send it")
-        screen.note(f"{named}: will save after this step. {how} again to stop immediately.")
+        screen.note(
+            f"{named}: will save and stop; a step that is not sampled and scored within "
+            f"{LEAVE_S:g} s is undone. {how} again to stop immediately."
+        )
 
     return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
 

@@ -26,6 +26,7 @@ from ppo_cli.config.mixture import (
     models_of,
     other_judge,
     read_judge,
+    rules_of,
 )
 from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
@@ -46,7 +47,9 @@ from ppo_cli.run_folder.folder import read_decisions, run_settings
 from ppo_cli.secrets.redact import mask_secrets
 
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
-TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # `fingerprint` does not include it
+# `fingerprint` includes neither.
+TRAIN_EXTRA_INFO = "data.train_files: extra_info"
+TRAIN_COLUMNS = "data.train_files: columns"
 CONTENTS = "contents"  # digests of files and model folders, by path
 # Decisions of these identities bind a run, and those of these settings, which change its numbers.
 BINDING = ("run", "checkpoint")
@@ -61,9 +64,11 @@ def run_identity(
 
     If one differs, `--resume auto` starts a new run.
     """
+    columns = [prompt.columns for prompt in prompts]
     return setting_values(config) | {
         "data.train_files": fingerprint(prompts),
         TRAIN_EXTRA_INFO: digest_value([prompt.extra_info for prompt in prompts]),
+        **({TRAIN_COLUMNS: digest_value(columns)} if any(columns) else {}),
         "data.val_files": digest_rows(val_prompts),
     }
 
@@ -92,7 +97,7 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
         for k, v in values.items()
         if k.startswith(("reward.", "environment.")) or k.endswith(".path") or ".py:" in str(v)
     ]
-    values[CONTENTS] = dict(digest_contents(named))
+    values[CONTENTS] = dict(digest_contents([*named, *_find_modules(config.reward)]))
     values["plugins"] = package_versions(values)
     # Functions and rows of a call in Python are in the run folder, which may move.
     folder = user_path(config.trainer.output_dir).absolute()
@@ -101,10 +106,26 @@ def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
     return plain
 
 
+def _find_modules(reward: Reward) -> Iterator[str]:
+    """Yield the files of the installed modules that hold the functions of a reward."""
+    functions = {rules.function for rules in rules_of(reward) if rules.function}
+    if functions:
+        from ppo_cli.rewards.function import find_function
+
+        for spec in sorted(functions):
+            with suppress(UserError):  # what is missing is reported by the reward
+                path, _, module = find_function(spec)
+                yield from [str(path)] * bool(module)
+
+
 def digest_rows(prompts: Iterable[Prompt]) -> str:
     """Return a digest of everything that a model and a reward read of prompts."""
     return digest_value(
-        [(p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
+        [
+            (p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info)
+            + ((p.columns,) if p.columns else ())
+            for p in prompts
+        ]
     )
 
 
@@ -325,6 +346,8 @@ def _describe_change(key: str, before: Any, now: Any) -> Iterator[str]:
         yield f"{key} (other rows)"
     elif key == TRAIN_EXTRA_INFO:
         yield "data.train_files (other extra_info)"
+    elif key == TRAIN_COLUMNS:
+        yield "data.train_files (other columns)"
     elif key == CONTENTS:  # a file that only one of them names is another value of its setting
         changed = (file for file in now if before.get(file, now[file]) != now[file])
         yield from (f"{file} (other content)" for file in changed)

@@ -176,7 +176,7 @@ class Session:
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
         """Run a part of the loop: an error ends the session."""
-        # Ctrl-C stops the run after the step; between two calls it is the caller's.
+        # Ctrl-C asks the run to stop; between two calls it is the caller's.
         self._stop.at_once = False
         try:
             yield

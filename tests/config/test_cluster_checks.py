@@ -54,12 +54,17 @@ def test_the_nodes_of_a_running_cluster_need_no_rank() -> None:
 
 
 BY_TOKEN = "algorithm.rollout_correction.rollout_is=token"
+BYPASS = (
+    "algorithm.rollout_correction.bypass_mode=true trainer.engine=ray rollout.name=vllm "
+    "trainer.n_gpus_per_node=2"
+)
 EIGHT_RANKS = "trainer.num_workers=8 data.train_batch_size="
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpus", "message"),
     [
+        (BYPASS, 2, "nothing compares its weights with the trainer's"),
         ("", 2, "2 GPUs are visible, and one is used; --n_gpus 2 uses them all."),
         ("actor.strategy=fsdp", 0, "actor.strategy fsdp is FSDP2 here."),
         ("trainer.async_steps=1", 0, "rollout_is is token unless you set it"),

@@ -15,10 +15,13 @@ from tests.settings import complete_environment
 def test_games_are_played(start: Start) -> None:
     python = str(find_python("games"))
     lake = start(path="gym:FrozenLake-v1", python=python, kwargs={"is_slippery": False})
-    opening = lake.reset("a", ROW).result(60)
-    assert opening.messages[0]["content"].split() == ["SFFF", "FHFH", "FFFH", "HFFG"]
+    system = {"role": "system", "content": "Play."}
+    opening = lake.reset("a", {**ROW, "messages": [system, *ROW["messages"]]}).result(60)
+    assert opening.messages[0] == system
+    assert opening.messages[1]["content"].split() == ["SFFF", "FHFH", "FFFH", "HFFG"]
     reply = say(lake, "a", "I take the action 7.")
     assert "Discrete(4)" in reply.error and reply.rewards == {"environment": 0.0}
+    assert "Discrete(4)" in say(lake, "a", "1" * 5000).error
     # Right, then down into the hole.
     assert not say(lake, "a", "After 7 I take 2").done
     reply = say(lake, "a", "1")

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.environments.base import Reply
+from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW
 from tests.environments.test_pool import Start, open_episodes
 from tests.settings import complete_environment
+from tests.waiting import wait_until
 
 TOOLS = '''
 import asyncio, enum, os, time
@@ -490,6 +491,26 @@ def test_servers_of_a_file(
         assert "value" in second and "usual" in second and "of the program" not in second
 
 
+@pytest.mark.slow
+def test_a_failed_start_leaves_no_server(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("mcp.server")
+    # The second server starts once; the first is still starting when the second one fails.
+    first = "import os, time\ntime.sleep(1)\nopen(f'{os.getpid()}.pid', 'w').close()\n" + COUNTER
+    second = "import os\nopen('once', 'x').close()\n" + COUNTER
+    servers = {}
+    for name, code in {"first": first, "second": second}.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        program = {"command": sys.executable, "args": [f"{tmp_path}/{name}.py"]}
+        servers[name] = {**program, "cwd": str(tmp_path)}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    pool = start(mcp_config=f"{tmp_path}/mcp.json", mcp_scope="episode")
+    with pytest.raises(EnvironmentFailure, match="second"):
+        pool.reset("a", ROW).result(60)
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert len(pids) == 2
+
+
 BAD_FILES = {
     "{": "is not a list of servers",
     '{"mcpServers": {}}': "is not a list of servers|has no server",
@@ -497,6 +518,9 @@ BAD_FILES = {
     '{"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}': "has the type 'sse'",
     '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "args is 'y'",
     '{"mcpServers": {"a": {"url": "http://x", "headers": {"A": "${NOT_SET}"}}}}': "variable NOT_S",
+    '{"mcpServers": {"a": {"command": "x", "env": {"K": "${input:K}"}}}}': "K} is no variable",
+    '{"mcpServers": {"a": {"command": "x", "args": [["y"]]}}}': r"args is \[\['y'\]\]",
+    "[" * 100_000: "nested too deep",
     '{"servers": {"near": {"command": "x"}}}': "no server 'nera'. Did you mean 'near'",
 }
 

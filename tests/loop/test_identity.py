@@ -123,6 +123,10 @@ def test_rows_count_by_what_they_hold() -> None:
     assert (
         describe_changes(same, run_identity(config, first, other)) == "data.val_files (other rows)"
     )
+    easy, hard = ([replace(first[0], columns={"level": n}), first[1]] for n in (1, 2))
+    assert describe_changes(run_identity(config, easy, easy), run_identity(config, hard, hard)) == (
+        "data.train_files (other columns), data.val_files (other rows)"
+    )
 
 
 def test_files_and_models_count_by_their_content(
@@ -135,7 +139,7 @@ def test_files_and_models_count_by_their_content(
         name: tmp_path / name
         for name in (
             "rubric.yaml", "judge.yaml", "score.py", "table.csv", "part.yaml", "rm/config.json",
-            "rm/chat_template.jinja", "actor/config.json",
+            "rm/chat_template.jinja", "actor/config.json", "rules.py",
         )
     }  # fmt: skip
     for file in contents.values():
@@ -145,7 +149,10 @@ def test_files_and_models_count_by_their_content(
         "reward.api.prompt_file": "judge.yaml",
         "reward.function": "score.py:score",
         "reward.function_kwargs": {"tables": ["table.csv"]},
-        "reward.composite.parts": {"judge": {"judge": {"rubric": "part.yaml"}}},
+        "reward.composite.parts": {
+            "judge": {"judge": {"rubric": "part.yaml"}},
+            "module": {"kind": "rule", "function": "rules:score"},
+        },
         "reward.model.path": "rm",
         "model.path": "actor",
     }
@@ -154,7 +161,9 @@ def test_files_and_models_count_by_their_content(
         assert describe_changes(before, identity(values)) == ""
         file.write_text("other")
         path = name.partition("/")[0]
-        assert describe_changes(before, identity(values)) == f"{path} (other content)"
+        # A module is named by its whole path.
+        changes = describe_changes(before, identity(values))
+        assert changes.removeprefix(f"{Path.cwd()}/") == f"{path} (other content)"
     before = identity(values)
     (tmp_path / "rm" / "README.md").write_text("A card.")
     assert describe_changes(before, identity(values)) == ""

@@ -81,7 +81,8 @@ def test_what_a_function_logs_is_recorded_and_settings_are_arguments(file: Path)
     assert [score.value for score in call(file, "verl_batch", bonus=2)] == [3.0, 2.0]
 
 
-def test_two_forms_at_once_are_asked_about(file: Path) -> None:
+def test_two_forms_at_once_are_asked_about_unless_all_is_ours(file: Path) -> None:
+    assert not hasattr(load_function(str(file), "verl", {}), "form")
     with pytest.raises(RewardError, match="of TRL and of OpenRLHF: which one"):
         FunctionReward(f"{file}:mixed")
 
@@ -104,7 +105,9 @@ def test_a_round_is_one_call_of_a_module_and_a_missing_column_is_refused(
         reward.begin_step(7)
         futures = [reward.submit(rollout) for rollout in reversed(rollouts)]
         reward.end_round()
-        assert [future.result(PATIENCE).value for future in reversed(futures)] == [713, 702]
+        first, second = (future.result(PATIENCE) for future in reversed(futures))
+        assert (first.value, second.value) == (713, 702)
+        assert first.info["output"] == "scoring ['2', '3']\n" and "output" not in second.info
         unscored = reward.submit(rollouts[0])
     assert unscored.result(PATIENCE).failure == RUN_ENDED
     assert [line.partition(":")[0] for line in lines] == ["forms"]

@@ -69,6 +69,7 @@ RULES: Final = (
     Rule("remark", lambda s: range_remarks(s.config, s.resolved.origins)),
     Rule("remark", lambda s: run.kl_remarks(s.config)),
     Rule("remark", lambda s: run.loss_remarks(s.config)),
+    Rule("remark", lambda s: run.sampler_remarks(s.config)),
     Rule("remark", lambda s: rewards.judge_remarks(s.config)),
     Rule("remark", lambda s: judge_server.judge_server_remarks(s.config)),
     Rule("remark", lambda s: rewards.mixture_remarks(s.config.reward)),

@@ -59,6 +59,16 @@ def loss_remarks(config: Config) -> Iterator[str]:
         )
 
 
+def sampler_remarks(config: Config) -> Iterator[str]:
+    """Remark that no log-probs of the trainer show which weights a sampler of its own has."""
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if bypass and config.trainer.engine == "ray" and config.rollout.name == "vllm":
+        yield (
+            "The old log-probs are those of vLLM (algorithm.rollout_correction.bypass_mode), so "
+            "nothing compares its weights with the trainer's: watch ppo_ratio and clip_fraction."
+        )
+
+
 def missing_alert(alert: str | None, environ: Mapping[str, str]) -> Iterator[str]:
     """Say that no variable holds the address of --alert."""
     if alert and "://" not in alert and not environ.get(alert, "").startswith("http"):
