@@ -101,6 +101,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in (ROOT / "examples").glob("*.py"):  # the page shows how to write them
         assert file.read_text(encoding="utf-8") in page
         shutil.copy(file, tmp_path)
+    (servers,) = re.findall(r"^cat > mcp.json <<'END'\n(.*?)^END$", page, flags=re.M | re.S)
+    (tmp_path / "mcp.json").write_text(servers)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setenv("PPO_VLLM_PYTHON", sys.executable)
     return tmp_path
