@@ -208,8 +208,8 @@ def _step(where: str, item: Any) -> PlacedReward:
     else:
         raise ValueError(f"{where} is neither a pair (offset, value) nor a dict with both")
     place = _number(f"{where} offset", end)
-    if place != int(place):
-        raise ValueError(f"{where} offset {place:g} is not a whole number of characters")
+    if place != int(place) or place < 0:
+        raise ValueError(f"{where} offset {place:g} is not a whole number of characters from 0 up")
     return PlacedReward(int(place), _number(where, value))
 
 

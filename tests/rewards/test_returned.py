@@ -104,6 +104,7 @@ def test_rewards_within_a_response_are_read() -> None:
         ([1, float("nan")], "returned token_rewards[1] is nan"),
         ([(1, 2, 3)], "returned step_rewards[0] is neither a pair"),
         ([(1.5, 2)], "offset 1.5 is not a whole number"),
+        ([(-3, 2)], "offset -3 is not a whole number"),
         ({"score": 1, "step_rewards": 3}, "returned step_rewards is int, not a list"),
         ({"score": None, "token_rewards": [1.0]}, "returned score None"),
         ({"token_rewards": ["1"]}, "token_rewards[0] is '1'"),
