@@ -35,6 +35,7 @@ def test_schema_of_presets_follows_from_the_settings(root: Path) -> None:
     assert json.loads(written) == build_schema(), "run: ppo presets schema > presets/schema.json"
 
 
+@pytest.mark.slow  # half a minute
 def test_memory_page_is_what_its_script_writes(root: Path) -> None:
     page = runpy.run_path(str(root / "scripts" / "write_memory.py"))["page"]
     written = (root / "docs" / "memory.md").read_text(encoding="utf-8")

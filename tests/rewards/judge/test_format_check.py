@@ -105,7 +105,7 @@ def test_a_judge_that_goes_away_during_the_checks_is_named_at_once(
     judge_of: Make, server: JudgeServer
 ) -> None:
     server.score = score_right
-    server.fail("cut", times=14, after=1)
+    server.fail("cut", times=9, after=1)
     notes = started(judge_of(prompt_preset="math", canary_every=1, cache="off"))
     outages = [note for note in notes if "does not answer" in note]
     assert (
