@@ -8,6 +8,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 import ppo_cli.algo
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.cli.explain import build_schema
