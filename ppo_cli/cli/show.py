@@ -534,12 +534,14 @@ def runs(
 ) -> None:
     """List the runs in a folder and its subfolders, the newest first."""
     run_list: list[dict[str, Any]] = []
+    histories: dict[str, list[dict[str, Any]]] = {}
     folder = localise(folder, small=True)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder. Name one that contains run folders.")
     for run in find_runs(folder):
         try:
-            run_list.append(collect_run_facts(run))
+            histories[str(run)] = read_metrics(run)
+            run_list.append(collect_run_facts(run, histories[str(run)]))
         except DataError as error:  # of one run; the others are listed
             typer.echo(f"note: {error}", err=True)
     run_list.sort(key=lambda run: -run["changed"])
@@ -551,7 +553,7 @@ def runs(
             run_list[index] |= {"varied": varied, "group": number}
     if not run_list and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
-    groups = tabulate_groups(compared, [read_metrics(folder) for folder in folders])
+    groups = tabulate_groups(compared, [histories[run["run"]] for run in run_list])
     print_result(run_list, lambda: format_runs(run_list, groups), as_json=as_json)
 
 
@@ -567,9 +569,9 @@ def find_runs(folder: Path, depth: int = 0) -> list[Path]:
     return [run for path in inner for run in find_runs(path, depth + 1)]
 
 
-def collect_run_facts(run: Path) -> dict[str, Any]:
-    """Return the facts of a run: state, steps, rewards, cost (dollars), last change (Unix time)."""
-    lines, file = read_metrics(run), run / "config.yaml"
+def collect_run_facts(run: Path, lines: Sequence[Line]) -> dict[str, Any]:
+    """Return state, steps, rewards, dollars and last change (Unix time) of a run from its lines."""
+    file = run / "config.yaml"
     # Settings of an old version may not be readable; then the total is unknown.
     total = None
     with suppress(UserError):

@@ -25,11 +25,10 @@ from ppo_cli.report.metrics import recent_statistics
 from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.report.validation import list_validations
 from ppo_cli.run_folder.checkpoints import CheckpointStore, read_state
-from ppo_cli.run_folder.contents import digest_contents
+from ppo_cli.run_folder.contents import CONTENTS, ROWS, digest_contents
 from ppo_cli.run_folder.lines import read_metrics
 
 SEEDS = ("trainer.seed", "rollout.seed")
-ROWS = ("data.train_files", "data.val_files")  # a checkpoint has the digests of their rows
 RECENT = 10  # steps whose means are compared
 MAX_VALUE_CHARS = 40  # of a value in a table
 MAX_NAMED = 3  # settings that name a group
@@ -161,7 +160,7 @@ def _contents_of_runs(
     use_saved = all(saved)
     contents = []
     for folder, values, fingerprint in zip(folders, texts, saved, strict=True):
-        digests: dict[str, str] = fingerprint.get("contents", {}) if use_saved else {}
+        digests: dict[str, str] = fingerprint.get(CONTENTS, {}) if use_saved else {}
         parsed: dict[str, Any] = {}
         for key, text in values.items():
             value: Any = text

@@ -42,15 +42,13 @@ from ppo_cli.plugins import package_versions
 from ppo_cli.records import Prompt
 from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
-from ppo_cli.run_folder.contents import digest_contents
+from ppo_cli.run_folder.contents import CONTENTS, ROWS, digest_contents
 from ppo_cli.run_folder.folder import read_decisions, run_settings
 from ppo_cli.secrets.redact import mask_secrets
 
-ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read
 # `fingerprint` includes neither.
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"
 TRAIN_COLUMNS = "data.train_files: columns"
-CONTENTS = "contents"  # digests of files and model folders, by path
 # Decisions of these identities bind a run, and those of these settings, which change its numbers.
 BINDING = ("run", "checkpoint")
 KEPT = ("model.packing", "model.attn_implementation", "model.float32_matmul")

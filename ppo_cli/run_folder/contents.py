@@ -11,6 +11,9 @@ from typing import Any
 
 from ppo_cli.run_folder.sources import has_model
 
+# In what identifies a run: settings that count by the rows that are read, and digests by path.
+ROWS = ("data.train_files", "data.val_files")
+CONTENTS = "contents"
 # Files of a model folder that loaders read: not its card, nor logs.
 MODEL_SUFFIXES = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
 # Training or merging changes every layer, so blocks from all over a large file are enough.

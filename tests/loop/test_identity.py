@@ -18,7 +18,6 @@ from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import make_plan
 from ppo_cli.run.identity import (
-    ROWS,
     describe_changes,
     find_differences,
     keep_decisions,
@@ -26,6 +25,7 @@ from ppo_cli.run.identity import (
     setting_values,
 )
 from ppo_cli.run_folder.checkpoints import FORMAT
+from ppo_cli.run_folder.contents import ROWS
 from tests.config.settling import settle
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts

@@ -32,6 +32,7 @@ from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.models import damaged_models
 from ppo_cli.planning.findings.rules import find_findings, list_texts
 from ppo_cli.planning.resolved import Resolved
+from ppo_cli.run_folder.contents import ROWS
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.secrets.redact import redact
 
@@ -203,7 +204,7 @@ def _write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> S
 
 def _check_same_run(folder: Path, config: Config) -> None:
     """Raise ConfigError if the folder holds a verl run that was started with other settings."""
-    from ppo_cli.run.identity import ROWS, describe_changes, setting_values
+    from ppo_cli.run.identity import describe_changes, setting_values
 
     def values(config: Config) -> dict[str, Any]:
         return setting_values(config) | {name: value_of(config, name) for name in ROWS}
