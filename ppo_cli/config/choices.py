@@ -347,18 +347,6 @@ def choose_deadline(settings: Settings) -> Choice:
     return Choice(DEADLINE_CALLS * settings["reward.api.timeout"], "3 x reward.api.timeout")
 
 
-def choose_base_url(settings: Settings) -> Choice:
-    """Leave the endpoint to the provider's package, which also reads variables."""
-    judge = JUDGES[settings["reward.api.type"]]
-    return Choice(None, " or ".join([judge.url or "the provider's own", *judge.url_variables]))
-
-
-def choose_key_env(settings: Settings) -> Choice:
-    """Leave the key to the start, which takes the first of the provider's variables that is set."""
-    keys = JUDGES[settings["reward.api.type"]].keys
-    return Choice(None, " or ".join(keys) or "the provider takes no key")
-
-
 def choose_scale(settings: Settings) -> Choice:
     """Choose the scale that the judge's prompt declares."""
     if settings["reward.api.rubric"] or settings["reward.api.mode"] == "compare":

@@ -15,7 +15,15 @@ from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Call, Reward, Tell, describe_episode, read_returned, tell_nobody
-from ppo_cli.rewards.rules import RULES, Rule, check_prompts, find_rule, get_rule, score_immediately
+from ppo_cli.rewards.rules import (
+    RULES,
+    Rule,
+    check_prompts,
+    find_rule,
+    get_rule,
+    runs_code,
+    score_immediately,
+)
 from ppo_cli.thoughts import NO_ANSWER
 
 if TYPE_CHECKING:
@@ -81,7 +89,7 @@ class RuleReward(Reward):
         Raises RewardError when no sandbox works, or when a rule can score none of its prompts.
         """
         check_prompts(self._rule, self._settings, prompts)
-        if any((self._rule or find_rule(p.data_source)) is RULES["code"] for p in prompts):
+        if runs_code(self._rule, prompts):
             cast("CodePool", self._pool(RULES["code"])).start(tell)
 
     def submit(self, rollout: Rollout) -> Future[Score]:

@@ -359,6 +359,11 @@ def get_rule(name: str) -> Rule:
     return Rule(name, _leave_to_worker, f"what {name} scores", in_worker=rule, has_answer=False)
 
 
+def runs_code(rule: Rule | None, prompts: Sequence[Prompt]) -> bool:
+    """Whether this rule, or the rule of any prompt's data_source, runs the responses as code."""
+    return any((rule or find_rule(prompt.data_source)) is RULES["code"] for prompt in prompts)
+
+
 def _leave_to_worker(reply: str, truth: Any, extra: Facts, **settings: Any) -> None:
     """Leave every reply to the worker process."""
 

@@ -38,7 +38,7 @@ from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
-from ppo_cli.scoring.sources import file_checks, row_checks
+from ppo_cli.scoring.sources import file_checks, row_checks, sandbox_checks
 from ppo_cli.secrets.redact import redact
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
@@ -223,6 +223,7 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
             )
             checks = row_checks(config.reward, split_prompts, all_known=not far)
             problems += [f"{problem}{hint}" for problem in collect_problems(checks)]
+            problems += collect_problems(sandbox_checks(config.reward, split_prompts))
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
         problems += _find_template_refusals(rows, local)
     return [redact(line) for line in dict.fromkeys(problems)]

@@ -39,7 +39,7 @@ from ppo_cli.rewards.judge.prompt import (
     reference_answer,
     rubric_reader,
 )
-from ppo_cli.rewards.judge.providers import build_provider, monitor_settings
+from ppo_cli.rewards.judge.providers import build_provider, describe_endpoint, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import TOKENS_A_PIECE
 from ppo_cli.rewards.judge.sanitise import cut_middle
@@ -168,6 +168,7 @@ class Forecast:
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
             "assumed": self.assumptions(),
+            **describe_endpoint(self.config.reward.api),
             **others,
         }
 
@@ -181,6 +182,9 @@ class Forecast:
         if api.cascade.model is not None:
             share = api.cascade.share
             lines[0] += f", if it decides {share:.0%} of the responses (--rm_cascade_share)"
+        if (endpoint := describe_endpoint(api))["address"]:
+            key = f", key in {endpoint['key_variable']}" if endpoint["key_variable"] else ""
+            lines.append(f"asked at {endpoint['address']}{key}")
         who = "cheaper judge" if api.cascade.model is not None else "judge of the panel"
         for other in self.others:
             line = _usage_line(other.run or other.a_step, other.price)

@@ -23,7 +23,7 @@ from ppo_cli.config.mixture import (
     rules_of,
 )
 from ppo_cli.config.models.known_models import choose_adapter, effective_provider
-from ppo_cli.config.schema.reward import PLACES, ApiReward, Composite, ModelReward
+from ppo_cli.config.schema.reward import PLACES, ApiReward, Code, Composite, ModelReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError
 from ppo_cli.plugins import entry_points
@@ -87,10 +87,29 @@ def row_checks(
             yield partial(_check_template, api, prompts)
 
 
+def sandbox_checks(
+    settings: RewardSettings, prompts: Sequence[Prompt]
+) -> Iterator[Callable[[], object]]:
+    """Yield checks that raise RewardError if responses are run as code, and no sandbox works."""
+    for rules in rules_of(settings):
+        from ppo_cli.rewards.rules import RULES, runs_code
+
+        bundled = rules.function is None and (rules.rule is None or rules.rule in RULES)
+        if bundled and runs_code(RULES[rules.rule] if rules.rule else None, prompts):
+            yield partial(_try_sandbox, rules.code)
+
+
 def _asked_judges(judge: Judge) -> Iterator[ApiReward]:
     """Yield the settings of a judge, and of the others that its reward asks."""
     yield judge.settings
     yield from other_judges(judge.settings)
+
+
+def _try_sandbox(settings: Code) -> None:
+    """Raise RewardError if no sandbox for the responses' code works on this machine."""
+    from ppo_cli.rewards.code.sandboxes import choose_sandbox
+
+    choose_sandbox(settings).close()
 
 
 def _check_prices(settings: ApiReward) -> None:

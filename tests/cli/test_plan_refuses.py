@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.planning.batches import fit_batches
+from ppo_cli.rewards.code import sandboxes
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {
@@ -92,6 +94,24 @@ def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
     assert "its vocab_size is 282" in refused
     assert problems(line.replace("train", "plan", 1), capfd) == refused
     assert main(f"{line} data.train_max_samples=7".split()) == 0
+
+
+def test_a_plan_needs_a_sandbox_that_works(
+    desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt": "Return 1.", "test_list": ["assert 1"]}
+    (desk / "code.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    broken = desk / "bin/bwrap"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 7\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent), prepend=os.pathsep)
+    monkeypatch.setattr(sandboxes, "_FAULTS", {})
+    line = f"{TRAIN} --train_files code.jsonl --rule code --code_sandbox bwrap".replace(
+        "train", "plan", 1
+    )
+    assert "exit code 7" in problems(line, capfd)
+    assert main([*line.split(), "--allow_unsandboxed"]) == 0
 
 
 def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(

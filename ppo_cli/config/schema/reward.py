@@ -10,13 +10,11 @@ from pydantic import Field, WithJsonSchema
 
 from ppo_cli.config.choices import (
     JUDGE_CONTEXT,
-    choose_base_url,
     choose_cache,
     choose_cascade_band,
     choose_cascade_spread,
     choose_deadline,
     choose_judge_context,
-    choose_key_env,
     choose_mixture,
     choose_output,
     choose_panel_least,
@@ -340,12 +338,13 @@ class ApiReward(Section):
         common=True,
     )  # fmt: skip
     base_url: Address = setting(
-        Chosen(choose_base_url, "the provider's own"), "Endpoint, if not the provider's own.",
+        None, "Endpoint, if not the provider's own.",
+        absent="the provider's own, or that of its SDK's variable",
         flag="--rm_base_url", env="PPO_RM_BASE_URL", identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
-        Chosen(choose_key_env, "the provider's usual one"),
-        "Environment variable with the key, if not the provider's usual one.",
+        None, "Environment variable with the key, if not the provider's usual one.",
+        absent="the first of the provider's usual ones that is set",
         flag="--rm_key_env", identity="start",
     )  # fmt: skip
     # What the judge is asked.

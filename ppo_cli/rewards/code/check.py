@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppo_cli.config.schema.reward import Code
-from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import (
@@ -374,12 +373,6 @@ class CodePool:
 
     def start(self, tell: Tell = tell_nobody) -> None:
         """Choose the sandbox; RewardError when none works."""
-        memory, limit = self._settings.memory_mb, address_space()
-        if limit is not None and limit >> 20 < memory:
-            raise RewardError(
-                f"Code may take {memory} MB (reward.code.memory_mb). {describe_address_space()} "
-                f"Or set reward.code.memory_mb={limit >> 20}."
-            )
         # The first submitter chooses the sandbox; others wait for it.
         with self._starting:
             if self._sandbox is None:

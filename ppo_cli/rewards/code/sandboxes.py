@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_cli.config.schema.reward import Code
-from ppo_cli.errors import RewardError
+from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.processes.program import Program, ShortProgram
 from ppo_cli.rewards.base import Tell, tell_nobody
 from ppo_cli.rewards.code.limits import build_filter
@@ -474,8 +474,15 @@ _PROBING = threading.Lock()
 def choose_sandbox(settings: Code, tell: Tell = tell_nobody) -> Sandbox:
     """Return the first sandbox that works.
 
-    Without one, returns `Unsandboxed` if that is allowed, and raises RewardError if it is not.
+    Without one, returns `Unsandboxed` if that is allowed, and raises RewardError if it is not, or
+    if a process here may not take the memory that code may.
     """
+    memory, limit = settings.memory_mb, address_space()
+    if limit is not None and limit >> 20 < memory:
+        raise RewardError(
+            f"Code may take {memory} MB (reward.code.memory_mb). {describe_address_space()} "
+            f"Or set reward.code.memory_mb={limit >> 20}."
+        )
     sandboxes: dict[str, Sandbox] = {
         "bwrap": Bubblewrap(),
         "sandlock": Sandlock(settings.memory_mb),

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from ppo_cli.config.choices import usual_temperature
@@ -19,6 +19,7 @@ from ppo_cli.config.schema.reward import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.plugins import load
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
+from ppo_cli.secrets.redact import redact_url
 
 # The key for a server without keys: SDKs require one.
 NO_KEY = "none"
@@ -85,6 +86,28 @@ def resolve_base_url(
     return provider.default_url(environ)
 
 
+def find_key_variable(variables: Iterable[str], environ: Mapping[str, str]) -> str:
+    """Return the first of the variables that is set, "" if none is."""
+    return next((name for name in variables if environ.get(name, "").strip()), "")
+
+
+def describe_endpoint(api: ApiReward, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the address that a judge's calls go to, and the variable with the key.
+
+    "" for what is not known: settings are missing, the run starts the server, no key is set.
+    """
+    kind = effective_provider(api.type, environ)
+    lacking = missing_sdk_settings(kind, environ, base_url=api.base_url, key_env=api.key_env)
+    known = kind != "local" and not lacking
+    variables = (api.key_env,) if api.key_env else JUDGES[kind].keys
+    return {
+        "address": redact_url(resolve_base_url(provider_class(kind), api, environ))
+        if known
+        else "",
+        "key_variable": find_key_variable(variables, environ),
+    }
+
+
 def read_api_key(
     kind: str, environ: Mapping[str, str], *, key_env: str | None = None, optional: bool = False
 ) -> Key:
@@ -94,11 +117,8 @@ def read_api_key(
     OpenAI-compatible server) a missing key becomes a placeholder.
     """
     variables = (key_env,) if key_env else JUDGES[kind].keys
-    # The first variable that is set wins.
-    for variable in variables:
-        value = environ.get(variable, "").strip()
-        if value:
-            return Key(check_key(value, variable), variable)
+    if variable := find_key_variable(variables, environ):
+        return Key(check_key(environ[variable].strip(), variable), variable)
     if optional and not key_env:
         return Key(NO_KEY, "")
     named = " or ".join(variables)
