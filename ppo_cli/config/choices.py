@@ -217,24 +217,34 @@ def why_recompute(settings: Settings) -> str:
     full = settings["algorithm.kl_penalty"] == "full"
     if full and settings["algorithm.use_kl_in_reward"]:
         return "the full KL needs the actor's whole vocabulary"
-    if settings[f"{correction}.rollout_is"] or settings[f"{correction}.rollout_rs"]:
+    if settings[f"{correction}.rollout_is"] != "off" or settings[f"{correction}.rollout_rs"]:
         return "rollout_is and rollout_rs compare them with the sampler's"
     return ""
 
 
 def choose_importance_weights(settings: Settings) -> Choice:
-    """Choose weights per token if responses may be of older weights.
+    """Choose weights per token where the policy that samples is not quite the one that trains.
 
-    Not where the sampler's log-probs are the old ones: the ratio of the loss corrects then.
+    That is where sampling runs ahead, and where another program samples: its kernels round
+    differently, so its tokens come from a slightly other policy. Truncated weights remove that bias
+    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", cap
+    2). TRL 1.16 corrects with vLLM by default too (whole sequences, masked above 3), verl 0.9 on
+    request (cap 2). A weight per token has the smaller variance: on long responses the product over
+    a sequence reaches any cap. Measured gaps are in notes/lab_book.md.
+
+    The hf sampler is the trainer's own program, so it needs none. Nor do losses whose ratio is to
+    the sampler: the weight is in their ratio already.
     """
     bypass = "algorithm.rollout_correction.bypass_mode"
     loss = settings["actor.policy_loss.loss_mode"]
     from_sampler = POLICY_LOSSES[loss].to_sampler
-    if not settings["trainer.async_steps"]:
-        return Choice(None, "responses are of the newest weights")
     if settings[bypass] if settings.is_set(bypass) else from_sampler:
-        return Choice(None, "the ratio of the loss is to the sampler")
-    return Choice("token", "sampling runs ahead of training")
+        return Choice("off", "the ratio of the loss is to the sampler")
+    if settings["trainer.async_steps"]:
+        return Choice("token", "sampling runs ahead of training")
+    if settings["rollout.name"] == "vllm":
+        return Choice("token", "vLLM is another program than the trainer, and rounds differently")
+    return Choice("off", "the sampler is the trainer's own program, with the newest weights")
 
 
 def _judge_places(settings: Settings) -> set[str]:

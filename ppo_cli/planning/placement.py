@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -208,10 +208,10 @@ class PlanPart:
     details: tuple[str, ...] = ()
 
 
-def plan_devices(config: Config, machine: Machine) -> PlanPart:
+def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> PlanPart:
     """Return the plan of devices, engine, sampler and numbers of ranks.
 
-    It has sentences for people and facts for programs.
+    It has sentences for people and facts for programs. `why` has the reasons of decided settings.
     """
     placement, sampler = placement_of(config), config.rollout.name
     # The engine of a package settles as Ray does.
@@ -228,6 +228,14 @@ def plan_devices(config: Config, machine: Machine) -> PlanPart:
         ]
     if sampler == "vllm":
         sentences.append(f"new weights are sent by {config.rollout.weight_transfer}")
+    if sampler == "vllm" or config.trainer.async_steps:
+        correction = config.algorithm.rollout_correction
+        reason = why.get("algorithm.rollout_correction.rollout_is", "as set")
+        cap = f", at most {correction.rollout_is_threshold:g}"
+        sentences.append(
+            f"importance weights between sampler and trainer: {correction.rollout_is}"
+            f"{'' if correction.rollout_is == 'off' else cap} ({reason})"
+        )
     # The same for programs.
     facts = {
         "engine": engine,

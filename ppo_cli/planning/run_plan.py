@@ -148,7 +148,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         findings,
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(config.reward, sums["reward_calls"]),
-        plan_devices(config, machine),
+        plan_devices(config, machine, fitted.why),
         memory_plan(resolved.requested, fitted, machine),
         plan_disk(config, sums["total_steps"]),
     )

@@ -187,6 +187,10 @@ DETAILS = (
            "Log-probability gap between sampler and trainer.",
            "compare with --rollout_name hf and --dtype float32",
            lambda limits, _: (None, limits.logprob_diff), unit="nats a token", **COUNT),
+    Metric("rollout/is_weight_mean", "Importance weights",
+           "Mean of trainer over sampler probability, truncated; 1 where both agree.",
+           "the gap above shows how far the sampler is from the trainer", lambda *_: (0.9, 1.1),
+           axis=(0.8, 1.2)),
     # Judges.
     Metric("judge*/calls", "Judge calls", **COUNT),
     Metric("judge*/cached", "Judge calls", **COUNT),

@@ -301,7 +301,7 @@ def _check_sampler_mismatch(steps: History, limits: Limits) -> str:
     return (
         f"{finding}sampler and trainer disagree on the same tokens, so the sampler lacks the "
         "newest weights or computes differently. Compare with --rollout_name hf and --dtype "
-        "float32; algorithm.rollout_correction.rollout_is=token corrects for it."
+        "float32; algorithm.rollout_correction.rollout_is corrects for small gaps alone."
     )
 
 

@@ -441,9 +441,8 @@ def _compute_importance_weights(
     correction: RolloutCorrection, batch: AnnotatedBatch, mask_BT: Tensor
 ) -> Tensor:
     """Return the importance weights (B, T) for the sampler's mismatch; 1 if off."""
-    # Without a level the weights are 1.
     level = correction.rollout_is
-    if level is None:
+    if level == "off":
         return torch.ones_like(batch.old_logprobs_BT)
     return importance_weights(
         batch.old_logprobs_BT,

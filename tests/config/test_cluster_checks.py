@@ -67,7 +67,6 @@ EIGHT_RANKS = "trainer.num_workers=8 data.train_batch_size="
         (BYPASS, 2, "nothing compares its weights with the trainer's"),
         ("", 2, "2 GPUs are visible, and one is used; --n_gpus 2 uses them all."),
         ("actor.strategy=fsdp", 0, "actor.strategy fsdp is FSDP2 here."),
-        ("trainer.async_steps=1", 0, "rollout_is is token unless you set it"),
         (f"trainer.async_steps=2 data.max_response_length=99 {BY_TOKEN}", 0, "partial_tokens 50"),
         (f"trainer.async_steps=1 rollout.partial_tokens=512 {BY_TOKEN}", 0, "512 has no effect"),
         (f"trainer.async_steps=2 rollout.partial_tokens=100 {BY_TOKEN}", 0, "over 200 tokens are"),

@@ -90,5 +90,5 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
         )
         assert all(len({placed.node_of(d) for d in sampler}) == 1 for sampler in placed.rollout)
         assert {len(sampler) for sampler in placed.rollout} == {span}
-    assert all(describe_placement(placed)) and all(plan_devices(config, machine).sentences)
+    assert all(describe_placement(placed)) and all(plan_devices(config, machine, {}).sentences)
     assert all(note[-1] == "." for note in device_notes(resolved, {}))

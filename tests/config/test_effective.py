@@ -14,8 +14,6 @@ LORA = "model.lora_rank=8"
 
 # Settings, and a value that follows from them.
 DERIVED: list[tuple[str, Callable[[Config], object], object]] = [
-    ("", lambda c: c.algorithm.rollout_correction.rollout_is, None),
-    ("trainer.async_steps=1", lambda c: c.algorithm.rollout_correction.rollout_is, "token"),
     ("actor.use_kl_loss=true algorithm.use_kl_in_reward=false", lambda c: c.uses_reference, True),
     ("algorithm.use_kl_in_reward=true", lambda c: c.uses_reference, True),
     ("algorithm.use_kl_in_reward=false", lambda c: c.uses_reference, False),

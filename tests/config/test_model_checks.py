@@ -86,7 +86,35 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
     bypass = resolved.config.algorithm.rollout_correction.bypass_mode
     assert bypass is not bool(why) and why in resolved.why.get(BYPASS, "")
     if bypass:  # one ratio corrects for both
-        assert resolved.config.algorithm.rollout_correction.rollout_is is None
+        assert resolved.config.algorithm.rollout_correction.rollout_is == "off"
+
+
+IS = "algorithm.rollout_correction.rollout_is"
+VLLM = "trainer.engine=ray rollout.name=vllm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level", "why"),
+    [
+        ("", "off", "own program"),
+        ("trainer.engine=ray model.dtype=bfloat16", "off", "own program"),
+        (VLLM, "token", "another program"),
+        (f"{VLLM} {IS}=off", "off", ""),
+        (f"{VLLM} {IS}=none", "off", ""),
+        (f"{VLLM} {IS}=auto", "token", "another program"),
+        (f"{VLLM} {BYPASS}=true", "off", "ratio of the loss"),
+        (f"{VLLM} actor.policy_loss.loss_mode=dis", "off", "ratio of the loss"),
+        ("trainer.async_steps=1", "token", "ahead of training"),
+        ("trainer.async_steps=1 actor.policy_loss.loss_mode=dis", "off", "ratio of the loss"),
+        # A line of verl leaves them out, as verl does where sampling does not run ahead.
+        ("actor_rollout_ref.rollout.name=vllm trainer.engine=ray rollout.n=1", "off", ""),
+        ("actor_rollout_ref.rollout.name=vllm trainer.async_steps=1", "token", "ahead"),
+    ],
+)
+def test_weights_are_on_where_another_policy_samples(overrides: str, level: str, why: str) -> None:
+    resolved = settle(*overrides.split())
+    assert resolved.config.algorithm.rollout_correction.rollout_is == level
+    assert why in resolved.why.get(IS, "")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_auto_takes_what_the_self_test_has_proven(
 def test_the_plan_tells_the_way() -> None:
     def lines(*overrides: str, gpus: int) -> tuple[str, ...]:
         machine = with_gpus(gpus, proven=FEATURES)
-        return plan_devices(settle(*overrides, machine=machine).config, machine).sentences
+        return plan_devices(settle(*overrides, machine=machine).config, machine, {}).sentences
 
     assert "new weights are sent by nccl" in lines(VLLM, FOUR, SPLIT, gpus=4)
     assert "new weights" not in " ".join(lines("trainer.num_workers=2", gpus=0))

@@ -599,11 +599,11 @@ class RolloutCorrection(Section):
         "Use the sampler's log-probs as old log-probs: the ratio of the loss is then to the "
         "sampler, also with older weights and in other processes.",
     )  # fmt: skip
-    rollout_is: Literal["token", "sequence"] | None = setting(
+    rollout_is: Literal["off", "token", "sequence"] = setting(
         Chosen(
             choose_importance_weights,
-            "token with trainer.async_steps, unless bypass_mode or the policy loss dis takes the "
-            "sampler's log-probs; else off",
+            "token with vLLM or with trainer.async_steps, unless bypass_mode or the policy loss "
+            "dis takes the sampler's log-probs; else off",
         ),
         "Importance weights per token or per sequence.",
     )

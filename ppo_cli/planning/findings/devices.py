@@ -499,13 +499,6 @@ def device_remarks(scene: Scene) -> Iterator[str]:
             "vLLM is not installed, so the hf sampler is used, which is much slower: "
             f"`{VLLM_SETUP}` installs it."
         )
-    steps = config.trainer.async_steps
-    weights = (c.algorithm.rollout_correction.rollout_is for c in (requested, config))
-    if steps and [*weights] == [None, "token"]:
-        yield (
-            f"With --async_steps {steps} responses come from older weights, so "
-            "algorithm.rollout_correction.rollout_is is token unless you set it."
-        )
     yield from _partial_remarks(config)
     if used:
         yield from _self_test_remarks(requested, config, machine)

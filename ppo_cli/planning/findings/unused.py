@@ -354,7 +354,7 @@ UNUSED: Final[dict[str, Unused]] = {
     "no_importance_weights": Unused(
         "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
         "leave it out",
-        lambda c: c.algorithm.rollout_correction.rollout_is is None,
+        lambda c: c.algorithm.rollout_correction.rollout_is == "off",
     ),
     "no_validation": Unused(
         "there are no validation prompts; name them with --val_files, or leave it out",

@@ -66,6 +66,9 @@ def test_a_flag_of_another_program_is_in_one_table_and_is_not_ours() -> None:
     assert set(flags["renamed"].values()) <= {*names, *flags["values"], *list_flag_keys()}
 
 
+CORRECTION = "algorithm.rollout_correction.rollout_is"
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_flag_of_a_release_is_taken_or_answered(release: str) -> None:
     flags = load_foreign_flags()
@@ -161,6 +164,15 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ("--reward.remote_url a/b.py --lr 1", "--reward_function=a/b.py:reward_func --lr 1"),
         ("--reward_funcs my.rewards.f", "--reward_function=my.rewards:f"),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
+        ("--vllm_importance_sampling_correction false", f"{CORRECTION}=off"),
+        (
+            "--vllm_importance_sampling_mode sequence_mask",
+            f"{CORRECTION}=sequence {CORRECTION}_threshold_lower=1e-9",
+        ),
+        (
+            "--vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.5",
+            f"{CORRECTION}=token {CORRECTION}_threshold_lower=0.5",
+        ),
     ],
 )
 def test_a_line_of_another_program_means_what_it_means_there(line: str, arguments: str) -> None:
@@ -176,7 +188,8 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, argument
         (
             "trl grpo --max_completion_length 64 --batch_size 4 --mini_batch_size 4",
             "--adv_estimator grpo --max_response_length 64 --batch_size 4 --mini_batch_size 4",
-            "actor.optim.lr_scheduler_type=linear rollout.n=8 actor.use_kl_loss=false"
+            "algorithm.rollout_correction.rollout_is_threshold=3"
+            " actor.optim.lr_scheduler_type=linear rollout.n=8 actor.use_kl_loss=false"
             " algorithm.use_kl_in_reward=false actor.loss_agg_mode=token-mean"
             " trainer.total_epochs=3 actor.optim.weight_decay=0.0 actor.clip_ratio_c=null",
         ),
@@ -199,8 +212,8 @@ def test_a_line_of_another_program_means_what_it_means_there(line: str, argument
             " algorithm.use_kl_in_reward=false algorithm.adv_estimator=grpo"
             " actor.loss_agg_mode=seq-mean-token-mean --max_response_length 1 --epochs 1"
             " --batch_size 1 actor.optim.weight_decay=0",
-            "model.lora_alpha=32 actor.optim.lr_scheduler_type=linear rollout.n=8"
-            " actor.clip_ratio_c=null",
+            "algorithm.rollout_correction.rollout_is_threshold=3 model.lora_alpha=32"
+            " actor.optim.lr_scheduler_type=linear rollout.n=8 actor.clip_ratio_c=null",
         ),
         (
             "trl ppo --use_peft --lora_alpha 8 --response_length 9 --batch_size 2 --lr 1",

@@ -231,7 +231,7 @@ def test_a_bypass_of_verl_beside_training_is_ours(
     config = resolved.config
     assert refusals(resolved) == []
     assert config.trainer.async_steps == 1 and config.algorithm.rollout_correction.bypass_mode
-    assert config.algorithm.rollout_correction.rollout_is is None
+    assert config.algorithm.rollout_correction.rollout_is == "off"
     actor = config.actor
     assert actor.policy_loss.loss_mode == loss[0]
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx(loss[1:])

@@ -268,7 +268,7 @@ def _write_resume(config: Config) -> Values:
 
 @_register_writer(
     "algorithm.filter_groups.metric algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights "
-    "algorithm.rollout_correction.rollout_is_threshold "
+    "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold "
     "algorithm.rollout_correction.rollout_is_threshold_lower "
     "algorithm.rollout_correction.bypass_mode"
 )
@@ -290,6 +290,9 @@ def _write_algorithm(config: Config) -> Values:
         }
     return {
         "algorithm.filter_groups.metric": "reward" if metric == "seq_reward" else metric,
+        "algorithm.rollout_correction.rollout_is": (
+            None if correction.rollout_is == "off" else correction.rollout_is
+        ),
         "algorithm.rollout_correction.rollout_is_threshold": (
             high if low is None else f"{round(low, 9)}_{round(high, 9)}"
         ),

@@ -702,8 +702,16 @@ CORRECTION: Final = "algorithm.rollout_correction"
 def _translate_importance_weights(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Leave weights out in bypass_mode: the ratio of the loss corrects there, as in verl."""
     state.correction["rollout_is"] = raw
-    late = DerivedValue(lambda value: None if value(f"{CORRECTION}.bypass_mode") else raw)
-    state.put(entry, entry.name, late)
+
+    def compute_level(value: Lookup) -> Any:
+        # verl's null is off; responses of older weights get weights here all the same. A null in
+        # our own config.yaml is not set.
+        unset = value("trainer.async_steps") if state.verl else raw is None
+        if value(f"{CORRECTION}.bypass_mode") or (is_unset(raw) and unset):
+            return None
+        return "off" if is_unset(raw) else raw
+
+    state.put(entry, entry.name, DerivedValue(compute_level))
 
 
 @_register_translation(f"{CORRECTION}.rollout_is_threshold", null=False)

@@ -181,7 +181,8 @@ def default_layer(generation: Generation) -> list[Entry]:
             break
     # The oldest has no setting for the KL in the reward: it is there unless it is in the loss.
     in_reward = DerivedValue(lambda value: not value("actor.use_kl_loss"))
-    values = {"algorithm.use_kl_in_reward": in_reward} | values
+    weights = {"algorithm.rollout_correction.rollout_is": None}
+    values = {"algorithm.use_kl_in_reward": in_reward} | weights | values
     origin = f"{DEFAULT} of verl {generation.first}"
     return [Entry(name, raw, origin) for name, raw in values.items()]
 
