@@ -220,7 +220,8 @@ def test_a_plan_counts_the_memory_of_the_gpus_that_are_used(machine: Machine) ->
     def planned(trainer: dict[str, int], **environ: str) -> tuple[int | None, str]:
         seen = machine_module.Machine.here(environ)
         config = complete({"trainer": trainer}, seen)
-        return device_memory(config.trainer, seen), "; ".join(plan_devices(config, seen, {}).sentences)
+        sentences = plan_devices(config, seen, {}).sentences
+        return device_memory(config.trainer, seen), "; ".join(sentences)
 
     machine.set(DRIVER, GT_1030, RTX_4090)
     memory, sentences = planned({})
