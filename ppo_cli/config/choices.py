@@ -145,13 +145,17 @@ def choose_dtype(settings: Settings) -> Choice:
     """Choose the precision of matrix products: the faster one that trains as well.
 
     That is bfloat16 on a GPU that has it, and in one process on a processor with AVX512-BF16 or AMX
-    for a model that is wide enough (notes/lab_book.md).
+    for a model that is wide enough (notes/lab_book.md). Older GPUs have float16 with scaled losses.
     """
     if gpus := settings["trainer.n_gpus_per_node"]:
         name = settings.machine.gpus[0].name if settings.machine.gpus else "the GPU"
         if settings.machine.has_bfloat16(gpus):
             return Choice("bfloat16", f"{name} has it")
-        return Choice("float32", f"{name} has no bfloat16")
+        if "float16" in settings.machine.proven:
+            return Choice(
+                "float16", f"{name} has no bfloat16, and the self-test has proven float16"
+            )
+        return Choice("float32", f"{name} has no bfloat16, and no self-test has proven float16")
     # On the CPU: one process, whole weights, a processor with bfloat16 units.
     if not _runs_alone(settings):
         return Choice("float32", "several processes on the CPU")
@@ -201,8 +205,8 @@ def choose_bypass(settings: Settings) -> Choice:
         return Choice(True, f"the ratio of {loss} is to the sampler")
     if not _runs_alone(settings):
         return Choice(False, "the sampler has separate weights")
-    if settings["model.dtype"] == "bfloat16":
-        return Choice(False, "in bfloat16 sampler and trainer round differently")
+    if (dtype := settings["model.dtype"]) != "float32":
+        return Choice(False, f"in {dtype} sampler and trainer round differently")
     if settings["model.quantization"]:
         return Choice(False, "with 4-bit weights sampler and trainer round differently")
     text = text_config(read_config(settings["model.path"]))

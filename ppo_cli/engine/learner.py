@@ -75,6 +75,7 @@ from ppo_cli.engine.training.actor_critic import (
     ModelLearner,
     compute_token_stats,
 )
+from ppo_cli.engine.training.loss_scale import LossScale
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError, ppo
 from ppo_cli.machine.device_record import is_proven
@@ -257,7 +258,10 @@ class Learner:
         written from the live weights.
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
-        state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
+        state = {
+            "weight_version": self.weight_version, "budgets": budgets, "room": [*room],
+            "loss_scales": {name: scale.state() for name, scale in self._loss_scales().items()},
+        }  # fmt: skip
         snapshot = take_snapshot(self.trained(), state, self._ranks, writers, last=last)
         return snapshot.write_in_background(directory)
 
@@ -270,6 +274,8 @@ class Learner:
         self.weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
             budget.load_state(state["budgets"][name])
+        for name, scale_state in state.get("loss_scales", {}).items():  # not in older checkpoints
+            self._learners()[name].optimizer.loss_scale.load_state(scale_state)
         self._set_progress()
         room: list[int | None] = state.get("room", [])  # older checkpoints have none
         return room
@@ -360,6 +366,11 @@ class Learner:
     def _budgets(self) -> dict[str, Budget]:
         budgets = {name: learner.budget for name, learner in self._learners().items()}
         return budgets | {"annotate": self._annotate_budget}
+
+    def _loss_scales(self) -> dict[str, LossScale]:
+        """Return the scales of the losses by model; none where losses are not scaled."""
+        scales = {name: learner.optimizer.loss_scale for name, learner in self._learners().items()}
+        return {name: scale for name, scale in scales.items() if scale.dynamic}
 
     def _set_progress(self) -> None:
         for learner in self._learners().values():
@@ -561,6 +572,7 @@ class Learner:
             model, settings.optim, total_steps=total_steps, grad_clip=settings.grad_clip,
             clip_grad_value=settings.clip_grad_value, ranks=self._ranks,
             offload=settings.fsdp_config.optimizer_offload,
+            scales_losses=self._compute.dtype == torch.float16,
         )  # fmt: skip
 
 

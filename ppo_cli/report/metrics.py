@@ -61,7 +61,7 @@ class StepSums:
         # Events such as skipped steps are reported as numbers, not as shares.
         counters = (
             "skipped_steps", "empty_minibatches", "stopped_early", "environment/restarts",
-            "environment/timeouts", "environment/crashes",
+            "environment/timeouts", "environment/crashes", "loss_scale_halvings",
         )  # fmt: skip
         return {
             name: total if name.endswith(counters) else total / count

@@ -38,7 +38,7 @@ class Check:
 CHECKS = (
     Check(
         "devices", "devices:check_devices",
-        "GPUs by NVML, by CUDA and in the plan; native bfloat16, free memory", 5,
+        "GPUs by NVML, by CUDA and in the plan; free memory", 5,
     ),
     Check(
         "products", "kernels:check_products",
@@ -51,8 +51,9 @@ CHECKS = (
     ),
     Check(
         "training steps", "training:check_training",
-        "PPO steps (critic, KL loss, LoRA, checkpointing) with their formulas in float64", 10,
-        proves=("packed_attention", "shared_prompts"),
+        "PPO steps (critic, KL loss, LoRA, checkpointing, float16) with their formulas in float64",
+        12,
+        proves=("packed_attention", "shared_prompts", "float16"),
     ),
     Check(
         "optimizer", "kernels:check_optimizer",

@@ -25,11 +25,19 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_tokenizer
 from ppo_cli.engine.models.value_models import load_value_model
-from ppo_cli.engine.training import actor_critic
+from ppo_cli.engine.training import actor_critic, loss_scale
 from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.errors import ModelError
-from tests.engine.packed_steps import annotated, build_optimizer, scored
+from tests.engine.packed_steps import (
+    Seen,
+    annotated,
+    build_optimizer,
+    gaps,
+    scored,
+    settings,
+    take_steps,
+)
 from tests.engine.packed_steps import make_batch as make_rows
 from tests.rounding import assert_near
 from tests.settings import CPU, complete, with_gpus
@@ -291,7 +299,10 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     def build() -> LocalEngine:
         optim = {"lr": 0.5, "lr_scheduler_type": "cosine"}
         config = complete({
-            "model": {"path": "embedded", "dtype": "float32", "packing": unit == "tokens"},
+            "model": {
+                "path": "embedded", "packing": unit == "tokens",
+                "dtype": "float32" if unit == "tokens" else "float16",
+            },
             "rollout": {"max_num_seqs": 9}, "actor": {"optim": optim},
             "critic": {"optim": optim | {"lr_warmup_steps": 6}},
         })  # fmt: skip
@@ -308,6 +319,8 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     for number, budget in enumerate(budgets.values(), 1):
         setattr(budget, unit, 10 * number)
         budget.halvings = number
+    for scale in learner._loss_scales().values():
+        scale.load_state((8.0, 5))
     engine._sampler.capacity.halve(6)
     assert report == [
         "Sampling ran out of memory: at most 3 responses are sampled at once now. Set "
@@ -318,6 +331,8 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     repeated, capacity = other._learner, other._sampler.capacity
     assert (repeated.weight_version, capacity.rows, capacity.halved_rows()) == (3, 3, 3)
     assert repeated._budgets() == budgets
+    scales = {name: scale.state() for name, scale in repeated._loss_scales().items()}
+    assert scales == ({} if unit == "tokens" else {"actor": (8.0, 5), "critic": (8.0, 5)})
     assert repeated._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
     assert repeated._critic.optimizer.lr == pytest.approx(0.5 * 4 / 7)
     # What is told of a step from then on, by the first rank alone.
@@ -327,6 +342,29 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
         f"{name}/micro_batch_{unit}": (10.0 * number, 1.0) for number, name in enumerate(budgets, 1)
     }
     assert sums["actor/empty_minibatches"] == sums["critic/empty_minibatches"] == (1.0, 1.0)
+
+
+def test_float16_rounds_and_too_large_a_loss_scale_only_skips_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(dtype: str) -> Seen:
+        return take_steps(settings(model={"path": "embedded", "dtype": dtype}), steps=2)
+
+    exact, half = train("float32"), train("float16")
+    for sums in half.sums:
+        for name in [name for name in sums if "loss_scale" in name]:
+            del sums[name]
+    assert max(gaps(half, exact).values()) < 0.02
+    # Infinite in float16: each step halves the scale, and changes nothing.
+    monkeypatch.setattr(loss_scale, "START", 2.0**60)
+    skipped = train("float16")
+    names = [f"actor/{name}" for name in ("loss_scale", "loss_scale_halvings", "skipped_steps")]
+    figures = [[sums[name][0] for name in names] for sums in skipped.sums]
+    assert figures == [[2.0**60, 1.0, 0.0], [2.0**59, 1.0, 0.0]]
+    stored = load_policy(model_folder("embedded")).model.state_dict()
+    for name, weight in skipped.weights.items():
+        role, _, key = name.partition(" ")
+        assert role == "critic" or torch.equal(weight, stored[key])
 
 
 @pytest.mark.parametrize("fast", [True, False])

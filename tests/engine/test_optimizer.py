@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.ranks import Ranks
+from ppo_cli.engine.training import loss_scale
 from ppo_cli.engine.training.optimizer import Optimizer, dequantise, quantise
 from ppo_cli.errors import MissingPart
 from tests.engine.packed_steps import build_optimizer
@@ -50,6 +51,36 @@ def test_schedules_by_hand() -> None:
 
 def build(module: nn.Module, **options: Any) -> Optimizer:
     return build_optimizer(module, Optim(lr=0.1, weight_decay=0.0), **{"grad_clip": 1.0} | options)
+
+
+def test_losses_are_scaled_as_torch_s_grad_scaler_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    ours, module = build(first := nn.Linear(3, 2), scales_losses=True), copy.deepcopy(first)
+    theirs = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.0)
+    # Gradients above and below the limit of the norm, and two that are not finite.
+    sizes = [1e-6, math.inf, math.nan, 1.0, 1e-3, 7.0, 2.0]
+    steps = []
+    for number, size in enumerate(sizes):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+        (first(inputs).sum() * size * ours.loss_scale.value).backward()
+        scaler.scale(module(inputs).sum() * size).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(theirs)
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(theirs)
+        scaler.update()
+        theirs.zero_grad()
+        steps.append(stepped := ours.apply())
+        assert stepped[0] == pytest.approx(float(norm), nan_ok=True)
+        assert ours.loss_scale.value == scaler.get_scale()
+        torch.testing.assert_close(first.state_dict(), module.state_dict())
+    assert [stepped for _, stepped in steps] == [math.isfinite(size) for size in sizes]
+    assert ours.loss_scale.state() == (2.0**15, 1)
+    ours.loss_scale.load_state((2.0, 0))
+    for _ in range(2):
+        first.weight.grad = torch.full_like(first.weight, math.inf)
+        ours.apply()
+    assert ours.loss_scale.value == loss_scale.LEAST
 
 
 def test_value_clipping_does_not_hide_an_infinity() -> None:

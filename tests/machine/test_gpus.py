@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,13 +177,14 @@ def test_a_command_asks_nvml_once(machine: Machine, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_computes_in_what_all_of_its_gpus_have(machine: Machine) -> None:
     machine.set(DRIVER, GT_1030, RTX_4090)
+    seen = machine_module.Machine.here({})
+    proven = replace(seen, proven=frozenset({"float16"}))
     dtypes = [
-        complete(
-            {"trainer": {"n_gpus_per_node": gpus}}, machine_module.Machine.here({})
-        ).model.dtype
+        complete({"trainer": {"n_gpus_per_node": gpus}}, where).model.dtype
+        for where in (seen, proven)
         for gpus in (1, 2)
     ]
-    assert dtypes == ["bfloat16", "float32"]
+    assert dtypes == ["bfloat16", "float32", "bfloat16", "float16"]
 
 
 def test_wsl_s_driver_that_does_not_answer_is_a_fault(machine: Machine, tmp_path: Path) -> None:

@@ -75,11 +75,12 @@ class Model(Section):
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
         identity="checkpoint", common=True,
     )  # fmt: skip
-    dtype: Literal["float32", "bfloat16"] = setting(
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
         Chosen(
             choose_dtype,
             "bfloat16 on a GPU that has it, and for a wide model in one process on a CPU with "
-            "AVX512-BF16 or AMX; else float32",
+            "AVX512-BF16 or AMX; float16 on an older GPU if the self-test has proven it; else "
+            "float32",
         ),
         "Precision of the computation.", flag="--dtype",
     )  # fmt: skip

@@ -173,7 +173,7 @@ class ModelLearner:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         # Every micro-batch is normalised by the counts of the whole mini-batch.
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
-        model = self.model
+        model, scale = self.model, self.optimizer.loss_scale.value
         measured: list[DeviceSums] = []
 
         def accumulate(rows: Sequence[int], last: bool) -> None:
@@ -182,7 +182,8 @@ class ModelLearner:
             model.sync_gradients(last)
             # Metrics stay on the device until the step is over.
             measured.append({})
-            self._loss(batch, micro_batch, aggregation, measured[-1]).backward()
+            loss = self._loss(batch, micro_batch, aggregation, measured[-1])
+            (loss * scale).backward()
 
         def restart() -> None:
             measured.clear()
@@ -198,7 +199,12 @@ class ModelLearner:
         # Read here, because the host has just waited for the device.
         sums = fetch_sums(measured) if self._ranks.reports_results else {}
         if self._ranks.rank == 0:
-            sums[f"{self.name}/skipped_steps"] = (0.0 if stepped else 1.0, 1.0)
+            # A step that only halved the scale is not a sign of trouble.
+            halved = self.optimizer.loss_scale.value < scale
+            sums[f"{self.name}/skipped_steps"] = (float(not stepped and not halved), 1.0)
+            if self.optimizer.loss_scale.dynamic:
+                sums[f"{self.name}/loss_scale"] = (scale, 1.0)
+                sums[f"{self.name}/loss_scale_halvings"] = (float(halved), 1.0)
             if stepped:
                 sums[self.norm] = (norm, 1.0)
             sums[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
@@ -276,7 +282,7 @@ class ActorLearner(ModelLearner):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self._experts.reset()
+        self._experts.reset(self.optimizer.loss_scale.value)
 
     def _reference_awake(self) -> AbstractContextManager[None]:
         s = self._settings
@@ -298,7 +304,7 @@ class ActorLearner(ModelLearner):
         of tokens of each expert.
         """
         s, kind = self._settings, self._settings.policy_loss.loss_mode
-        self._experts.reset()
+        self._experts.reset(self.optimizer.loss_scale.value)
         if not POLICY_LOSSES[kind].chooses and not self._experts.balances:
             return
 

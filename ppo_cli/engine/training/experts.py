@@ -68,6 +68,7 @@ class ExpertMonitor:
         self._weight_N: Tensor | None = None  # how often each token of the micro-batch counts
         self._recording = self._counting = False
         self._losses: dict[str, Tensor] = {}  # of the micro-batch, before their coefficients
+        self._loss_scale = 1.0
         for name, module in backbone.named_modules():
             if name.rpartition(".")[2] == "experts":
                 module.register_forward_pre_hook(partial(self._count_tokens, name))
@@ -75,9 +76,9 @@ class ExpertMonitor:
         for name, router, index in _routers(backbone) if self.balances else ():
             router.register_forward_hook(partial(self._observe_router, name, index))
 
-    def reset(self) -> None:
-        """Start a mini-batch."""
-        self._counts, self._losses = {}, {}
+    def reset(self, loss_scale: float = 1.0) -> None:
+        """Start a mini-batch, whose losses are multiplied by `loss_scale` in the backward pass."""
+        self._counts, self._losses, self._loss_scale = {}, {}, loss_scale
 
     @contextmanager
     def recording(self, micro_batch: MicroBatch, *, counts: bool = False) -> Iterator[None]:
@@ -159,7 +160,7 @@ class ExpertMonitor:
         if not logits_NE.requires_grad:
             return None
         loss = torch.stack([self._coefs[n] * value for n, value in losses.items()]).sum()
-        return _attach(loss, output, index)
+        return _attach(loss * self._loss_scale, output, index)
 
     def _compute_losses(self, logits_NE: Tensor) -> dict[str, Tensor]:
         """Return this layer's and micro-batch's part of the mini-batch's losses."""

@@ -22,6 +22,7 @@ from ppo_cli.engine.models.loading import import_bitsandbytes
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over_ranks
 from ppo_cli.engine.sharding.host_memory import HostCopies
 from ppo_cli.engine.sharding.tensors import scatter_from_rank0
+from ppo_cli.engine.training.loss_scale import LossScale
 from ppo_cli.errors import ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -47,7 +48,9 @@ class Optimizer:
         clip_grad_value: float | None,
         ranks: Ranks = ALONE,
         offload: bool = False,
+        scales_losses: bool = False,
     ) -> None:
+        self.loss_scale = LossScale(dynamic=scales_losses)
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._pieces = {name: _piece(p) for name, p in self._parameters.items()}
         # No weight decay for norm weights and biases, which have one axis.
@@ -114,7 +117,8 @@ class Optimizer:
     def apply(self) -> tuple[float, bool]:
         """Clip and step; returns the gradient norm before clipping, and whether it stepped.
 
-        If the norm is not finite, weights and moments stay unchanged on all ranks.
+        Gradients are those of the loss times `loss_scale`; the norm is without the scale. If it is
+        not finite, weights and moments stay unchanged on all ranks.
         """
         graded = []
         for name, parameter in self._parameters.items():
@@ -122,15 +126,17 @@ class Optimizer:
                 self._pieces[name].grad = _local(parameter.grad)
                 graded.append(name)
         # Measured before clipping by value, which would turn an infinity into a number.
-        norm = self._norm()
+        scale = self.loss_scale.value
+        norm = self._norm() / scale
         stepped = math.isfinite(norm)
         if stepped:
-            self._clip_gradients(norm)
+            self._clip_gradients(norm, scale)
             self._place_moments(at_work=True)
             self._adamw.step()
             self._stepped.update(graded)
             self._place_moments(at_work=False)
         self.zero_grad()
+        self.loss_scale.update(finite=stepped)
         return norm, stepped
 
     def moments(self) -> dict[str, Tensor]:
@@ -200,12 +206,14 @@ class Optimizer:
                     pieces *= parameter.device_mesh.size(axis)
         return self._ranks.size / pieces
 
-    def _clip_gradients(self, norm: float) -> None:
-        """Clip the gradients in place: each value first, if set, then the norm.
+    def _clip_gradients(self, norm: float, scale: float) -> None:
+        """Divide gradients by `scale` and clip them in place: each value, if set, then the norm.
 
-        `norm` is the norm of all gradients before clipping.
+        `norm` is the norm of all gradients before clipping, without the scale.
         """
         grads = [p.grad for p in self._pieces.values() if p.grad is not None]
+        if scale != 1.0 and grads:
+            torch._foreach_div_(grads, scale)  # exact: the scale is a power of two
         # First by value, then by the norm that is left.
         if self._clip_grad_value is not None:
             for grad in grads:

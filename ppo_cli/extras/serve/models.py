@@ -143,7 +143,7 @@ class ServedModel:
                 ]
                 part = torch.stack(losses).sum()
             if backward:
-                part.backward()
+                (part * self._actor.optimizer.loss_scale.value).backward()
             total += part.item()
             logprobs |= {i: new_N.detach() for i, new_N in zip(group, computed, strict=True)}
         return [logprobs[i] for i in range(len(rows))], total
@@ -186,8 +186,9 @@ class ServedModel:
             adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"],
             adam["weight_decay"], adam["grad_clip_norm"],
         )  # fmt: skip
+        scale = optimizer.loss_scale.value
         norm, stepped = optimizer.apply()
-        if not stepped:
+        if not stepped and optimizer.loss_scale.value == scale:
             raise UserError(
                 "The gradient is not finite, so no step was taken: look for such numbers in the "
                 "inputs of the loss, or lower the learning rate."

@@ -124,9 +124,10 @@ def unusable_gpus(scene: Scene) -> Iterator[str]:
     if (fault := scene.machine.gpu_fault(used)) is not None:
         yield str(fault)
     # vLLM refuses bfloat16 on older GPUs, where torch emulates it.
+    other = "float16" if "float16" in scene.machine.proven else "float32"
     if config.model.dtype == "bfloat16" and config.rollout.name == "vllm":
         yield from (
-            f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out (float32), or "
+            f"vLLM does not compute in bfloat16 on a {gpu.name}: leave --dtype out ({other}), or "
             "sample with --rollout_name hf."
             for gpu in scene.machine.gpus[:used]
             if not has_bfloat16([gpu])
@@ -479,9 +480,12 @@ def device_remarks(scene: Scene) -> Iterator[str]:
     # GPUs without bfloat16.
     old = [gpu for gpu in machine.gpus[:used] if not has_bfloat16([gpu])]
     if old and config.model.dtype == "bfloat16":
-        yield f"A {old[0].name} emulates bfloat16: float32, the default there, is faster."
-    elif old:
-        yield f"A {old[0].name} has no bfloat16: models compute in float32."
+        yield f"A {old[0].name} emulates bfloat16: --dtype float16 is faster."
+    elif old and config.model.dtype == "float32" and requested.model.dtype is None:
+        yield (
+            f"A {old[0].name} has no bfloat16: models compute in float32. "
+            f"`{ppo('doctor --self-test')}` tries float16, which is faster."
+        )
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "fsdp":
             yield f"{who}.strategy fsdp is FSDP2 here."

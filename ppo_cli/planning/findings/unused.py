@@ -240,12 +240,12 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "nothing_in_float32": Unused(
         "it is for models that compute in float32 on the CPU; leave it out",
-        lambda c: c.trainer.n_gpus_per_node > 0 or c.model.dtype == "bfloat16",
+        lambda c: c.trainer.n_gpus_per_node > 0 or c.model.dtype != "float32",
         tuning=True,
     ),
     "nothing_to_spread": Unused(
         "weights are spread where matrices are multiplied in bfloat16 (--dtype bfloat16)",
-        lambda c: c.model.dtype == "float32",
+        lambda c: c.model.dtype != "bfloat16",
         tuning=True,
     ),
     "nothing_to_share": Unused(

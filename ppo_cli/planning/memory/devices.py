@@ -148,7 +148,7 @@ def _count_sampler(
     cache = layer * (shape.layers + 1)
     if shape.keys < shape.queries and device.gpu:
         cache += layer * shape.queries // shape.keys
-    # Linear layers are cast to bfloat16 once a rollout, unless they are frozen in bfloat16.
+    # Linear layers are cast to half precision once a rollout, unless they are frozen in it.
     frozen = device.gpu and (not alone or config.model.lora_rank > 0)
     cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half and not frozen else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
@@ -190,7 +190,7 @@ class _RoleNeeds:
         size = config.actor.fsdp_config.fsdp_size
         frees = ranks > 1 and config.model.enable_gradient_checkpointing
         device = Device(
-            half=config.model.dtype == "bfloat16",
+            half=config.model.dtype != "float32",
             gpu=gpu,
             shards=rows if size == -1 else min(size, rows),
             tensor=ranks // rows,

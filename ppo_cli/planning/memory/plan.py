@@ -278,9 +278,9 @@ def cpu_plan(requested: Config, config: Config, *, jemalloc: bool) -> list[str]:
     if config.trainer.n_gpus_per_node:
         return []
     lines = []
-    if config.model.dtype == "bfloat16":
+    if (dtype := config.model.dtype) != "float32":
         why = ", as set" if requested.model.dtype else " (faster on this processor)"
-        lines.append(f"matrix products: bfloat16{why}")
+        lines.append(f"matrix products: {dtype}{why}")
     else:
         library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[config.model.float32_matmul]
         why = ", as set" if requested.model.float32_matmul else ""
@@ -412,7 +412,7 @@ def _memory_saving_changes(
             yield {"rollout.max_num_seqs": rows}
     elif config.trainer.n_gpus_per_node and capacity:
         least = _smallest_vllm_share(
-            sum(count_vllm(config, shape, 2 if config.model.dtype == "bfloat16" else FLOAT)),
+            sum(count_vllm(config, shape, FLOAT if config.model.dtype == "float32" else 2)),
             capacity,
         )
         share = config.rollout.gpu_memory_utilization

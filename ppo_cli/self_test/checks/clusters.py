@@ -126,7 +126,7 @@ def check_publish_memory(setup: Setup, results: Results) -> None:
     path = setup.folder / "model"
     shape = save_wide_model(setup, path)
     parts = {
-        "model": {"path": str(path), "dtype": "bfloat16", "packing": False},
+        "model": {"path": str(path), "packing": False},
         "actor": {"use_kl_loss": False, "kl_loss_coef": 0.0},
         "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
         "rollout": _vllm("ipc") | {"n": 2},

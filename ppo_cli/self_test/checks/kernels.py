@@ -21,6 +21,7 @@ from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.planning.memory.model import LOGIT_CHUNK
+from ppo_cli.self_test.checks.runs import has_bfloat16
 from ppo_cli.self_test.results import Results, Setup
 
 # Common head sizes; the size of the model to train is added.
@@ -33,9 +34,9 @@ HIDDEN = 128
 TOKENS = 16
 TEMPERATURE = 0.7
 # A result is rounded once: half a unit in the last of 8 bits (24 of float32, and sums of many).
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # Attention rounds probabilities too.
-ATTENTION = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+ATTENTION = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def relative_gap(value: Tensor, expected: Tensor) -> float:
@@ -48,7 +49,9 @@ def relative_gap(value: Tensor, expected: Tensor) -> float:
 def check_products(setup: Setup, results: Results) -> None:
     """A product, the log-probs of a large vocabulary and the gradient of an embedding."""
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    # Processors take half a minute for products of this size in float16.
+    halves = (torch.bfloat16,) if setup.device == "cpu" else (torch.bfloat16, torch.float16)
+    for dtype in (torch.float32, *halves):
         with results.part(str(dtype).removeprefix("torch.")):
             _check_product(setup, results, dtype, generator)
             _check_vocabulary(setup, results, dtype, generator)
@@ -100,7 +103,7 @@ def _check_vocabulary(
     )
     logprobs_N.sum().backward()
     assert states_NH.grad is not None and exact_NH.grad is not None
-    # bfloat16 rounds each logit, of a size of about 30.
+    # Half precision rounds each logit, of a size of about 30.
     limit = 1e-4 if dtype == torch.float32 else 0.1
     results.compare(
         f"log-probs of {vocabulary:,} tokens",
@@ -114,6 +117,9 @@ def _check_vocabulary(
 
 def check_attention(setup: Setup, results: Results) -> None:
     """Rows end to end, alone and with shared prompts, for each head size and precision."""
+    if setup.device == "cuda" and not has_bfloat16(setup.device):
+        results.skip("the kernel for packed rows needs a GPU with bfloat16")
+        return
     # On a CPU products of float32 choose between two ways to attend.
     set_matmul_library("blas")
     _check_head_sizes(setup, results)

@@ -144,7 +144,10 @@ class TranslationState:
 # One budget serves all log-prob computations here; verl has one for each.
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 # verl's words for precisions.
-PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+PRECISIONS: Final = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
+    "float": "float32",
+}  # fmt: skip
 TRANSLATIONS: Final[
     dict[str, Callable[[TranslationState, Entry], None]]
 ] = {}  # by name, without the wrapper
@@ -620,8 +623,8 @@ def _translate_sampler_dtype(state: TranslationState, entry: Entry, raw: Any) ->
     """Trainer, reference and sampler compute in one precision."""
     # One precision for all, so the value must agree with --dtype.
     word = PRECISIONS.get(str(raw), str(raw))
-    if word not in ("bfloat16", "float32", "auto"):
-        allowed = "--dtype takes bfloat16 or float32 for both trainer and sampler"
+    if word not in ("bfloat16", "float16", "float32", "auto"):
+        allowed = "--dtype takes bfloat16, float16 or float32 for both trainer and sampler"
         state.problem(entry, f"{entry.name}={word} is not offered; {allowed}.")
         return
     # Without --dtype, GPUs compute in bfloat16.
