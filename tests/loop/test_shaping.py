@@ -139,7 +139,8 @@ def test_scores_that_differ_only_by_rounding_teach_nothing(
 def test_adaptive_kl_moves_towards_its_target_by_the_rows_with_a_score(
     target: float, error: float
 ) -> None:
-    created, scores = rollouts([3] * 8), [1.0, None, 1.0, 1.0, None, 1.0, 1.0, 1.0]
+    created = rollouts([3, 2, 1, 3, 3, 2, 1, 3])
+    scores = [1.0, None, 1.0, 1.0, None, 1.0, 1.0, 1.0]
     for kind, growth in (("adaptive", 1 + error * 6 / 100), ("fixed", 1.0)):
         control = {"type": kind, "target_kl": target, "horizon": 100, "kl_coef": 7.0}
         step = shape(created, scores, 0.2, kl_ctrl=control)
@@ -148,7 +149,7 @@ def test_adaptive_kl_moves_towards_its_target_by_the_rows_with_a_score(
         assert float(step.batch.token_rewards_BT[0, 0]) == pytest.approx(-0.2 * 0.5, rel=1e-4)
         assert step.metrics["kl/coef"] == 0.2
         plain = shape(created, scores, 0.2, kl_ctrl={"type": kind}, use_kl_in_reward=False)
-        assert plain.next_kl_coef == 0.2 and not plain.batch.token_rewards_BT[:, :-1].any()
+        assert plain.next_kl_coef == 0.2 and plain.batch.token_rewards_BT.sum() == 6
         assert "kl_divergence" in plain.metrics and "kl/coef" not in plain.metrics
 
 
@@ -314,14 +315,17 @@ def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
     created = rollouts([2, 2, 1], n=3)
     parts = ({"a": Part(1.0, None)}, {}, {"a": Part(0.0, None)})
     scores = [Scored(r, Score(1.0, parts=p)) for r, p in zip(created, parts, strict=True)]
-    config = complete({"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"]}})
-    batch = shape_step(config, annotate(created), scores, 0.0, None).batch
-    assert batch.valid_B.tolist() == [True, False, True] and not batch.advantages_BT[1].any()
+    for estimator, valid in (("gdpo", [True, False, True]), ("grpo", [True] * 3)):
+        config = complete({"algorithm": {"adv_estimator": estimator, "gdpo_reward_keys": ["a"]}})
+        batch = shape_step(config, annotate(created), scores, 0.0, None).batch
+        assert batch.valid_B.tolist() == valid and not batch.advantages_BT[1].any()
 
 
-def test_without_any_score_the_kl_coefficient_stays() -> None:
-    control = {"type": "adaptive", "target_kl": 0.1, "horizon": 100}
-    step = shape(rollouts([3, 2]), [None, None], 0.2, kl_ctrl=control)
+@pytest.mark.parametrize("estimator", ["gae", "gdpo"])
+def test_without_any_score_the_kl_coefficient_stays(estimator: str) -> None:
+    settings: Any = {"adv_estimator": estimator, "gdpo_reward_keys": ["a"]}
+    settings |= {"kl_ctrl": {"type": "adaptive", "target_kl": 0.1, "horizon": 100}}
+    step = shape(rollouts([3, 2]), [None, None], 0.2, **settings)
     assert step.next_kl_coef == 0.2 and step.metrics == {}
     assert not step.batch.advantages_BT.any()
     assert bool(step.batch.token_rewards_BT.isfinite().all())
@@ -388,9 +392,9 @@ def test_what_an_environment_wrote_counts_in_no_length_and_in_no_place() -> None
 
 
 def test_batch_normalisation_and_then_the_clip() -> None:
-    done = penalise([scored(1.0), scored(3.0), scored(None)], normalize="batch")
+    done = penalise([scored(1.0), scored(5.0), scored(None)], normalize="batch")
     assert values(done.scored) == [-1.0, 1.0, None]
-    assert (done.metrics["shaping/mean"], done.metrics["shaping/std"]) == (2.0, 1.0)
+    assert (done.metrics["shaping/mean"], done.metrics["shaping/std"]) == (3.0, 2.0)
     assert done.moments == Moments()
     same = penalise([scored(4.0), scored(4.0)], normalize="batch")
     assert values(same.scored) == [0.0, 0.0]

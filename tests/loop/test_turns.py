@@ -102,10 +102,10 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     rollout = episode(1, split=True)
     rollout = replace(rollout, entropies=np.arange(len(rollout.token_ids), dtype=np.float32))
     ends = [turn.end for turn in rollout.turns]
-    # At the last token of two turns, and at the first one of the turn behind the first.
-    ends_and_rewards = ((ends[0], 1.0), (ends[0] + 1, 0.5), (ends[2], 4.0))
+    # At the last token of three turns, and at the first one of the turn behind the first.
+    ends_and_rewards = ((ends[0], 1.0), (ends[0] + 1, 0.5), (ends[2], 4.0), (ends[3], 0.5))
     steps = tuple(PlacedReward(end, reward, "token") for end, reward in ends_and_rewards)
-    # 2 of the score 7.5 are placed nowhere, so they belong to the last turn.
+    # 1.5 of the score 7.5 are placed nowhere, so they belong to the last turn.
     score = Score(7.5, steps=steps)
     placed = place_steps(rollout, steps, lambda ids, context: "")
     split = split_turns(rollout)
@@ -114,12 +114,14 @@ def test_rewards_to_go_of_a_split_history_by_hand() -> None:
     assert [(s.score.value, s.score.steps) for s, _ in rows] == [
         (value, ()) for value in (2.5, 3.0, 5.0, 2.0)
     ]
-    assert [inner for _, inner in rows] == [[(2, 1.0)], [(0, 0.5)], [(3, 4.0)], []]
+    assert [inner for _, inner in rows] == [[(2, 1.0)], [(0, 0.5)], [(3, 4.0)], [(1, 0.5)]]
     for single, turn in zip(split, rollout.turns, strict=True):
-        assert (single.prompt.token_ids, single.text) == (turn.context, turn.text)
-        assert not single.turns
-        assert single.token_ids == rollout.token_ids[turn.start : turn.end]
-        assert single.entropies.tolist() == [*range(turn.start, turn.end)]
+        assert (single.prompt.token_ids, single.text, single.turns) == (turn.context, turn.text, ())
+        for name in ("token_ids", "sampler_logprobs", "entropies"):
+            inside = getattr(rollout, name)[turn.start : turn.end]
+            assert list(getattr(single, name)) == list(inside), name
+    (only,) = split_turns(replace(rollout, turns=rollout.turns[:1], entropies=None))
+    assert not only.turns and only.entropies is None and split_turns(only) == [only]
     failed = split_scores(Scored(rollout, Score.failed("timeout")), split, [], 0.5)
     assert len(failed) == 4 and all(s.score.value is None for s, _ in failed)
     whole = episode(1, split=False)
