@@ -36,6 +36,8 @@ PANELS = {
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
 FLAG_NOTES = "ppo_cli.flag_notes"
 FOREIGN = "ppo_cli.foreign"  # and whether the line is another program's, with its defaults
+# Flags of rows without a prompt, which are a source -> the setting that names sources.
+EPISODES = {"episodes": "data.train_files", "val_episodes": "data.val_files"}
 # difflib's similarity, from 0 to 1. Suggestions below it are rarely what was meant.
 SUGGESTION_CUTOFF = 0.75
 
@@ -133,6 +135,10 @@ def add_command(
             for name, key in keys.items()
             if values[name] not in (None, [], ())
         }
+        for name, key in EPISODES.items():
+            if values[name] is not None:
+                files = flags.get(key, ((), ""))[0]
+                flags[key] = ((*files, f"episodes:{values[name]}"), f"flag --{name}")
         run(
             Arguments(
                 flags=flags,
@@ -374,6 +380,15 @@ def _make_shared_parameters() -> list[inspect.Parameter]:
         make_flag(
             "config", list[str], None, "YAML file of settings; repeatable, the last wins.", "FILE"
         ),
+        make_flag(
+            "episodes",
+            int,
+            None,
+            "Episodes to train on, in place of rows, where the environment opens them.",
+            "N",
+            min=1,
+        ),
+        make_flag("val_episodes", int, None, "Validation episodes, in place of rows.", "N", min=1),
     ]
 
 

@@ -107,6 +107,12 @@ def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] | 
     raise DataError("\n".join(lines))
 
 
+def count_episodes(source: str) -> int | None:
+    """Return N of the source `episodes:N`, rows without a prompt; None for any other source."""
+    name, _, number = source.partition(":")
+    return int(number) if name == "episodes" and number.isdecimal() else None
+
+
 SHOWN_FILES = 5
 # What `ppo data prepare` writes.
 SETS = (
@@ -140,6 +146,8 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     """Read one local file or saved set, or its first rows; the suffix chooses the reader."""
     path = user_path(source)
     check_readable(source)
+    if count_episodes(source):
+        raise DataError(f"{source} has no prompts: an environment opens them. Name a file of rows.")
     # A saved set has Arrow files; any other source is one file.
     if (saved := find_saved(source)) is not None:
         batches = chain.from_iterable(map(_arrow_batches, saved.files))
@@ -158,7 +166,7 @@ def read_file(source: str, at_most: int | None = None) -> Records:
 
 def check_readable(source: str) -> None:
     """Raise a DataError for a missing file, a folder of files or a suffix without a reader."""
-    if find_saved(source) is not None:
+    if find_saved(source) is not None or count_episodes(source):
         return
     path = user_path(source)
     if path.is_dir():
@@ -625,6 +633,8 @@ SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
 
 def count_rows(path: str) -> int | None:
     """Return the number of rows in a local file or saved set; None when it cannot be counted."""
+    if episodes := count_episodes(path):
+        return episodes
     file = user_path(path)
     format_ = BY_SUFFIX.get(file_suffix(file))
     try:

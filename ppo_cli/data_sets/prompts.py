@@ -141,12 +141,15 @@ class Renderer:
         prompt = row.prompt
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         # A row's system message wins.
-        if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+        if self.system_prompt is None or has_system:
             return messages
         return ({"role": "system", "content": self.system_prompt}, *messages)
 
     def text_of(self, row: Row, messages: tuple[Message, ...]) -> str:
-        """Return the text that the model continues."""
+        """Return the text that the model continues, "" for a row that an environment opens."""
+        if not row.prompt:
+            return ""
         if self.uses_template:
             try:
                 return self.fill_template(messages)
@@ -363,7 +366,8 @@ def render_prompts(
     # Some templates drop the system message: compare without white space.
     if system_prompt and renderer.uses_template:
         squeezed = "".join(system_prompt.split())
-        unread = [item for _, item in items if item.messages[0]["content"] == system_prompt]
+        unread = [item for _, item in items if item.text]
+        unread = [item for item in unread if item.messages[0]["content"] == system_prompt]
         if unread and squeezed not in "".join(unread[0].text.split()):
             notes.append("The chat template leaves --system_prompt out: the model never reads it.")
     if apply_chat_template and not renderer.uses_template:

@@ -23,6 +23,7 @@ from ppo_cli.data_sets.files import (
     Records,
     RowError,
     RowProblem,
+    count_episodes,
     name_type,
     raise_problems,
 )
@@ -272,10 +273,10 @@ def read_part(part: Any, column: str) -> str:
 
 
 def question_of(prompt: str | tuple[Message, ...]) -> str:
-    """Return the user's question: the text, or the last user message."""
+    """Return the user's question: the text, or the last user message, "" without one."""
     if isinstance(prompt, str):
         return prompt
-    return next(str(m["content"]) for m in reversed(prompt) if m["role"] == "user")
+    return next((str(m["content"]) for m in reversed(prompt) if m["role"] == "user"), "")
 
 
 # Column names that other data sets use.
@@ -306,7 +307,10 @@ TEST_COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row; a text prompt stays text until it is rendered."""
+    """One usable row; a text prompt stays text until it is rendered.
+
+    Without messages, the environment opens the episode.
+    """
 
     place: Place
     prompt: str | tuple[Message, ...]
@@ -395,6 +399,10 @@ def load_rows(
     at_most: int | None = None,
 ) -> RowSet:
     """Read one file or hub set as rows; bad rows are collected as problems."""
+    if episodes := count_episodes(source):
+        numbers = range(1, min(episodes, at_most or episodes) + 1)
+        opened = tuple(Row(Place(source, n), (), None, "", {"task": n - 1}) for n in numbers)
+        return RowSet(source, "episodes", opened, (), Columns(prompt_key, "", source_key, ()))
     # A source without records has no columns to find.
     raw = read_source(source, at_most)
     if not raw.records:

@@ -35,8 +35,11 @@ class Session:
         """Return the row's messages, the last with the first observation added to it."""
         await self._connect()
         text, _, _ = read_result(await self._send("reset", {"seed": row["seed"]}))
-        *messages, last = row["messages"]
-        return [*messages, {**last, "content": f"{last['content']}\n\n{text}".strip()}]
+        *messages, last = row["messages"] or [{"role": "system"}]
+        if last["role"] == "system":  # without a row, the observation is the opening
+            messages, last = row["messages"], {"role": "user", "content": ""}
+        content = f"{last['content']}\n\n{text}".strip()
+        return [*messages, {**last, "content": content}] if content else messages
 
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send an action; one that the server cannot read is answered with what is wrong."""

@@ -44,12 +44,18 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 EVENTS = ("timeouts", "crashes", "restarts")
 # A call to a server may wait, and is asked again.
 MCP_ATTEMPTS, MCP_START_S = 3, 90.0
+# What an environment that opens its episodes receives in place of a data row.
+NO_ROW: Mapping[str, Any] = {
+    "prompt": "", "messages": [], "ground_truth": None, "data_source": "",
+    "extra_info": {"task": 0}, "seed": 0,
+}  # fmt: skip
 
 
-def check_environment(config: Environment) -> tuple[Schema, ...]:
+def check_environment(config: Environment, *, opens: bool = False) -> tuple[Schema, ...]:
     """Start one environment process and return its tools; UserError with all mistakes.
 
-    Takes at most 10 s: what is still being imported then is not a mistake, and is not checked.
+    It has to open an episode without a row if it `opens` them. Takes at most 10 s: what is still
+    being imported then is not a mistake, and is not checked.
     """
     if not config.is_set:
         return ()
@@ -57,8 +63,15 @@ def check_environment(config: Environment) -> tuple[Schema, ...]:
 
     async def describe() -> tuple[Schema, ...]:
         process = _Process(config, spec, None)
+
+        async def start() -> tuple[Schema, ...]:
+            tools = await process.start()
+            if opens:
+                await process.try_opening()
+            return tools
+
         try:
-            return await asyncio.wait_for(asyncio.shield(process.start()), CHECK_TIMEOUT_S)
+            return await asyncio.wait_for(start(), CHECK_TIMEOUT_S)
         except TimeoutError:
             return ()
         except EnvironmentFailure as failure:
@@ -202,6 +215,21 @@ class _Process:
             raise ConfigError([*problems, *(advice if {*names} & {*os.environ} else ())])
         return tools
 
+    async def try_opening(self) -> None:
+        """Raise ConfigError unless the environment opens an episode without a row."""
+        try:
+            await self.reset("trial", NO_ROW)
+        except EnvironmentFailure as failure:
+            raise ConfigError(
+                [
+                    f"The environment {self._config.path} does not open an episode without a row: "
+                    f"{str(failure).rstrip('.')}. Name rows with --train_files and --val_files in "
+                    "place of --episodes and --val_episodes, or return the first messages in reset."
+                ]
+            ) from None
+        finally:
+            await self.end_episode("trial")
+
     async def reset(self, episode: str, row: Mapping[str, Any]) -> Opening:
         """Begin an episode; raises EnvironmentFailure."""
         try:
@@ -322,18 +350,23 @@ class EnvironmentPool:
         self._starts = asyncio.Semaphore(config.max_starts)
         self._loop = LoopThread("environments")
 
-    def start(self) -> None:
-        """Start the processes and read the tools; UserError says what is wrong."""
+    def start(self, *, opens: bool = False) -> None:
+        """Start the processes and read the tools; UserError says what is wrong.
+
+        The environment has to open an episode without a row if it `opens` them.
+        """
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         try:
-            self.tools = self._loop.call(self._start())
+            self.tools = self._loop.call(self._start(opens))
         except EnvironmentFailure as failure:
             raise UserError(_describe_broken(self._config, str(failure), self._logs)) from None
 
-    async def _start(self) -> tuple[Schema, ...]:
+    async def _start(self, opens: bool) -> tuple[Schema, ...]:
         self._processes = [self._make_process(i) for i in range(self._config.num_workers)]
         tools = await self._processes[0].start()
+        if opens:
+            await self._processes[0].try_opening()
         for process in self._processes:
             process.start()
         return tools

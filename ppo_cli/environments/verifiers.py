@@ -152,6 +152,9 @@ class Taskset:
                 "the row has no extra_info.task: write rows with scripts/setup_verifiers"
             )
         self._tasks += itertools.islice(self._iterator, max(0, index + 1 - len(self._tasks)))
+        if index >= len(self._tasks):
+            last = len(self._tasks) - 1
+            raise ValueError(f"the row is of task {index}, and the last one is {last}")
         return self._tasks[index]
 
 

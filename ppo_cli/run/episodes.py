@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
 from ppo_cli.config.schema.run import Config
+from ppo_cli.data_sets.files import count_episodes
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text, run_end_ids
 from ppo_cli.environments.base import Schema
@@ -36,7 +37,7 @@ def start_episodes(
 
     pool = EnvironmentPool(config.environment, logs)
     closing.callback(pool.close)
-    pool.start()
+    pool.start(opens=_opens_episodes(config))
     path = model_folder(config.model.path)
     model_config = load_config(path, "--model", config.model.trust_remote_code)
     end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
@@ -48,13 +49,18 @@ def check_episodes(config: Config) -> None:
     """Raise UserError for what `start_episodes` would refuse, without loading a model."""
     if not config.environment.is_set:
         return
-    tools = check_environment(config.environment)
+    tools = check_environment(config.environment, opens=_opens_episodes(config))
     # A model of the hub is not downloaded for a check.
     folder = user_path(model_folder(config.model.path))
     if folder.is_dir():
         trust = config.model.trust_remote_code
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
         _make_chat(config, tokenizer, tools, _read_end_ids(folder, tokenizer))
+
+
+def _opens_episodes(config: Config) -> bool:
+    """Whether the environment opens episodes, of training or validation, without a row."""
+    return any(map(count_episodes, (*config.data.train_files, *config.data.val_files)))
 
 
 def _read_end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:

@@ -126,6 +126,14 @@ def test_no_prompts_at_all_is_told(tokenizer: Any, tmp_path: Path) -> None:
     assert "The sample limit 0 leaves no prompts" in refusal(tokenizer, file, max_samples=0)
 
 
+def test_episodes_are_prompts_without_text(tokenizer: Any, tmp_path: Path) -> None:
+    prompts = load(tokenizer, "episodes:3", max_samples=2, system_prompt="Play.").prompts
+    assert [p.uid for p in prompts] == ["episodes:1", "episodes:2"]
+    assert [p.extra_info["task"] for p in prompts] == [0, 1]
+    assert {(p.text, p.token_ids, p.messages[0]["content"]) for p in prompts} == {("", (), "Play.")}
+    assert "no such file" in refusal(tokenizer, "episodes:0")
+
+
 def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: Path) -> None:
     a = write_rows(tmp_path / "a.jsonl", *asks("1", *[""] * 7))
     b = tmp_path / "b.jsonl"

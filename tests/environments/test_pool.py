@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,25 @@ def test_a_mistake_is_refused_at_the_start(tmp_path: Path, source: str) -> None:
     file.write_text(source)
     with pytest.raises(UserError, match=MISTAKES[source]):
         check_environment(complete_environment(path=f"{file}:Game"))
+
+
+@pytest.mark.parametrize(
+    ("opening", "reason"),
+    [
+        ("f\"Game {row['seed']}\"", ""),
+        ("None", "reset returned no messages"),
+        ('[{"role": "system", "content": "Play."}]', "reset returned no messages"),
+        ('row["extra_info"]["board"]', "KeyError: 'board' .game.py, line 2.. Name rows with"),
+    ],
+)
+def test_an_environment_that_needs_a_row_is_refused_without_rows(
+    tmp_path: Path, opening: str, reason: str
+) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(f"class Game:\n    def reset(self, row): return {opening}\n    step = reset\n")
+    refused = pytest.raises(ConfigError, match=reason) if reason else nullcontext()
+    with refused:
+        check_environment(complete_environment(path=f"{file}:Game"), opens=True)
 
 
 def test_missing_files_are_refused_together(tmp_path: Path, game: Path) -> None:

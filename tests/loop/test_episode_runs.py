@@ -18,6 +18,7 @@ ENVIRONMENT = """
 class Questions:
     def reset(self, row):
         self.seed, self.turn = row["seed"], 0
+        return row["prompt"] or "Begin."
 
     def step(self, message):
         self.turn += 1
@@ -58,11 +59,13 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", ["0", "1"])
+@pytest.mark.parametrize(
+    "sampling", [("--episodes", "36", "--val_episodes", "4"), ("--async_steps", "1")]
+)
 def test_killed_and_resumed_equals_uninterrupted(
-    episodes: tuple[str, ...], ahead: str, tmp_path: Path
+    episodes: tuple[str, ...], sampling: tuple[str, ...], tmp_path: Path
 ) -> None:
-    args = (*episodes, "--async_steps", ahead)
+    args = (*episodes, *sampling)
     train(tmp_path / "whole", *args)
     train_killed_halfway(tmp_path / "killed", *args)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")

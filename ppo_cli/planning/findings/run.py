@@ -9,8 +9,10 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.schema.finding import Finding
+from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import Settling
+from ppo_cli.data_sets.files import count_episodes
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.plugins import runs_elsewhere
 
@@ -183,6 +185,15 @@ def check_batches(scene: Scene) -> Iterator[Finding]:
 def check_episodes(scene: Scene) -> Iterator[Finding]:
     """What episodes of several turns do not go with."""
     config, algorithm = scene.config, scene.config.algorithm
+    for split, flag in {"train": "--episodes", "val": "--val_episodes"}.items():
+        key = f"data.{split}_files"
+        if config.environment.path is None and any(map(count_episodes, value_of(config, key))):
+            yield Finding(
+                (key, "environment.path"),
+                f"{flag} N is for an --environment that opens its episodes: without one, an "
+                "episode begins with the messages of its row. Name rows with "
+                f"--{split}_files FILE.",
+            )
     if not config.environment.is_set:
         return
     if config.rollout.partial_tokens is not None:
