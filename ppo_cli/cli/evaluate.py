@@ -463,9 +463,9 @@ def format_export(record: dict[str, Any]) -> str:
     if record["choice"]:
         lines.append(f"  step        {record['choice']}")
     if record["base"]:
-        lines.insert(2, f"  merged with {record['base']}")
+        lines[2:2] = [f"  merged with {record['base']}", f"              {record['merged']}"]
     if record["dtype"] == "float32":
-        lines[3 + bool(record["base"])] += "; --dtype bfloat16 takes half"
+        lines[3 + 2 * bool(record["base"])] += "; --dtype bfloat16 takes half"
     use = ["generate", record["out"], "Your prompt"]
     if record["use_as"] != "--model":
         use = ["train", record["use_as"], record["out"]]
@@ -501,6 +501,11 @@ EXPORT_FLAGS = [
     make_flag(
         "base", str, None, "Base model, folder or hub name, that a LoRA adapter is merged into.",
         "MODEL", show_default="what the adapter names",
+    ),
+    make_flag(
+        "quantization", Literal["nf4", "none"], None,
+        "What the weights of the base were held in while the adapter was trained.", "WHICH",
+        show_default="what the adapter says",
     ),
     make_switch("force", "Replace the model that DIR holds."),
     make_switch("trust_remote_code", "Run Python code that comes with the base."),

@@ -33,7 +33,14 @@ from ppo_cli.engine.export_check import (
     load_whole_model,
     round_weights,
 )
-from ppo_cli.engine.models.lora import ADAPTER_CONFIG, load_adapted, round_to_4_bits
+from ppo_cli.engine.models.lora import (
+    ADAPTER_CONFIG,
+    NF4,
+    QUANTIZATION,
+    load_adapted,
+    merge_adapter,
+    round_to_4_bits,
+)
 from ppo_cli.engine.pretrained import DAMAGED, load_part
 from ppo_cli.engine.saved_files import (
     CONFIG,
@@ -49,19 +56,23 @@ from ppo_cli.errors import ModelError, first_line
 from ppo_cli.paths import load_json, read_text, user_path
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a separate file
-BASE_FLAG = "--base"
+BASE_FLAG, QUANTIZATION_FLAG = "--base", "--quantization"
 CRITIC_HEAD = "ForTokenClassification"
 # Hugging Face's name of the index.
 INDEX = "model.safetensors.index.json"
 # Files that are written again; all others (tokenizer, templates, code) are copied.
-REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
+REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ".*")
+# Of an adapter, its card and the state of its training too.
+ADAPTER_FILES = (ADAPTER_CONFIG, "README.md", "*.bin", "*.pt", "*.pth")
+MERGED_TASKS = (None, "CAUSAL_LM", "TOKEN_CLS")  # PEFT's words for a policy and for a critic
 
 
 @dataclass(frozen=True)
 class WrittenModel:
     """Size and files of an exported model.
 
-    `base` is the model that an adapter was merged into, `checked` what was compared.
+    `base` is the model that an adapter was merged into, `merged` in what form, and `checked` what
+    was compared.
     """
 
     parameters: int
@@ -69,6 +80,7 @@ class WrittenModel:
     dtype: str
     files: tuple[str, ...]
     base: str | None = None
+    merged: str | None = None
     checked: str = ""
 
 
@@ -83,17 +95,19 @@ def write_model(
 ) -> WrittenModel:
     """Write the model saved in `source` into the empty folder `out`; dtype None keeps its dtype.
 
-    `base` replaces the base model that an adapter names; `quantization` is what the run did to it.
+    `base` replaces the base model that an adapter names, and `quantization` what it says that
+    training did to the base.
     Raises ModelError when something is missing, damaged, does not fit or computes other numbers
     once it is written, OSError when `out` cannot be written.
     """
     torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     is_adapter = (source / ADAPTER_CONFIG).exists()
-    if base is not None and not is_adapter:
-        raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
+    for flag, value in ((BASE_FLAG, base), (QUANTIZATION_FLAG, quantization)):
+        if value is not None and not is_adapter:
+            raise ModelError(f"{source} is a whole model, not an adapter: leave {flag} out.")
     # An adapter is merged into its base model; a full model is cast file by file.
     check_files(source)
-    skipped = shutil.ignore_patterns(*REPLACED_FILES)
+    skipped = shutil.ignore_patterns(*REPLACED_FILES, *(ADAPTER_FILES if is_adapter else ()))
     try:
         shutil.copytree(
             source, out, dirs_exist_ok=True, ignore=skipped, ignore_dangling_symlinks=True
@@ -102,9 +116,11 @@ def write_model(
         raise ModelError(f"A file of the model cannot be copied: {error.args[0][0][2]}.") from error
     if is_adapter:
         name, critic = base or base_name(source), _is_critic_adapter(source)
-        adapted = _load_adapted(source, name, quantization, trust_remote_code=trust_remote_code)
+        adapted, merged = _load_adapted(
+            source, name, quantization, trust_remote_code=trust_remote_code
+        )
         exact = compute_outputs(adapted)
-        model = adapted.merge_and_unload()
+        model = merge_adapter(adapted)
         del adapted
         expected = _round(model, torch_dtype, exact)
         if torch_dtype is not None:
@@ -120,7 +136,7 @@ def write_model(
         write_files(out, files)
         write_weights(model, out)
         del model
-        written = _describe(out, base=name)
+        written = replace(_describe(out), base=name, merged=merged)
         limit = limit_of_check(written.parameters)
     else:
         _cast_weights(source, out, torch_dtype)
@@ -144,8 +160,6 @@ def write_model(
         checked = compare_outputs(
             out, exact, expected, critic=critic, trust_remote_code=trust_remote_code
         )
-    if is_adapter and quantization is not None:
-        checked += f"; the base was rounded to {quantization} before merging, as in training"
     return replace(written, checked=checked)
 
 
@@ -185,13 +199,23 @@ def base_name(source: Path) -> str:
 
 def _load_adapted(
     source: Path, base: str, quantization: str | None, *, trust_remote_code: bool
-) -> Any:
-    """Load the base model in float32 with the adapter on it, as in training."""
+) -> tuple[Any, str]:
+    """Load the base model in float32 with the adapter on it; return both, and a remark.
+
+    The base computes as in training, as far as the adapter or `quantization` says how. The remark
+    tells what was done to it, or is assumed.
+    """
     # A path that does not exist must not be looked up on the hub.
     local = user_path(base)
     if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
+        )
+    adapter = _read_adapter_config(source)
+    if (task := adapter.get("task_type")) not in MERGED_TASKS:
+        raise ModelError(
+            f"{source} is an adapter for {task}; ppo export merges those of language models "
+            "(CAUSAL_LM) and of critics (TOKEN_CLS)."
         )
     critic = _is_critic_adapter(source)
     try:
@@ -202,15 +226,51 @@ def _load_adapted(
         raise ModelError(
             f"{source} is an adapter of {base}, which does not load. {error}"
         ) from error
-    if quantization is not None:
-        round_to_4_bits(model)
+    # First what the base is on the disk, then what training did to it.
+    if getattr(model, "hf_quantizer", None) is not None:
+        model, remark = _dequantise(model, base), "its weights in 4 or 8 bits, read as float32"
+    else:
+        recorded = (adapter.get("auto_mapping") or {}).get(QUANTIZATION)
+        done = quantization or recorded
+        remark = "its weights as they are, as in training"
+        if done == NF4:
+            round_to_4_bits(model)
+            remark = f"its weights rounded to {NF4}, as in training"
+        elif done is None:
+            remark = (
+                "its weights as they are: the adapter does not say whether it was trained on them "
+                f"in 4 bits; if so, add {QUANTIZATION_FLAG} {NF4}"
+            )
+        elif recorded not in (None, done):
+            remark = f"its weights as they are; training rounded them to {recorded}"
     try:
-        return load_adapted(model, source)
+        adapted = load_adapted(model, source)
     except DAMAGED as error:
         raise ModelError(
             f"The adapter in {source} is damaged or was not trained on {base} "
             f"({first_line(error)}). Give its base model with --base."
         ) from error
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        raise ModelError(
+            f"{source} is a {adapter['peft_type']} adapter, which changes no weights of its base: "
+            "it cannot be merged. Load it next to its base with PEFT."
+        )
+    return adapted, remark
+
+
+def _dequantise(model: Any, base: str) -> Any:
+    """Return a model that its files hold in 4 or 8 bits with plain weights in float32."""
+    try:
+        plain = model.dequantize().float()
+    except DAMAGED as error:  # not all kinds of quantisation can be undone
+        raise ModelError(
+            f"{base} is quantised in a way that transformers cannot undo ({first_line(error)}): "
+            f"give the model that it was made from with {BASE_FLAG}."
+        ) from error
+    if hasattr(plain.config, "quantization_config"):
+        del plain.config.quantization_config
+    plain._weight_conversions = None  # of transformers 5.19: how the packed weights were read
+    return plain
 
 
 def write_weights(model: Any, out: Path) -> None:
@@ -257,7 +317,7 @@ def _write_shards(out: Path, names: Iterable[str], read: Callable[[str], Tensor]
         (out / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _describe(out: Path, base: str | None = None) -> WrittenModel:
+def _describe(out: Path) -> WrittenModel:
     """Count parameters and bytes of the weight files."""
     # Headers are enough: no tensor is read.
     parameters = size = 0
@@ -274,7 +334,7 @@ def _describe(out: Path, base: str | None = None) -> WrittenModel:
     # Norms may be in another dtype: the one with the most parameters counts.
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-    return WrittenModel(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
+    return WrittenModel(parameters, size, names.get(dtype, dtype.lower()), tuple(files))
 
 
 def _rewrite_configs(out: Path, dtype: str) -> None:

@@ -299,7 +299,7 @@ class Learner:
         lora = settings.lora_rank > 0
 
         def write_adapter_files(folder: Path) -> None:
-            write_adapter_config(folder, model, model_folder(path))
+            write_adapter_config(folder, model, model_folder(path), settings.quantization)
 
         if self._ranks.rank == 0 and name not in self._files:
             end_ids: frozenset[int] = frozenset()

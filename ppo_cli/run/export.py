@@ -408,6 +408,7 @@ def export(
     critic: bool = False,
     dtype: str | None = None,
     base: str | None = None,
+    quantization: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
     push: str | None = None,
@@ -447,12 +448,14 @@ def export(
             fresh,
             dtype=dtype,
             base=model_folder(base) if base else None,
-            quantization=_quantization(run, critic=folder.name == "critic"),
+            quantization=quantization,
             trust_remote_code=trust_remote_code,
         )
         if card and step is not None:
             name = out.resolve().name
-            write_card(run, fresh, name=name, step=step, critic=critic, checked=written.checked)
+            checked = written.checked
+            checked += f". Merged with the base, {written.merged}" if written.merged else ""
+            write_card(run, fresh, name=name, step=step, critic=critic, checked=checked)
     return {
         "out": str(out),
         "use_as": "--critic_model" if _is_critic(user_path(out), folder) else "--model",
@@ -460,6 +463,7 @@ def export(
         "step": step,
         "choice": choice,
         "base": written.base,
+        "merged": written.merged,
         "dtype": written.dtype,
         "parameters": written.parameters,
         "bytes": written.bytes,
@@ -486,14 +490,6 @@ def choose_checkpoint(source: Path) -> tuple[str | None, str]:
         remark = f"the best of {len(validations)} validations; --checkpoint latest: step {newest}"
         return f"step_{step:06d}", remark
     return None, f"the latest: the best validation is that of step {step}, which is not saved"
-
-
-def _quantization(run: Path, *, critic: bool) -> str | None:
-    """Return what a run did to the base of an adapter, such as nf4; None if that is not known."""
-    config, _ = read_run_config(run)
-    if config is None:
-        return None
-    return config.critic.model.quantization if critic else config.model.quantization
 
 
 def _command_with_model(source: Path, checkpoint: str | None, model: Path) -> str:

@@ -127,6 +127,7 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "step": 30,
         "choice": "",
         "base": None,
+        "merged": None,
         "dtype": "bfloat16",
         "parameters": parameters,
         "bytes": Path("m/model.safetensors").stat().st_size,

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ppo_cli.config.schema.run import Model
 from ppo_cli.engine import export
@@ -76,7 +83,7 @@ def save_adapter(folder: Path, dtype: torch.dtype = torch.float32, **settings: A
         if "lora_B" in name:
             tensor.detach().normal_(std=0.3)
     source.mkdir()
-    write_adapter_config(source, model, str(base))
+    write_adapter_config(source, model, str(base), settings.get("quantization"))
     tensors = {name: t.detach().clone() for name, t in adapter_tensors(model)}
     save_file(tensors, source / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     return model
@@ -220,9 +227,59 @@ def test_an_adapter_of_a_base_in_4_bits_is_merged_into_what_was_trained(
     pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
     model = save_adapter(tmp_path, quantization="nf4")
     tokenizer.save_pretrained(tmp_path / "actor")
-    written = write_model(tmp_path / "actor", out, quantization="nf4")
-    assert "nf4" in written.checked
+    written = write_model(tmp_path / "actor", out)
+    assert "nf4" in str(written.merged)
     assert_near(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model), terms=TERMS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({"use_dora": True, "use_rslora": True, "bias": "all"}, False),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+        ({"trainable_token_indices": [5, 9]}, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of shared weights
+def test_an_adapter_of_another_trainer_is_merged(
+    settings: dict[str, Any], tied: bool, tmp_path: Path, out: Path, tokenizer: Any
+) -> None:
+    base, source = llama(tie_word_embeddings=tied, attention_bias=True), tmp_path / "actor"
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    grows = "modules_to_save" in settings and not tied
+    if grows:  # tokens were added
+        base.resize_token_embeddings(270)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], **settings}
+    model = get_peft_model(base, LoraConfig(r=2, **settings)).eval()
+    for tensor in model.parameters():
+        tensor.detach().add_(torch.randn_like(tensor) * 0.1 * tensor.requires_grad)
+    model.save_pretrained(source)
+    written = write_model(source, out)
+    assert "--quantization" in str(written.merged)  # the adapter does not say
+    assert_near(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model), terms=TERMS)
+    assert "README.md" not in names_in(out)  # the adapter's
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ],
+)
+def test_an_adapter_that_is_no_policy_is_refused(
+    config: Any, tmp_path: Path, out: Path, tokenizer: Any
+) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    kind = AutoModelForSequenceClassification if config.task_type == "SEQ_CLS" else None
+    base = (kind or AutoModelForCausalLM).from_pretrained(tmp_path / "base")
+    get_peft_model(base, config).save_pretrained(tmp_path / "actor")
+    with pytest.raises(ModelError, match=f"{config.task_type if kind else config.peft_type.value}"):
+        write_model(tmp_path / "actor", out)
 
 
 @pytest.mark.parametrize("damage", ["missing file", "cut file", "no files"])

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -127,6 +126,8 @@ def _stack_of(
 # PEFT's names of files, adapters and tensors.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Our key in the adapter's `auto_mapping`, and its values.
+QUANTIZATION, NF4, NOT_QUANTISED = "base_quantization", "nf4", "none"
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # PEFT's name for the only adapter of a model
 PREFIX = "base_model.model."  # what PEFT puts before names in its files
@@ -277,13 +278,24 @@ def merged_tensors(
             yield name, (full if is_weight else exact or full)(tensor)
 
 
-def write_adapter_config(directory: Path, model: Any, base: str) -> None:
-    """Write `adapter_config.json`; `base` is the user's model path or hub name."""
+def write_adapter_config(
+    directory: Path, model: Any, base: str, quantization: str | None = None
+) -> None:
+    """Write `adapter_config.json`.
+
+    `base` is the user's model path or hub name, `quantization` what training did to its weights.
+    """
     # The copy gets what only matters in a file.
     saved = copy.copy(model.peft_config[ADAPTER])
     local = user_path(base)
     saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
     saved.inference_mode = True
+    # PEFT's field for facts about the base; it reads the two names if there is no task_type.
+    saved.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+        QUANTIZATION: quantization or NOT_QUANTISED,
+    }
     if (head := value_head(model)) is not None:
         saved.modules_to_save = [head]  # trained beside the adapter, and saved whole
     if not isinstance(saved.target_modules, str):
@@ -292,23 +304,52 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
 
 
 def load_adapted(model: Any, folder: Path) -> Any:
-    """Put the adapter saved in `folder` on its base model; `merge_and_unload` merges it.
+    """Put the adapter saved in `folder` on its base model; `merge_adapter` merges it.
 
     Raises ValueError when it is the adapter of another model.
     """
-    with _without_pattern_warnings():
-        # PEFT only warns about missing keys; they are checked below.
-        warnings.filterwarnings("ignore", "Found missing adapter keys")
-        adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-        saved = set(file.keys())
-    live = (name for name, _ in adapter_tensors(adapted.get_base_model()))
-    # PEFT keeps the base model's head as well as the saved one.
-    names = {name.replace(f".modules_to_save.{ADAPTER}", "") for name in live}
-    odd = sorted(saved ^ {name for name in names if ".original_module." not in name})
-    if odd:
+    peft = _import_peft()
+    tensors = peft.utils.load_peft_weights(str(folder), device="cpu")
+    # Tokens may have been added to the base before training.
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {m: PREFIX + name for name, m in model.named_modules() if m in (embeddings, head)}
+    rows = tensors.get(f"{ends[embeddings]}.weight", embeddings.weight).shape[0]
+    if rows > embeddings.weight.shape[0]:
+        embeddings = model.resize_token_embeddings(rows, mean_resizing=False)
+        head = model.get_output_embeddings()
+    # Merging into a weight that both ends share would change the end that has no adapter.
+    at_ends = any(name.startswith(tuple(f"{end}." for end in ends.values())) for name in tensors)
+    if at_ends and head is not None and head.weight is embeddings.weight:
+        head.weight = nn.Parameter(embeddings.weight.detach().clone())
+    with warnings.catch_warnings():
+        # About missing tensors, which are checked below, ranks of experts and shared weights.
+        warnings.simplefilter("ignore")
+        adapted = peft.PeftModel.from_pretrained(model, str(folder))
+        needed, possible = (
+            peft.get_peft_model_state_dict(adapted, save_embedding_layers=both).keys()
+            for both in (False, True)
+        )
+    if odd := sorted((needed - tensors.keys()) | (tensors.keys() - needed - possible)):
         raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
     return adapted
+
+
+@torch.no_grad()
+def merge_adapter(adapted: Any) -> Any:
+    """Return the base model with its adapter merged; its ends stay tied only if they are equal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about weights that were shared: below
+        model = adapted.merge_and_unload()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    tied = {name for name in model.all_tied_weights_keys if name.rpartition(".")[0] in names}
+    if tied:
+        equal = torch.equal(head.weight, embeddings.weight)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = equal  # PEFT may have changed it
+        for name in () if equal else tied:
+            del model.all_tied_weights_keys[name]
+    return model
 
 
 def _import_peft() -> Any:
