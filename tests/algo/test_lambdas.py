@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_cli.algo import advantages as adv
 
-CASES = 200
+CASES = 40
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -51,7 +51,6 @@ def td_sums(rewards: list[float], values: list[float], gamma: float, lam: float)
 def assert_equal(actual: Tensor, mask: Tensor, expected: list[list[float]]) -> None:
     assert actual.isfinite().all() and not actual[~mask].any()
     for b, row in enumerate(expected):
-        assert actual[b][mask[b]].tolist() == pytest.approx(row, rel=1e-6, abs=1e-5)
         far = [abs(x - y) / max(1, abs(y)) for x, y in zip(actual[b][mask[b]], row, strict=True)]
         assert max(far, default=0) < 1e-6
 
@@ -91,14 +90,15 @@ def test_advantages_and_targets_have_their_own_lambdas(
 
 
 def test_the_critics_own_lambda_changes_no_advantage_and_the_same_one_no_bit() -> None:
+    changed = False
     for case in cases():
         plain = adv.compute_advantages("gae", **case, gamma=0.99, lam=0.95)
         same = adv.compute_advantages("gae", **case, gamma=0.99, lam=0.95, critic_lam=0.95)
         other = adv.compute_advantages("gae", **case, gamma=0.99, lam=0.95, critic_lam=1.0)
         assert torch.equal(plain[0], same[0]) and torch.equal(plain[1], same[1])
         assert torch.equal(plain[0], other[0])
-    # The default of the last case that has two tokens in a row would have shown a difference.
-    assert not torch.equal(plain[1], other[1])
+        changed |= not torch.equal(plain[1], other[1])
+    assert changed
 
 
 def test_lambda_grows_with_the_length() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ppo_cli.algo import losses
 from ppo_cli.algo.estimators import POLICY_LOSSES, AggregationMode
 
-CASES, LOW, HIGH, KL, SCALE = 200, 0.15, 0.3, 0.7, 11.0
+CASES, LOW, HIGH, KL, SCALE = 60, 0.15, 0.3, 0.7, 11.0
 TAUS, D_LOW, D_HIGH = (1.0, 1.3), 0.004, 0.01
 NAN = float("nan")
 

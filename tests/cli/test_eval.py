@@ -204,7 +204,7 @@ def test_an_adapter_is_evaluated_with_its_base(
     assert run_json(capsys, "lora", "embedded") == report
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_was_written_again_is_evaluated_again(
     adapter: bool, workdir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

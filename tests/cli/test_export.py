@@ -177,6 +177,7 @@ def test_force_replaces_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert [path.name for path in Path().iterdir()] == ["m"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path) -> None:
     adapter = {"base_model_name_or_path": "gone/away", "peft_type": "LORA"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))

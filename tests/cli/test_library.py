@@ -17,6 +17,7 @@ from ppo_cli.errors import ConfigError, DataError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_it_stands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     first, functions, _, last = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

@@ -111,6 +111,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
     assert main([*TRAIN.split(), "--model", "saved", "--output_dir", "new"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("largest_file", "thing", "remaining_files"),
     [

@@ -93,7 +93,7 @@ def test_a_placeholder_without_an_embedding_is_refused_where_a_prompt_uses_it(
     assert "rows.jsonl line 8, column prompt: it holds <extra> (token 282)" in refused
     assert "its vocab_size is 282" in refused
     assert problems(line.replace("train", "plan", 1), capfd) == refused
-    assert main(f"{line} data.train_max_samples=7".split()) == 0
+    assert main(f"plan {line.partition(' ')[2]} data.train_max_samples=7".split()) == 0
 
 
 def test_a_plan_needs_a_sandbox_that_works(

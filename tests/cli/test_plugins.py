@@ -55,6 +55,7 @@ def site(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     read_metadata.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
     run = train(
         preset="embedded", max_steps=1, batch_size=8, mini_batch_size=8, rule="acme_short",

@@ -140,6 +140,7 @@ def test_a_mixture_has_a_table_of_its_parts() -> None:
     assert format_parts(alone) == []
 
 
+@pytest.mark.slow
 def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
     """Functions that pay for length or praise; not those that look for the answer or its form."""
     body = (

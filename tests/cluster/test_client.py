@@ -115,7 +115,7 @@ def test_one_that_does_not_listen_is_killed(client: Client) -> None:
 def test_one_that_hangs_sets_those_free_who_send_to_it(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "SILENT_S", 8)
+    monkeypatch.setattr(clients, "SILENT_S", 3)
     time.sleep(2 * clients.BEAT_S)  # beats keep it alive, and by now it waits by the new limit
     assert client.ask("add", 1).take(20) == ("done", 1)
     freeze(client)

@@ -50,7 +50,7 @@ NAMES = [k for k in table() if k != "reward.config_file"]
 SOME = st.lists(st.sampled_from(NAMES), max_size=6, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_dump_and_load_round_trip(data: st.DataObject) -> None:
     flags = {name: data.draw(values_of(table()[name]), name) for name in data.draw(SOME)}

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -82,6 +83,7 @@ def check_change(requested: Config, machine: Machine, part: PlanPart) -> None:
         assert part.facts["fits"], (offered, part.sentences)
 
 
+@pytest.mark.slow
 def test_a_line_on_memory_says_what_its_numbers_say() -> None:
     said: set[str] = set()
 

@@ -97,6 +97,7 @@ def ask(
     return answers
 
 
+@pytest.mark.slow
 def test_config_is_fetched_once_and_the_table_answers_for_the_rest(tmp_path: Path) -> None:
     names = ("team/open", "team/private", "meta-llama/Llama-3.1-8B", "team/open-ft/x", "no/model")
     with Hub() as hub:

@@ -56,6 +56,7 @@ def truth(desk: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_folder(desk: Path) -> None:
     assert_equal(read_all(desk / "written"), truth(desk))
     names = {p.relative_to(desk / "written").as_posix() for p in (desk / "written").rglob("*.*")}
@@ -69,6 +70,7 @@ def test_two_ranks_write_one_folder(desk: Path) -> None:
     assert small > 0.6 * large
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
     assert_equal(read_all(desk / "tensor"), truth(desk))
 
@@ -90,6 +92,7 @@ def test_other_ranks_read_it(desk: Path, ranks: int, tensor: int, shard: int) ->
     assert len(list((folder / "actor").glob("*.safetensors"))) == 2
 
 
+@pytest.mark.slow
 def test_one_process_reads_it(desk: Path) -> None:
     models = {"actor": load_policy(str(desk / "model")).model}
     models["critic"] = load_value_model(str(desk / "model")).model

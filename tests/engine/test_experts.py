@@ -81,7 +81,7 @@ def reference_step(path: str) -> tuple[dict[str, Tensor], float, list[Tensor], T
     ("kind", "layout"),
     [
         *itertools.product(("mixtral", "granitemoe"), LAYOUTS),
-        *((kind, "padded") for kind in OTHER_KINDS),
+        *(pytest.param(kind, "padded", marks=pytest.mark.slow) for kind in OTHER_KINDS),
     ],
 )
 def test_the_loss_of_routers_is_that_of_transformers(

@@ -46,6 +46,16 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "phimoe, router": ("phimoe", ["router", "down_proj"], {}),
 }  # fmt: skip
 
+# A dense model, transposed weights, and experts in each of their forms.
+QUICK = (
+    "llama",
+    "gpt2",
+    "mixtral",
+    "qwen2_moe, experts",
+    "gpt_oss, experts",
+    "granitemoe, experts",
+)
+
 
 def make_pair(case: str) -> tuple[Any, Any]:
     """A model with a trained adapter, and its base."""
@@ -95,7 +105,9 @@ def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], report: s
         )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES]
+)
 def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
     model, plain = make_pair(case)
     folder, base = tmp_path / "adapter", tmp_path / "base"

@@ -140,7 +140,7 @@ def assert_alike(gap_by_name: dict[str, float]) -> None:
     "tokens, model, parts",
     [
         pytest.param(24, {}, {}, id="several micro-batches"),
-        pytest.param(10_000, {}, {}, id="one micro-batch"),
+        pytest.param(10_000, {}, {}, id="one micro-batch", marks=pytest.mark.slow),
         pytest.param(24, {"attn_implementation": "eager"}, {}, id="masked"),
         pytest.param(24, {}, {"critic": {"ppo_micro_batch_size_per_gpu": 1}}, id="row by row"),
     ],

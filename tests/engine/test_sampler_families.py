@@ -18,12 +18,18 @@ from ppo_cli.engine.samplers.kv_cache import KVCache, plan_cache
 from tests.engine import small_samplers as small
 from tests.settings import complete
 
+# One for each way in which rows are kept.
+QUICK = ("qwen2", "gemma2", "mamba", "falcon_h1", "deepseek_v3", "doge", "rwkv", "roberta")
+
 
 @pytest.mark.parametrize(
     ("family", "temperature"),
     [
-        *((family, 0.7) for family in (*small.PLAIN, *small.STATES, *small.KEYS, *small.WHOLE)),
         ("qwen2", 0.0),
+        *(
+            pytest.param(family, 0.7, marks=() if family in QUICK else pytest.mark.slow)
+            for family in (*small.PLAIN, *small.STATES, *small.KEYS, *small.WHOLE)
+        ),
     ],
 )
 def test_logprobs_are_those_of_each_row_alone(family: str, temperature: float) -> None:

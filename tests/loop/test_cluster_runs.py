@@ -15,12 +15,12 @@ from tests.loop.test_profile import PHASES, phases
 
 pytestmark = pytest.mark.slow
 
-# Eight steps of two mini-batches: 16 optimizer steps of actor and of critic. Where a gradient is
+# Four steps of two mini-batches: 8 optimizer steps of actor and of critic. Where a gradient is
 # nothing but rounding (key biases cancel in the softmax), Adam still makes steps of the size of
 # the learning rate, so with the preset's own of 1e-4 and 1e-3 single elements go their own way.
-EIGHT = (
+FOUR = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
-    "--max_steps", "8", "--save_freq", "4", "--test_freq", "8",
+    "--max_steps", "4", "--save_freq", "2", "--test_freq", "4",
     "--max_response_length", "8", "data.val_max_samples=16", "trainer.val_before_train=false",
     "--lr", "1e-5", "--critic_lr", "1e-5",
 )  # fmt: skip
@@ -35,14 +35,14 @@ OFFLOADED = (
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
-    train(out, *EIGHT)
+    train(out, *FOUR)
     return out
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pair") / "run"
-    shown = train(out, *EIGHT, *TWO, "--profile", "2").stdout
+    shown = train(out, *FOUR, *TWO, "--profile", "2").stdout
     out.with_name("shown").write_text(shown)
     return out
 
@@ -77,7 +77,7 @@ def copy_before(run: Path, out: Path, step: int) -> None:
 
 def assert_same_training(a: Path, b: Path) -> None:
     assert_same_weights(a, b)
-    assert len(rows(a)) == 8 * 16
+    assert len(rows(a)) == 4 * 16
     for row_a, row_b in zip(rows(a), rows(b), strict=True):
         assert (row_a["response"], row_a["score"]) == (row_b["response"], row_b["score"])
     assert_same_numbers(metrics(a), metrics(b))
@@ -86,7 +86,7 @@ def assert_same_training(a: Path, b: Path) -> None:
 def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
     begun = load_file(Path(model_folder("embedded")) / "model.safetensors")
     trained = stored(alone / "checkpoints" / "latest", "actor/")
-    assert max((trained[name] - begun[name].float()).abs().max() for name in trained) > 1e-4
+    assert max((trained[name] - begun[name].float()).abs().max() for name in trained) > 5e-5
     assert_same_training(alone, pair)
 
 
@@ -107,19 +107,19 @@ def test_every_process_writes_its_own_profile(pair: Path) -> None:
 def test_two_ranks_that_share_layers_and_keep_all_in_host_memory_train_as_one_process(
     alone: Path, tmp_path: Path
 ) -> None:
-    train(tmp_path / "run", *EIGHT, *TWO, *OFFLOADED, "--tensor_parallel_size", "2")
+    train(tmp_path / "run", *FOUR, *TWO, *OFFLOADED, "--tensor_parallel_size", "2")
     assert_same_training(alone, tmp_path / "run")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.weekly)])
 def test_a_checkpoint_of_two_ranks_goes_on_with_others(
     pair: Path, tmp_path: Path, ranks: int
 ) -> None:
     out = tmp_path / "run"
-    copy_before(pair, out, 8)
+    copy_before(pair, out, 4)
     others = () if ranks == 1 else ("--engine", "ray", "--num_workers", str(ranks))
-    output = train(out, *EIGHT, *others).stdout
-    assert "Going on after step 4" in output
+    output = train(out, *FOUR, *others).stdout
+    assert "Going on after step 2" in output
     assert_same_training(pair, out)
 
 
@@ -127,7 +127,7 @@ def test_roles_that_share_some_devices_train_as_roles_that_share_all(
     reward_model: Path, tmp_path: Path
 ) -> None:
     judged = ("--reward_model", str(reward_model), "--reward_model_self_test", "off")
-    short = (*EIGHT, *judged, "--engine", "ray", "--max_steps", "2", "--save_freq", "2")
+    short = (*FOUR, *judged, "--engine", "ray", "--max_steps", "2", "--save_freq", "2")
     # The second one's first sampler sleeps while its device trains, the other one does not.
     placements = {"all": "train:0-1,rollout:0-1,reward:1", "some": "train:0-1,rollout:1-2,reward:2"}
     for name, placement in placements.items():
@@ -138,8 +138,7 @@ def test_roles_that_share_some_devices_train_as_roles_that_share_all(
 
 
 def test_partial_rollouts_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
-    four = (*EIGHT, "--max_steps", "4", "--save_freq", "2")
-    ahead = (*four, "--engine", "ray", "--async_steps", "2", "--partial_tokens", "1")
+    ahead = (*FOUR, "--engine", "ray", "--async_steps", "2", "--partial_tokens", "1")
     uninterrupted, out = tmp_path / "whole", tmp_path / "run"
     train(uninterrupted, *ahead)
     copy_before(uninterrupted, out, 4)

@@ -277,6 +277,7 @@ def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme:
     put(open_store(url), INDEX, index)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_store_is_said_at_the_start(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

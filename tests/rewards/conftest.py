@@ -22,6 +22,17 @@ def rollout() -> Callable[..., Rollout]:
 
 
 @pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses: what is tested is what happens, not how long it takes."""
+    for name, value in (
+        ("client.FIRST_BACKOFF_S", 0.005), ("client.LONGEST_BACKOFF_S", 0.02),
+        ("client.FIRST_POLL_S", 0.05), ("client.UNREACHABLE_S", 0.1), ("breaker.QUIET_S", 0.1),
+        ("breaker.FIRST_WAIT_S", 0.05), ("breaker.CONFIRM_WAITS_S", (0.1, 0.15, 0.25)),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"ppo_cli.rewards.remote.{name}", value)
+
+
+@pytest.fixture
 def reward_file(tmp_path: Path) -> Callable[[str], str]:
     """Write a reward file and return its path."""
 

@@ -91,12 +91,12 @@ PIECES = (
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_long_hostile_text_is_read_in_linear_time(piece: str) -> None:
-    text = (piece * 100_000)[:100_000]
+    text = (piece * 30_000)[:30_000]
     started = time.process_time()
     for form in ("{}", "The answer is {}", "<answer>{}</answer>"):
         answers.extract_answer(form.format(text))
         answers.extract_answer(form.format(text), choice=True)
     values.normalise_maths(text)
     values.contains_answer(text, "72")
-    # Quadratic work on this text takes minutes.
-    assert time.process_time() - started < 8
+    # Quadratic work on this text takes more than ten seconds.
+    assert time.process_time() - started < 4

@@ -23,6 +23,8 @@ from tests.waiting import wait_until
 
 KEY = "sk-only-for-tests-1234"
 PROVIDERS = ("openai", "claude", "gemini")
+# For tests in which providers differ by the form of their files alone.
+ONE_QUICK = ["openai", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PROVIDERS[1:])]
 
 
 def run_reward(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -90,6 +90,7 @@ def test_an_error_fails_with_its_first_line() -> None:
     assert (outcome.state, outcome.detail) == ("failed", "ValueError: no such thing")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions")
 def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     setup = replace(SETUP, shape=LayerShape(model=str(tmp_path)))
@@ -211,7 +212,10 @@ def test_a_record_that_cannot_be_written_is_announced_before_the_test(
     assert printed["path"] is None and printed["not_written"].startswith(reason)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0.0, marks=pytest.mark.slow), 0.5, pytest.param(2.0, marks=pytest.mark.slow)],
+)
 def test_ctrl_c_while_the_server_imports_prints_no_traceback(seconds: float) -> None:
     command = [sys.executable, "-m", "ppo_cli", "doctor", "--self-test"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.judge_server.wire import default_score, fenced
-from tests.scoring.commands import PROVIDERS, Bench, read
+from tests.scoring.commands import ONE_QUICK, Bench, read
 from tests.scoring.scripted import write_rows
+
+pytestmark = pytest.mark.usefixtures("few_resamples", "quick_batches")
 
 WAYS = (
     "missing", "doubled", "foreign", "errored", "expired", "cancelled", "cut", "prose",
@@ -30,7 +32,7 @@ def write_step(folder: Path, count: int) -> list[float]:
     return [float(n % 3 == 0) for n in range(count)]
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ONE_QUICK)
 def test_one_wrong_line_in_ten_makes_no_silent_number(kind: str, bench: Bench) -> None:
     """Each way is there once; asked again by the same command, nothing more is paid for."""
     right, server = write_step(bench.folder, 120), bench.server
@@ -83,7 +85,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ONE_QUICK)
 def test_responses_that_write_results_change_no_verdict(kind: str, bench: Bench) -> None:
     """The worst judge repeats it all, with every row's id known to the attacker."""
     body = {
@@ -124,7 +126,7 @@ RIVALRY = {
 BLOCK = re.compile(r"<response-(R\d)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>", re.S)
 
 
-@pytest.mark.parametrize("kind", ["openai", "claude"])
+@pytest.mark.parametrize("kind", ONE_QUICK[:2])
 def test_a_response_in_a_comparison_cannot_speak_of_its_rival(kind: str, bench: Bench) -> None:
     """Against a reference with one good word, in both orders, by batch as by direct calls."""
     texts = ["good", *RIVALRY.values(), "good good"]

@@ -7,7 +7,9 @@ import signal
 import pytest
 
 from tests.judge_server.faults import Fault
-from tests.scoring.commands import PROVIDERS, Bench
+from tests.scoring.commands import ONE_QUICK, PROVIDERS, Bench
+
+pytestmark = pytest.mark.usefixtures("few_resamples", "quick_batches")
 
 
 def by_batch(bench: Bench, kind: str = "openai") -> list[str]:
@@ -28,7 +30,7 @@ def test_verdicts_are_those_of_direct_calls_at_half_the_price(bench: Bench, kind
     assert not list((bench.folder / "batch.batches").glob("*")), "the job is read to its end"
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ONE_QUICK)
 def test_rows_that_fail_are_told_and_can_be_asked_directly(bench: Bench, kind: str) -> None:
     file, server = bench.sums(8), bench.server
     fates = ("expired", "errored", "missing", "garbled")
@@ -65,7 +67,7 @@ def kill_while_handing_in(bench: Bench, *args: str) -> None:
     batches.reply_s, batches.looks = 0.0, 0
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ONE_QUICK)
 @pytest.mark.parametrize("stored", [True, False], ids=["taken", "not taken"])
 def test_a_job_is_found_after_a_kill_before_its_id(bench: Bench, kind: str, stored: bool) -> None:
     args = ["score", bench.sums(6), *by_batch(bench, kind)]
@@ -86,7 +88,7 @@ def test_a_job_that_may_be_at_the_provider_is_not_asked_again(bench: Bench) -> N
     assert len(bench.server.batches.rows) == 6
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ONE_QUICK)
 def test_a_job_that_was_taken_with_an_error_is_not_handed_in_twice(bench: Bench, kind: str) -> None:
     bench.server.batches.lost = 1
     bench.reward("score", bench.sums(6), *by_batch(bench, kind))
@@ -103,12 +105,12 @@ def test_an_answer_that_does_not_count_goes_into_the_next_job(bench: Bench) -> N
     assert all(row["score"] == 1.0 for row in bench.scored())
 
 
-@pytest.mark.parametrize("kind", ("claude", "gemini"))
+@pytest.mark.parametrize("kind", ["claude", pytest.param("gemini", marks=pytest.mark.slow)])
 def test_trouble_is_waited_out_and_a_long_job_is_left_for_later(bench: Bench, kind: str) -> None:
     args, batches = ["score", bench.sums(4), *by_batch(bench, kind)], bench.server.batches
     batches.looks = 10**6
     batches.faults = [Fault(503, times=2, paths=("atches", "batchG"))]
-    err = bench.reward(*args, "--batch_hours", "0.001", code=3).err
+    err = bench.reward(*args, "--batch_hours", "0.0005", code=3).err
     assert "It goes on at the provider" in err and len(batches.rows) == 4
     batches.looks = 0
     batches.faults = [Fault(503, times=1, paths=("atches", "batchG"))]

@@ -46,6 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return measured
 
 
+@pytest.mark.slow
 def test_one_layer_takes_its_rows_its_weights_and_their_gradient(report: dict[str, Any]) -> None:
     weights, rows, scalars = 4 * 64 * 32, 4 * 16 * 32, 2 * 4  # the loss and its gradient
     assert report["one layer"] == {
@@ -55,6 +56,7 @@ def test_one_layer_takes_its_rows_its_weights_and_their_gradient(report: dict[st
     }
 
 
+@pytest.mark.slow
 def test_autocast_keeps_the_copy_of_a_trained_weight_until_it_ends(report: dict[str, Any]) -> None:
     weights, rows, copy = 4 * 64 * 32, 4 * 16 * 32, 2 * 64 * 32
     assert report["cast"] == {
@@ -65,16 +67,19 @@ def test_autocast_keeps_the_copy_of_a_trained_weight_until_it_ends(report: dict[
     }
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_silu_makes_nothing_but_its_gradient(report: dict[str, Any]) -> None:
     rows, scalars = 4 * 16 * 32, 2 * 4  # the loss and its gradient
     assert report["gated unit"] == 2 * rows + scalars
 
 
+@pytest.mark.slow
 def test_torchs_current_stream_waits_for_events_of_the_device(report: dict[str, Any]) -> None:
     # FSDP2 asks torch.accelerator for it where a gathered layer has no backward pass.
     assert report["waits"] == 20
 
 
+@pytest.mark.slow
 def test_the_counters_watch_tensors_with_numbers_too(report: dict[str, Any]) -> None:
     weights = 4 * 64 * 32
     # The product is freed before the loss exists to the counter, its gradient with the pass.
@@ -82,6 +87,7 @@ def test_the_counters_watch_tensors_with_numbers_too(report: dict[str, Any]) -> 
     assert report["on the CPU"]["during"] == weights + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_rank_holds_its_share_of_weights_gradients_and_moments(
     report: dict[str, Any], ranks: int
@@ -94,6 +100,7 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_moments(
     assert measured["gradients"] == [4 * PARAMETERS // ranks]
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(report: dict[str, Any]) -> None:
     measured = report["adapter, offloaded"]
     inputs = 6 * HIDDEN + INNER
@@ -105,6 +112,7 @@ def test_an_adapter_trains_alone_and_its_moments_are_in_host_memory(report: dict
     assert measured["rest_by_maker"]["moments"] == 4 * LAYERS * 7 * 2  # counts of steps
 
 
+@pytest.mark.slow
 def test_an_adapter_takes_no_memory_of_this_machine_while_models_load(
     report: dict[str, Any],
 ) -> None:
@@ -136,11 +144,13 @@ def test_two_micro_batches_of_each_rank_fill_a_budget_of_any_size(
             assert 0.99 * budget < sum(lengths[row] for row in rows) <= budget
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_reported_as_full_as_it_was(report: dict[str, Any]) -> None:
     phase = report["adapter, offloaded"]["phases"]["update of the actor"]
     assert phase["micro_batch_tokens"] == BUDGET
 
 
+@pytest.mark.slow
 def test_all_experts_have_gradients_in_full(report: dict[str, Any]) -> None:
     hidden, inner, experts, heads, keys, head = 32, 24, 4, 4, 2, 8
     attention = 2 * hidden * head * (heads + keys) + 2 * head
@@ -148,6 +158,7 @@ def test_all_experts_have_gradients_in_full(report: dict[str, Any]) -> None:
     assert report["experts"]["gradients"] == [4 * (2 * 282 * hidden + 2 * layer + hidden)]
 
 
+@pytest.mark.slow
 def test_a_micro_batch_gathers_each_group_twice_and_reduces_it_once(report: dict[str, Any]) -> None:
     collectives = report["8"]["phases"]["update of the actor"]["collectives"]
     groups, half = LAYERS + 1, 2 * PARAMETERS
@@ -163,6 +174,7 @@ def test_to_wait_for_a_collective_is_none() -> None:
     assert collectives.summarise() == {"all-reduce": {"calls": 1, "bytes": 16}}
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_torchs_tracker(report: dict[str, Any]) -> None:
     peaks = report["trackers"]
     assert peaks["ours"] == peaks["torch's"] > 4 * PARAMETERS

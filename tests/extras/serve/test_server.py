@@ -180,6 +180,7 @@ def test_requests_without_a_seed_repeat_with_the_counters_of_the_client(
     assert repr(drawn[0][0]) != repr(drawn[0][1])
 
 
+@pytest.mark.slow
 def test_a_new_server_continues_from_states_that_a_killed_one_saved(
     tmp_path: Path, connect: Connect
 ) -> None:

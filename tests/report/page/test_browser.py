@@ -163,6 +163,7 @@ def write_report(run: Path, folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Path) -> None:
     file = write_report(run, tmp_path)
     browser.get(file.as_uri())
@@ -321,6 +322,7 @@ def test_on_a_phone_a_chosen_response_comes_into_view(
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
     with serve(run) as server:
         browser.get(server.url)

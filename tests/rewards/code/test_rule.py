@@ -114,10 +114,10 @@ def test_closing_stops_what_runs(make_reward: MakeReward) -> None:
 
 def test_limits_are_those_that_were_set(make_reward: MakeReward) -> None:
     right = "    return n + 1"
-    asleep = f"import time\ndef f(n):\n    time.sleep(8)\n{right}"
+    asleep = f"import time\ndef f(n):\n    time.sleep(5)\n{right}"
     flood = f"import os\ndef f(n):\n    os.write(1, bytes(2**19))\n{right}"
     busy = f"def f(n):\n    while True: pass\n{right}"
-    strict = make_reward(timeout=5, cpu_seconds=60, output_kb=100)
+    strict = make_reward(timeout=3, cpu_seconds=60, output_kb=100)
     patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
     futures = {
         (reply, reward): reward.submit(make_rollout(reply, TESTS[:1]))
@@ -126,7 +126,7 @@ def test_limits_are_those_that_were_set(make_reward: MakeReward) -> None:
     }  # fmt: skip
     scores = [future.result(PATIENCE) for future in futures.values()]
     assert [(score.value, score.reason) for score in scores] == [
-        (0.0, "timed out after 5 s"), (0.0, "wrote more than 100 KB of output"), (1.0, ""),
+        (0.0, "timed out after 3 s"), (0.0, "wrote more than 100 KB of output"), (1.0, ""),
         (1.0, ""), (0.0, "killed: computed for more than 2 s"),
     ]  # fmt: skip
 

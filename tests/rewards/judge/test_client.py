@@ -70,13 +70,14 @@ def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None
 @pytest.mark.parametrize("concurrency", [1, 32])
 def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: int) -> None:
     server.state.latency = 0.3  # or all is over before the judge goes away
+    count = 40 if concurrency > 1 else 8
 
     async def work(client: JudgeClient) -> tuple[list[Any], str, Any, Any]:
-        tasks = [asyncio.create_task(client.ask(q)) for q in questions(40)]
+        tasks = [asyncio.create_task(client.ask(q)) for q in questions(count)]
         await asyncio.wait(tasks[:1])
         await asyncio.to_thread(server.pause)
         down, sentence = time.monotonic(), ""
-        while time.monotonic() < down + (3.0 if sentence or concurrency == 1 else 12.0):
+        while time.monotonic() < down + (1.5 if sentence or concurrency == 1 else 12.0):
             await asyncio.sleep(0.1)
             sentence = client.waiting_for() or sentence
         await asyncio.to_thread(server.resume)
@@ -86,8 +87,8 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
     answers, sentence, counters, nothing = run(
         server, work, concurrency=concurrency, timeout=20, deadline=20
     )
-    assert len(verdicts(answers)) == 40
-    assert server.state.answered <= 40 + concurrency  # those cut off on their way back
+    assert len(verdicts(answers)) == count
+    assert server.state.answered <= count + concurrency  # those cut off on their way back
     if concurrency > 1:  # one at a time, five failures may take longer than this outage
         assert "The judge does not answer (connection" in sentence
         assert counters.open_seconds > 0.3 and counters.concurrency >= 1
@@ -341,6 +342,7 @@ def test_a_call_without_usage_is_booked_by_what_the_tokenizer_has_made(server: J
     assert ledger.total.usage.input == pytest.approx(2000, abs=1)
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_wrong_key_stops_the_run_and_never_masks(server: JudgeServer) -> None:
     server.keys = {"another"}
     answers = run(server, lambda client: ask_all(client, questions(10)), concurrency=4)
@@ -349,6 +351,7 @@ def test_a_wrong_key_stops_the_run_and_never_masks(server: JudgeServer) -> None:
     assert server.count <= 4 + 3
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_single_fatal_answer_costs_nothing(server: JudgeServer) -> None:
     server.fail(401, times=1, after=5)
     verdicts(run(server, lambda client: ask_all(client, questions(20)), concurrency=4))

@@ -25,6 +25,7 @@ def in_an_hour() -> str:
     return format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
 
 
+@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize(
     ("hint", "concurrency"), [(3600, 1), ("99999999999", 32), ("in an hour", 32), ("20", 1)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import JudgeError
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
 from ppo_cli.rewards.remote.failures import Failure
+from tests.rewards.virtual_time import VirtualLoop
 
 Answer = Callable[[int, int], "float | Failure | Exception"]  # (row, number of earlier calls)
 RETRYABLE, REFUSED, UNPARSED = Failure.RETRYABLE, Failure.REFUSED, Failure.UNPARSED
@@ -58,7 +60,10 @@ def play(
         await round_.finish()
         return [e.future.exception() or e.future.result() for e in round_.entries]
 
-    return asyncio.run(step()), calls
+    loop = VirtualLoop()
+    with pytest.MonkeyPatch.context() as patch, closing(loop):
+        patch.setattr("time.monotonic", loop.time)
+        return loop.run_until_complete(step()), calls
 
 
 MEAN = {"on_failure": "batch_mean"}

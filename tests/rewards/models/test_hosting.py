@@ -89,6 +89,7 @@ def hosts() -> Iterator[Hosts]:
     assert not any(host.alive for host in frail)
 
 
+@pytest.mark.slow
 def test_the_same_scores_in_another_process_and_after_it_was_lost(tmp_path: Path) -> None:
     settings = complete_reward_model(
         path=str(armorm_twin(tmp_path / "twin")), device="cpu", offload=True, batch_tokens=300,

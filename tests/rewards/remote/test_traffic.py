@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import selectors
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,26 +20,7 @@ from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server.clients import free, questions
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: its clock jumps to the next timer."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        super().__init__(selectors.SelectSelector())
-        selector: Any = self._selector  # type: ignore[attr-defined]
-        look = selector.select
-
-        def select(timeout: float | None = None) -> Any:
-            events = look(0)
-            self.now += timeout or 0.0 if not events else 0.0
-            return events
-
-        selector.select = select
-
-    def time(self) -> float:
-        return self.now
+from tests.rewards.virtual_time import VirtualLoop
 
 
 @dataclass

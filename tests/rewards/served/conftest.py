@@ -10,7 +10,6 @@ import pytest
 
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.models.served import ServedModelReward
-from ppo_cli.rewards.remote import breaker, client
 from tests.reward_server import RewardServer
 from tests.rewards.scoring import sum_rollout
 from tests.settings import complete_reward_model
@@ -20,15 +19,8 @@ SECRET = "loopback-secret-0123456789"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pauses: what is tested is what happens, not how long it takes."""
-    monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.005)
-    monkeypatch.setattr(client, "LONGEST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(client, "FIRST_POLL_S", 0.05)
-    monkeypatch.setattr(client, "UNREACHABLE_S", 0.1)
-    monkeypatch.setattr(breaker, "QUIET_S", 0.1)
-    monkeypatch.setattr(breaker, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(breaker, "CONFIRM_WAITS_S", (0.1, 0.15, 0.25))
+def quick(short_waits: None) -> None:
+    """All tests here."""
 
 
 class Bench:
