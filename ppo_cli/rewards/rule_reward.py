@@ -5,6 +5,7 @@ Rules that compare text answer immediately. Algebra runs in worker processes, co
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,7 +39,7 @@ MAX_MEMORY_BYTES = 4 << 30
 def load_rule_function(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a rule's function for worker processes (`Rule.in_worker`) with `settings` bound.
 
-    The algebra of `math` is called once here, so that its imports do not count as time of a call.
+    What rules import does not count as time of a call: the algebra of `math` is called once here.
     """
     score_rule = get_rule(name).in_worker
     assert score_rule is not None
@@ -48,6 +49,8 @@ def load_rule_function(name: str, settings: Mapping[str, Any]) -> Callable[..., 
 
     if name == "math":
         score_rule(r"\boxed{\frac{2}{4}}", "0.5", {})
+    if name == "reasoning_gym":
+        importlib.import_module(name)
     return compute_score
 
 

@@ -7,6 +7,8 @@ if there is no answer. It raises `CannotScore` if the row has nothing to compare
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -202,6 +204,31 @@ def _extract_maths(reply: str, golds: Sequence[str]) -> Extraction:
 def _gold_maths(gold: str) -> str:
     """Return the answer within a ground truth that may be a whole solution."""
     return find_marked_answer(clean(gold)) or gold
+
+
+def score_entry(reply: str, truth: Any, extra: Facts) -> Answer:
+    """Score with the scorer of the set, which gets the entry as the package has generated it."""
+    import reasoning_gym  # type: ignore[import-not-found, unused-ignore]
+
+    tagged, _ = find_tagged(reply)
+    answer = (reply if tagged is None else tagged).strip()
+    entry = ast.literal_eval(extra["entry"])
+    score = reasoning_gym.get_score_answer_fn(extra["set"])(answer, entry)
+    return {"score": float(score), "extracted": answer}
+
+
+@_rule(
+    "reasoning_gym", "<answer>ANSWER</answer>, or nothing but the answer, as the set's scorer does",
+    "reasoning_gym:*", has_answer=False, in_worker=score_entry,
+)  # fmt: skip
+def leave_entry_to_worker(reply: str, truth: Any, extra: Facts) -> None:
+    """Leave the reply to the scorer of the set, which may take long."""
+    if not {"entry", "set"} <= extra.keys():
+        raise CannotScore(
+            "extra_info has no entry and set: `ppo data prepare reasoning_gym:SET` writes them"
+        )
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise CannotScore("the package reasoning_gym is not installed: pip install reasoning-gym")
 
 
 @_rule("choice", "a letter A-J in <answer>, \\boxed{} or `the answer is`, or at the end")

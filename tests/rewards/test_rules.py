@@ -69,7 +69,7 @@ def test_without_an_answer_the_score_is_0_with_the_reason() -> None:
         assert returned["reason"].startswith(reason), rule
 
 
-OWN_TESTS = ("format", "length", "code")
+OWN_TESTS = ("format", "length", "code", "reasoning_gym")
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES.values() if r.name not in OWN_TESTS])

@@ -6,11 +6,12 @@ A new set is one function (source -> rows of each split) and one line in RECIPES
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,70 @@ ONE_SPLIT = {
     ),
 }  # fmt: skip
 
+REASONING_GYM = "reasoning_gym"
+TAGS_INSTRUCTION = "Write the answer between <answer> and </answer>."
+TEST_SHARE = 10  # one test row for so many training rows
+
+
+def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
+    """Sets that the package reasoning_gym generates: `rows` of training in all, in equal parts.
+
+    The rule `reasoning_gym` scores them by the scorer of their set, which reads the whole entry.
+    """
+    try:
+        import reasoning_gym  # type: ignore[import-not-found, unused-ignore]
+        from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise DataError(
+            f"The package {error.name} is not installed: pip install reasoning-gym."
+        ) from None
+    splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    sets = list(dict.fromkeys(filter(None, names.split(","))))
+    for name in sets:
+        if name not in DATASETS:
+            near = did_you_mean(name, DATASETS)
+            raise DataError(
+                f"reasoning_gym has no set {name!r}.{near} Known: {', '.join(DATASETS)}."
+            )
+        train = math.ceil(rows / len(sets))
+        size = train + math.ceil(train / TEST_SHARE)
+        entries = [*islice(reasoning_gym.create_dataset(name, size=size, seed=seed), size)]
+        # An entry's seed is that of the set plus its index: those of another seed would overlap.
+        asked = {entry["question"] for entry in entries[:train]}
+        for index, entry in enumerate(entries):
+            if index >= train and entry["question"] in asked:
+                continue
+            split = SPLITS[index >= train]
+            text = f"{entry['question'].rstrip()}\n\n{TAGS_INSTRUCTION}"
+            info = {"split": split, "index": index, "set": name, "entry": write_literal(entry)}
+            splits[split].append(
+                {
+                    "data_source": f"{REASONING_GYM}:{name}",
+                    "prompt": [{"role": "user", "content": text}],
+                    "ability": "reasoning",
+                    "reward_model": {"style": "rule", "ground_truth": str(entry["answer"] or "")},
+                    "extra_info": info,
+                }
+            )
+    return BuiltSet({split: written for split, written in splits.items() if written})
+
+
+def write_literal(value: Any) -> str:
+    """Return a value as a Python literal: JSON would turn tuples into lists, and keys into texts.
+
+    Values of numpy become Python's.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {plain(key): plain(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple | set):
+            return type(value)(map(plain, value))
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    return repr(plain(value))
+
+
 # Name -> the default source, and the function that builds the splits.
 RECIPES: dict[str, tuple[str, Callable[[str], BuiltSet]]] = {
     "gsm8k": (GSM8K, build_gsm8k),
@@ -386,22 +451,33 @@ class PreparedFile:
 
 
 def prepare(
-    name: str, *, source: str | None = None, out: str, force: bool = False
-) -> list[PreparedFile]:
-    """Write one parquet file for each split into `out`: all of them or none."""
-    if name not in RECIPES:
+    name: str, *, source: str | None = None, out: str, force: bool = False,
+    rows: int = 1000, seed: int = 42,
+) -> list[PreparedFile]:  # fmt: skip
+    """Write one parquet file for each split into `out`: all of them or none.
+
+    `rows` and `seed` are of sets that are generated.
+    """
+    kind, _, generated = name.partition(":")
+    if kind == REASONING_GYM and generated:
+        if source is not None:
+            raise DataError(f"{name} is generated: leave --source out.")
+    elif name not in RECIPES:
         raise DataError(
             f"No recipe for the data set '{name}'.{did_you_mean(name.lower(), RECIPES)} Known: "
-            f"{', '.join(RECIPES)}. Your own JSONL or parquet files need no preparation; see "
-            f"`{ppo('data check')}`."
+            f"{', '.join(RECIPES)}, {REASONING_GYM}:SET,SET. Your own JSONL or parquet files need "
+            f"no preparation; see `{ppo('data check')}`."
         )
-    usual, build = RECIPES[name]
     folder = user_path(out)
     refuse_out_address(out)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
     # Read everything before anything is written.
-    built = build(source or usual)
+    if generated:
+        built = build_reasoning_gym(generated, rows, seed)
+    else:
+        usual, build = RECIPES[name]
+        built = build(source or usual)
     splits = built.splits
     targets = {split: folder / f"{split}.parquet" for split in splits}
     existing = [path.name for path in targets.values() if path.exists()]
@@ -413,9 +489,9 @@ def prepare(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as all_written:
-            for split, rows in splits.items():
+            for split, contents in splits.items():
                 fresh = all_written.enter_context(atomic_replace(targets[split]))
-                parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)
+                parquet.write_table(pyarrow.Table.from_pylist(contents), fresh)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error
     files = [PreparedFile(split, path, len(splits[split])) for split, path in targets.items()]

@@ -21,6 +21,7 @@ from ppo_cli.extras.lab.prepare import (
     final_answer,
     prepare,
 )
+from ppo_cli.rewards.rule_reward import load_rule_function
 from ppo_cli.rewards.rules import RULES, compare_algebra, find_rule, score_math
 from tests.data_sets.lines import write_rows
 
@@ -354,3 +355,48 @@ def test_a_set_with_one_split_is_a_row_of_the_table(
         assert find_rule(first.data_source) is RULES["math"]
     write_rows(file, {"other": 1})
     assert "is missing or null" in refusal(name, file, tmp_path / "none")
+
+
+# A set of the package: entries with tuples, keys that are numbers, and no answer.
+PACKAGE = """
+DATASETS = {"sums": None, "maps": None}
+
+def create_dataset(name, size, seed):
+    for index in range(size):
+        number = (seed + index) % 40
+        answer = str(number) if name == "sums" else None
+        metadata = {"pair": (number, {number: 1})}
+        yield {"question": f"{name} {number}?", "answer": answer, "metadata": metadata}
+
+def get_score_answer_fn(name):
+    def score(answer, entry):
+        number, keys = entry["metadata"]["pair"]
+        return float(answer == str(number) and keys == {number: 1}) / (2 if name == "maps" else 1)
+    return score
+"""
+
+
+def test_generated_sets_are_scored_by_the_scorer_of_their_package(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "factory.py").write_text("from reasoning_gym import DATASETS\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "reasoning_gym:sums,maps"
+    files = prepare(name, out=str(out), rows=60, seed=7)
+    # Questions repeat after 40: of 33 for each set, the last three are for the test.
+    assert [(file.split, file.rows) for file in files] == [("train", 60), ("test", 6)]
+    rows = load_rows(str(out / "train.parquet")).rows
+    assert {row.data_source for row in rows} == {"reasoning_gym:sums", "reasoning_gym:maps"}
+    score = load_rule_function("reasoning_gym", {})
+    for row, right in ((rows[0], 1.0), (rows[-1], 0.5)):
+        number = str(row.prompt[0]["content"]).split()[1].rstrip("?")  # type: ignore[index]
+        for reply in (number, f"It is <answer> {number} </answer>."):
+            assert score(reply, row.ground_truth, row.extra_info)["score"] == right
+        assert score("It is", row.ground_truth, row.extra_info)["score"] == 0
+        prepare(name, out=str(out), rows=60, seed=7, force=True)
+        assert load_rows(str(out / "train.parquet")).rows == rows
+    with pytest.raises(DataError, match=r"no set 'sum'.*mean 'sums'"):
+        prepare("reasoning_gym:sum", out=str(out))

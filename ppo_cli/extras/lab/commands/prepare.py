@@ -18,9 +18,14 @@ from ppo_cli.extras.lab.prepare import prepare as run_prepare
 app = App()
 
 
-@app.command(epilog="ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k")
+@app.command(
+    epilog="ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k\n"
+    "ppo data prepare reasoning_gym:chain_sum,leg_counting --rows 2000 --out ./data/sums"
+)
 def prepare(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(RECIPES)}.")],
+    name: Annotated[
+        str, typer.Argument(help=f"One of: {', '.join(RECIPES)}; reasoning_gym:SET,SET.")
+    ],
     out: Annotated[
         str, typer.Option("--out", "--local_save_dir", help="Folder for the parquet files.")
     ],
@@ -28,11 +33,15 @@ def prepare(
         str | None,
         typer.Option("--source", help="File or folder with the original rows, or a hub set."),
     ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="Training rows of sets that are generated.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of sets that are generated.")] = 42,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a well-known set as verl-style parquet files, ready for --train_files."""
-    files = run_prepare(name, source=source, out=out, force=force)
+    files = run_prepare(name, source=source, out=out, force=force, rows=rows, seed=seed)
     # Programs need the paths; people also the next command.
     if as_json:
         shown = [
