@@ -248,6 +248,7 @@ def test_rows_of_frames_and_data_sets_are_those_of_a_list(desk: Path) -> None:
             write_rows(desk, "rows", kind)
 
 
+@pytest.mark.slow
 def test_plan_refuses_files_and_rows_as_train_does(desk: Path) -> None:
     Path("bad.py").write_text("class Env: pass")
     Path("bad.jsonl").write_text('{"prompt": 5}')

@@ -181,6 +181,7 @@ RUBRIC = "- {name: short, text: The response is short., weight: 2}\n"
 RUBRIC += "- {name: rude, text: It is rude., weight: -1}\n"
 
 
+@pytest.mark.slow
 def test_the_card_of_a_fork_counts_from_the_base_model(
     run: Path, tmp_path: Path, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_each_command_that_loads_weights(newest: Path, line: str) -> None:
     ppo(*command[command.index("ppo_cli") + 1 :], exit_code=0)
 
 
+@pytest.mark.slow
 def test_export_takes_another_checkpoint_by_its_flag(newest: Path) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo("export", "run", "--checkpoint", "3", "--out", "model", exit_code=2).stderr
@@ -168,6 +169,7 @@ def test_checkpoints_that_are_damaged_too_are_passed_over(newest: Path, name: st
     assert command[-2:] == ["--resume", "never"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_version_without_digests_still_loads(newest: Path) -> None:
     (newest / "digests.json").unlink()
     state = json.loads((newest / "state" / "run.json").read_text())
@@ -185,6 +187,7 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_compared_too(newest: Path, de
         assert f"{desk / 'copy'} is damaged: {WEIGHTS} is not what was saved." in err
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_does_not_need_what_is_damaged(newest: Path) -> None:
     flip_bit(newest / WEIGHTS)
     out = ppo(*RUN, "--max_steps", "1", "--seed", "7", exit_code=0).stdout

@@ -127,6 +127,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_function_with_another_text_is_another_eval(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_parts_of_a_mixture_that_answers_would_scale_count_as_they_are(
     assert reports["none"] == reports["zscore, clip: 2"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_evaluated_with_its_base(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,6 +358,7 @@ def test_the_history_of_a_chat_is_what_the_model_reads(workdir: Path) -> None:
     assert prompt.text == "2 + 2 = ?"
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_elsewhere_with_other_settings(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return set_desk(tmp_path, FILES, monkeypatch)
 
 
+@pytest.mark.slow
 def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     typed = [*TRAIN.split(), "--output_dir", "old"]
     assert main(typed) == 0
@@ -53,6 +54,7 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
     assert re.search("error: .*step_000001.*damaged.*--resume never", err, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_other_settings_in_the_same_folder_are_a_new_run(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +84,7 @@ def test_other_settings_in_the_same_folder_are_a_new_run(
     assert [json.loads(line)["step"] for line in steps] == [1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

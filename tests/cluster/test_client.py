@@ -112,6 +112,7 @@ def test_one_that_does_not_listen_is_killed(client: Client) -> None:
     assert client.ask("add", 1).take(1) == (GONE, None)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_sets_those_free_who_send_to_it(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,17 @@ def test_a_model_keeps_the_dropout_of_its_config(tmp_path: Path) -> None:
     assert [saved.resid_pdrop, saved.embd_pdrop, saved.attn_pdrop] == [0.1, 0.1, 0.1]
 
 
-@pytest.mark.parametrize("kind", [*NOISY, "qwen3_moe", "qwen3_next", "falcon_mamba", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama", "mixtral", "falcon_mamba",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (*NOISY, "qwen3_moe", "qwen3_next", "gpt_oss")
+            if kind not in ("llama", "mixtral")
+        ),
+    ],
+)  # fmt: skip
 def test_blocks_that_are_computed_again_change_no_gradient(kind: str) -> None:
     ids = torch.randint(5, 250, (3, 17), generator=torch.Generator().manual_seed(1))
 

@@ -201,6 +201,7 @@ def test_rows_of_a_prompt_stay_together_where_they_fit(
             assert any(set(of_it) <= set(group) for group in groups)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_it_gets(padded: Any) -> None:
     model = {"path": "embedded", "dtype": "bfloat16"}
     configs = [settings(model={**model, "packing": on}) for on in (True, False)]

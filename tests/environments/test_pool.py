@@ -243,6 +243,7 @@ def test_a_process_that_dies_is_replaced(start: Start, game: Path, code: str) ->
     assert pool.pop_metrics()["environment/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_in_a_shared_process_costs_its_episode(
     start: Start, tmp_path: Path
 ) -> None:
@@ -361,6 +362,7 @@ time.sleep(4321)
 """
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_killed_run(game: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", DRIVER, f"{game}:Game", str(tmp_path), json.dumps(ROW)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
@@ -437,6 +439,7 @@ def test_missing_files_are_refused_together(tmp_path: Path, game: Path) -> None:
         check_environment(complete_environment(path=str(game)))
 
 
+@pytest.mark.slow
 def test_a_slow_import_is_no_mistake(
     start: Start, game: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +465,7 @@ def test_a_crash_loop_stops_the_run(start: Start, game: Path) -> None:
     assert reasons == [f"the environment process ended with exit code 9: {LAST_PRINT}"] * 3
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_start_gets_another_chance_later(start: Start, game: Path) -> None:
     pool = start(path=f"{game}:Game", isolation="process", timeout=5.0)
     open_episodes(pool, "a")

@@ -296,6 +296,7 @@ def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> Non
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_async_functions_a_call_alone_ends_with_its_process(
     start: Start, tmp_path: Path
 ) -> None:
@@ -426,6 +427,7 @@ def test_an_mcp_server_has_tools(
     assert call(pool, ("add", {"a": 1, "b": 1})).messages[0]["content"] == "2"
 
 
+@pytest.mark.slow
 def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("mcp.server")
     (tmp_path / "server.py").write_text("import sys; sys.exit('no key')")

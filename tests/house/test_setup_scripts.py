@@ -361,6 +361,7 @@ def test_the_environment_can_be_elsewhere(house: House) -> None:
     assert not house.venv.exists()
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_install_once_and_both_give_signs_of_life(house: House) -> None:
     text = house.setup.read_text()
     house.setup.write_text(text.replace("sign_s=10", "sign_s=1"))

@@ -71,6 +71,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_turns_differ_in_number_and_failed_episodes_are_counted_and_masked(
     episodes: tuple[str, ...], tmp_path: Path
 ) -> None:

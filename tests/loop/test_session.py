@@ -200,6 +200,7 @@ def test_what_cannot_be_stepped_is_refused_by_plan_and_session() -> None:
         assert "remax needs scores of greedy responses" in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_it_stands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Step by step")
     block, *_ = re.findall(r"^```python\n(.*?)^```", page[2], re.DOTALL | re.MULTILINE)

@@ -456,7 +456,7 @@ def test_a_lease_of_a_process_of_this_machine_that_has_ended_keeps_nobody_waitin
 
 def test_two_machines_with_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.run_folder.store.POLL_S", 0.05)
-    monkeypatch.setattr("ppo_cli.run_folder.store.LEASE_S", 3.0)
+    monkeypatch.setattr("ppo_cli.run_folder.store.LEASE_S", 1.5)
     url, notes = f"memory://{tmp_path.name}", list[str]()
     folder = RunFolder(tmp_path)
     store = open_store(url)

@@ -50,6 +50,7 @@ def pids_in(folder: Path) -> list[int]:
     return pids
 
 
+@pytest.mark.slow
 def test_told_to_end_it_ends_the_stubborn_and_the_orphans(tmp_path: Path) -> None:
     process = start(tmp_path, os.getpid(), tmp_path / "none")
     below = pids_in(tmp_path)

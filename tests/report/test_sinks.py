@@ -72,6 +72,7 @@ def test_tensorboard_shows_critic_pretraining_before_step_1(tmp_path: Path) -> N
     assert points(folder, "explained_variance") == [(4, 0.25), (5, 0.5)]
 
 
+@pytest.mark.slow
 def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +177,7 @@ def runs(draw: st.DrawFn) -> list[dict[str, float]]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_finding_says_what_its_numbers_say() -> None:
     found: set[str] = set()
     said: set[str] = set()

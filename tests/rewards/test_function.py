@@ -112,8 +112,8 @@ def test_coroutines_run_side_by_side(scores: Scores) -> None:
 
 def test_coroutines_have_deadlines(scores: Scores) -> None:
     code = FILES["coroutines have deadlines"]
-    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=3.0)
-    assert bad.failure == "timeout: took longer than 3 s"
+    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=1.5)
+    assert bad.failure == "timeout: took longer than 1.5 s"
     assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 6)"
     assert good.value == 1.0
 

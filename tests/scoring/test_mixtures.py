@@ -126,6 +126,7 @@ def test_a_failed_part_fails_its_row_and_says_which(judge: list[str], bench: Ben
     assert remark == "judge gives every row the same score, so it decides nothing here."
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_rows_that_are_whole(judge: list[str], bench: Bench) -> None:
     bench.server.state.latency = 0.3
     args = ("reward", "score", sums(bench, 40), *judge, "--rm_concurrency", "1")

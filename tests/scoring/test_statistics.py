@@ -157,6 +157,7 @@ def test_the_test_is_exact_for_a_few_and_close_for_many() -> None:
     assert stats.sign_flip_p(np.zeros(0)) is None
 
 
+@pytest.mark.slow
 def test_differences_are_paired_and_cover_the_truth() -> None:
     random = np.random.default_rng(3)
     covered, rejected = 0, 0

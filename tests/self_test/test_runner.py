@@ -212,10 +212,8 @@ def test_a_record_that_cannot_be_written_is_announced_before_the_test(
     assert printed["path"] is None and printed["not_written"].startswith(reason)
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [pytest.param(0.0, marks=pytest.mark.slow), 0.5, pytest.param(2.0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
 def test_ctrl_c_while_the_server_imports_prints_no_traceback(seconds: float) -> None:
     command = [sys.executable, "-m", "ppo_cli", "doctor", "--self-test"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)

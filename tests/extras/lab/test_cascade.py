@@ -117,6 +117,7 @@ def test_few_rows_choose_nothing(bench: Bench, flags: list[str]) -> None:
     assert facts["judge"]["why"] == "12 rows that both judges have scored; 20 are needed"
 
 
+@pytest.mark.slow
 def test_votes_are_told_apart_by_their_spread(
     bench: Bench, cheap: JudgeServer, flags: list[str]
 ) -> None:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ppo_cli.config.schema.keys import find_key, table, value_of
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.migrate.verl import translator
@@ -129,6 +131,7 @@ def test_no_setting_of_verls_is_unknown_nor_taken_for_another() -> None:
         assert [line for line in message if "Did you mean" in line or "no setting" in line] == []
 
 
+@pytest.mark.slow
 def test_what_a_line_sets_arrives_or_is_noted() -> None:
     arrived, wrong = 0, {}
     for name, value in all_names().items():

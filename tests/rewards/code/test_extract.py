@@ -25,6 +25,7 @@ def test_the_code_of_a_response(text: str, code: str) -> None:
     assert find_code(text) == code
 
 
+@pytest.mark.slow
 def test_long_lines_take_time_in_proportion_to_their_length() -> None:
     slow = []
     for unit in table(__file__, "units"):

@@ -28,11 +28,14 @@ def counts_of(score: Score) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("no_trace")
-def test_right_answers(run_code: RunCode) -> None:
-    scores = run_all(run_code, [(code, truth) for _, code, truth, _ in RIGHT])
+@pytest.mark.parametrize(
+    "right", [RIGHT[::4], pytest.param(RIGHT, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_right_answers(right: list[Any], run_code: RunCode) -> None:
+    scores = run_all(run_code, [(code, truth) for _, code, truth, _ in right])
     wrong = [
         (name, score)
-        for (name, _, _, total), score in zip(RIGHT, scores, strict=True)
+        for (name, _, _, total), score in zip(right, scores, strict=True)
         if (score.value, score.failure, score.reason) != (1.0, "", "")
         or counts_of(score) != (total, total)
     ]

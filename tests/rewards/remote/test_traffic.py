@@ -125,6 +125,7 @@ SERVERS: tuple[tuple[Callable[[], Any], int, float, str, float], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_call_is_lost_and_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     missed = []
     for make, calls, latency, hint, ideal in SERVERS:

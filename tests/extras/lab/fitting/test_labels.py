@@ -137,6 +137,7 @@ def labelled_sums(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
     write: Write, tmp_path: Path, rubric_file: str
 ) -> None:
@@ -173,6 +174,7 @@ def test_criteria_are_learnt_measured_and_scored_as_the_rubric_says(
         load_reward_model(reward)
 
 
+@pytest.mark.slow
 def test_one_label_becomes_a_score_from_0_to_1(write: Write, tmp_path: Path) -> None:
     file = write(*labelled_sums(40))
     record = fit(short_fit(Path(file), labels="value"), Screen())

@@ -130,6 +130,7 @@ def test_four_nodes_meet_train_once_and_end(nodes: Nodes, late: bool) -> None:
     assert f'VERL_FILE_LOGGER_PATH="{nodes.folder}/verl/metrics_' in lines[submitted]
 
 
+@pytest.mark.slow
 def test_a_node_that_never_comes_ends_the_wait_with_a_sentence(nodes: Nodes) -> None:
     head = nodes.start(0, NODE_TIMEOUT="3")
     others = [nodes.start(1), nodes.start(2)]
@@ -163,6 +164,7 @@ def test_a_reward_that_must_stop_ends_the_run_as_resumable(nodes: Nodes) -> None
     assert [finish(process)[0] for process in others] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_second_start_of_the_folder_leaves_the_first_alone(nodes: Nodes) -> None:
     nodes.touch("joined_1", "joined_2", "joined_3")
     head = nodes.start(0, TRAINS="3")

@@ -167,7 +167,9 @@ def other_ray() -> Iterator[subprocess.Popen[bytes]]:
             ray.wait(30)
 
 
-@pytest.mark.parametrize("how", ["end", "terminate", "kill"])
+@pytest.mark.parametrize(
+    "how", ["end", "kill", pytest.param("terminate", marks=pytest.mark.weekly)]
+)
 def test_another_ray_of_the_user_stays_and_nothing_of_this_one_does(
     node: Node, tmp_path_factory: pytest.TempPathFactory, how: str
 ) -> None:
