@@ -1,0 +1,158 @@
+"""Verdicts that become one score: votes, criteria, panels and cascades, each compared as a whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from ppo_cli.records import Part, Score
+from ppo_cli.rewards.judge.calls import Usage, Verdict, merge_criteria, score_from_votes
+from ppo_cli.rewards.judge.cascade import _add_costs
+from ppo_cli.rewards.judge.panel import PanelReward
+from ppo_cli.rewards.judge.rubric import Criterion, Placing, Rubric
+from tests.judge_server.asking import make_question
+
+CRITERIA = (
+    Criterion("a", "A."), Criterion("b", "B.", 2.0, fault=True, must=True), Criterion("c", "C."),
+)  # fmt: skip
+RUBRIC = Rubric(CRITERIA, fixed=True, quoted=True)
+PLAIN = make_question()  # a scale from 1 to 10
+PLACED = replace(PLAIN, placing=Placing(2, 1, 10, "whole"))
+DECIDED = replace(PLAIN, rubric=RUBRIC)
+
+
+def vote(value: float, k: int, **info: Any) -> Verdict:
+    """The k-th vote, whose counts are powers of two, so that each sum tells what is in it."""
+    usage = Usage(100 * 2**k, 2**k)
+    return Verdict(value, f"r{k}", f"t{k}", usage, 2.0**k, 0.25 * k, 2**k, k > 0, info)
+
+
+def totals(*votes: int, **more: Any) -> dict[str, Any]:
+    """The info of a score of these votes."""
+    calls = sum(2**k for k in votes)
+    return {
+        "cached": 0 not in votes, "judge_tokens": 101 * calls, "judge_calls": calls,
+        "latency_s": 0.25 * max(votes), "cost_usd": float(calls), **more,
+    }  # fmt: skip
+
+
+def test_a_score_of_votes_is_their_mean_in_all_that_it_says() -> None:
+    score, error = score_from_votes([vote(4, 1)], PLAIN)
+    part = Part(4, pytest.approx(1 / 3))
+    assert error is None
+    assert score == Score(
+        part.scaled, reason="r1", parts={"judge": part}, info=totals(1), reply="t1"
+    )
+    votes = [
+        vote(1, 1, pieces=[0, 1], spread=0.25),
+        vote(10, 2, pieces=[0.5, 0], spread=0.5),
+        vote(4, 0, pieces=[1, 0.5], spread=0),
+    ]
+    score, _ = score_from_votes(votes, PLACED)
+    part = Part(5, pytest.approx(4 / 9))
+    within, between = 0.3125 / 3, (16 + 25 + 1) / 81 / 3
+    spreads = (pytest.approx(math.sqrt(x)) for x in (between, within + between))
+    more = dict(zip(("vote_spread", "spread"), spreads, strict=True))
+    info = totals(0, 1, 2, pieces=[0.5, 0.5], votes=[1, 10, 4], **more)
+    assert score == Score(part.scaled, reason="r0", parts={"judge": part}, info=info, reply="t0")
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_score_of_criteria_has_their_credit_as_written(fixed: bool) -> None:
+    """Of two votes one misses the hurdle; a fault gives credit for its absence."""
+    shuffled = replace(RUBRIC, criteria=(CRITERIA[2], *CRITERIA[:2]), places=(2, 0, 1), fixed=fixed)
+    votes = [
+        vote(value, k, grades=grades, quotes=[f"q{k}"])
+        for value, k, grades in ((3, 1, [0.5, 1, 0]), (5, 2, [1, 0.75, 0.25]))
+    ]
+    score, _ = score_from_votes(votes, replace(DECIDED, rubric=shuffled))
+    credits = {"a": 0.75, "b": 0.125, "c": 0.125}
+    parts = {"judge": Part(4, pytest.approx(1 / 3)), "rubric/hurdle_missed": Part(1.0, None)}
+    parts |= {f"rubric/{name}": Part(x, None) for name, x in credits.items()} if fixed else {}
+    info = totals(
+        1, 2, votes=[3, 5], vote_spread=pytest.approx(1 / 9), criteria=credits, quotes=["q1"]
+    )
+    assert score == Score(pytest.approx(1 / 3), reason="r1", parts=parts, info=info, reply="t1")
+    assert [*score.info["criteria"]] == ["a", "b", "c"]
+    free = replace(RUBRIC, criteria=(CRITERIA[0],), quoted=False)
+    score, _ = score_from_votes([vote(1, 0, grades=[0.5])], replace(DECIDED, rubric=free))
+    assert score is not None and score.parts.keys() == {"judge", "rubric/a"}
+    assert "quotes" not in score.info
+
+
+@pytest.mark.parametrize(
+    ("quoted", "spreads"), [(True, (0.5, 0.25, 1.0)), (False, (0.5, None, 1.0))]
+)
+def test_one_call_a_criterion_makes_one_verdict(quoted: bool, spreads: Any) -> None:
+    """Of weights 1, 2, 1 in 4; a spread of a hurdle counts with all of them."""
+    verdicts = [
+        vote(
+            9, k, grades=[grade], quotes=[f"q{k}"], **({} if spread is None else {"spread": spread})
+        )
+        for k, (grade, spread) in enumerate(zip((1, 0.25, 0.5), spreads, strict=True))
+    ]
+    info: dict[str, Any] = {"grades": [1, 0.25, 0.5]}
+    info |= {"quotes": ["q0", "q1", "q2"]} if quoted else {}
+    info |= {"spread": math.sqrt(0.25 + 1 + 1) / 4} if None not in spreads else {}
+    merged = merge_criteria(verdicts, replace(RUBRIC, quoted=quoted))
+    assert merged == Verdict(
+        0.75, "r0\nr1\nr2", "t0\nt1\nt2", Usage(700, 7), 7.0, 0.5, 7, False, info
+    )
+    assert merge_criteria(verdicts[1:], replace(RUBRIC, criteria=CRITERIA[1:])).cached
+
+
+def judged(value: float, k: int, **info: Any) -> Score:
+    return Score(value, reason=f"r{k}", reply=f"t{k}", info=totals(k, **info))
+
+
+def combine(question: Any, *scores: Score) -> Score:
+    judges = dict(zip(("judge", "x", "y", "z"), scores, strict=False))
+    return PanelReward._combine(cast(PanelReward, None), judges, question)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_panel_is_the_median_in_all_that_it_says(fixed: bool) -> None:
+    """Of three judges the one nearest to the median speaks; of two, the first."""
+    rows = (
+        (1.0, 1, (0, 1, 0.5), [1, 0]), (0.0, 2, (1, 0, 0.5), [0, 0.25]),
+        (0.25, 0, (1, 0.5, 0), [0, 1]),
+    )  # fmt: skip
+    scores = [
+        judged(value, k, criteria=dict(zip("abc", each, strict=True)), quotes=[f"q{k}"], pieces=p)
+        for value, k, each, p in rows
+    ]
+    both = replace(PLACED, rubric=replace(RUBRIC, fixed=fixed))
+    parts = {"judge": Part(3.25, 0.25), "panel/judge": Part(1.0, None), "panel/x": Part(0.0, None)}
+    parts |= {"panel/y": Part(0.25, None)}
+    credits = {"a": 1, "b": 0.5, "c": 0.5}
+    parts |= {f"rubric/{name}": Part(x, None) for name, x in credits.items()} if fixed else {}
+    spread = math.sqrt((1 + 1 / 16) / 3 - (1.25 / 3) ** 2)
+    info = totals(
+        0,
+        1,
+        2,
+        criteria=credits,
+        quotes=["q0"],
+        pieces=[0, 0.25],
+        panel_spread=pytest.approx(spread),
+    )
+    assert combine(both, *scores) == Score(0.25, reason="r0", parts=parts, info=info, reply="t0")
+    parts = {"judge": Part(5.5, 0.5), "panel/judge": Part(1.0, None), "panel/x": Part(0.0, None)}
+    info = totals(1, 2, panel_spread=0.5)
+    assert combine(PLAIN, *scores[:2]) == Score(
+        0.5, reason="r1", parts=parts, info=info, reply="t1"
+    )
+
+
+def test_a_cascade_costs_what_both_judges_cost() -> None:
+    """What else is said is the later judge's; it is cached if both verdicts are."""
+    cheap, strong = totals(1, spread=0.5), totals(2, votes=[1])
+    both = {"judge_tokens": 606, "judge_calls": 6, "latency_s": 0.75, "cost_usd": 6.0}
+    assert _add_costs(cheap, strong) == {**both, "votes": [1], "cached": True}
+    assert (
+        _add_costs(totals(0), strong)["cached"] is _add_costs(cheap, totals(0))["cached"] is False
+    )
+    assert _add_costs({}, strong) == strong
