@@ -1,4 +1,4 @@
-"""Verdicts that become one score: votes, criteria, panels and cascades, each compared as a whole."""
+"""Verdicts that become one score: of votes, criteria, panels, cascades and comparisons."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ import math
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from ppo_cli.records import Part, Score
-from ppo_cli.rewards.judge.calls import Usage, Verdict, merge_criteria, score_from_votes
+from ppo_cli.rewards.judge.calls import (
+    JudgeError,
+    Usage,
+    Verdict,
+    merge_criteria,
+    score_from_votes,
+)
 from ppo_cli.rewards.judge.cascade import _add_costs
+from ppo_cli.rewards.judge.compare import (
+    Contest,
+    Contestant,
+    Tally,
+    _build_score,
+    _by_reference,
+    _by_strength,
+    bradley_terry,
+    win_chances,
+)
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.rubric import Criterion, Placing, Rubric
+from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server.asking import make_question
+from tests.rewards.scoring import rollouts_of
 
 CRITERIA = (
     Criterion("a", "A."), Criterion("b", "B.", 2.0, fault=True, must=True), Criterion("c", "C."),
@@ -156,3 +175,60 @@ def test_a_cascade_costs_what_both_judges_cost() -> None:
         _add_costs(totals(0), strong)["cached"] is _add_costs(cheap, totals(0))["cached"] is False
     )
     assert _add_costs({}, strong) == strong
+
+
+def contest(texts: str, nodes: tuple[int, ...], gated: int = 0, **answers: Any) -> Contest:
+    """Samples 0, 1, 2 … have the texts of these nodes; `answers` has places by the nodes shown."""
+    rollouts = rollouts_of(*(texts[node] for node in nodes), n=len(nodes))
+    entries = [Contestant(r, node=node) for r, node in zip(rollouts, nodes, strict=True)]
+    sizes = [nodes.count(node) for node in range(len(set(nodes)))]
+    verdicts = {
+        (tuple(map(int, shown.strip("n"))), k): vote(1, k, places=places)
+        for k, (shown, places) in enumerate(answers.items())
+    }
+    reference = len(texts) > len(sizes)
+    made = Contest(
+        rollouts[0].prompt, entries, gated, texts, sizes, reference, (), False, dict(verdicts)
+    )
+    made.answers[(1, 0), 9] = JudgeError(Failure.RETRYABLE, "any", "no")
+    return made
+
+
+def test_a_score_of_comparisons_says_who_met_whom_and_shares_the_cost() -> None:
+    drawn = contest("abc", (0, 1, 0), n01=(1, 2), n10=(1, 1), n201=(3, 1, 2), n12=(2, 1))
+    tally = Tally(np.array([[0, 1.5, 1], [0.5, 0, 0.25], [0, 1, 0]]))
+    info = {"cached": False, "judge_tokens": 505.0, "judge_calls": 5.0, "cost_usd": 5.0}
+    reasons = (
+        "won (R1 this one, R2 sample 1): r0\ntied (R1 sample 1, R2 this one): r1\n"
+        "won (R1 the reference, R2 this one, R3 sample 1): r2",
+        "lost (R1 sample 0, R2 this one): r0\ntied (R1 this one, R2 sample 0): r1\n"
+        "place 2 (R1 the reference, R2 sample 0, R3 this one): r2\n"
+        "lost (R1 this one, R2 the reference): r3",
+    )
+    for entry, wins, compared, reason in zip(
+        drawn.entries, (2.5, 0.75), (3.0, 3.25), reasons, strict=False
+    ):
+        more = {"wins": wins, "compared": compared, "strength": 0.123457}
+        expected = Score(
+            0.75, reason=reason, parts={"judge": Part(0.75, 0.75)}, info=info | more, reply="t0"
+        )
+        assert _build_score(drawn, tally, entry, 0.75, 0.12345678) == expected
+    alone = _build_score(contest("ab", (0,)), tally, drawn.entries[0], 0.5, None)
+    assert "strength" not in alone.info and (alone.reason, alone.reply) == ("", "")
+
+
+def test_strengths_and_references_by_hand() -> None:
+    """Two equal responses, a third and one without content; then shares of the meetings won."""
+    group, wins = contest("ab", (0, 1, 0), gated=1), np.array([[0, 1.5], [0.5, 0]])
+    strength = bradley_terry(wins)
+    chance = win_chances(strength)[0, 1]
+    expected = ((0.5 * 2 + chance - 0.5 + 1) / 3, (2 * (1 - chance) + 1) / 3)
+    for node, (share, theta) in _by_strength(group, Tally(wins)).items():
+        assert (share, theta) == pytest.approx((expected[node], strength[node]))
+    assert _by_strength(contest("a", (0,)), Tally(np.zeros((1, 1)))) == {}
+    assert _by_strength(contest("a", (0,), gated=1), Tally(np.zeros((1, 1)))) == {0: (1.0, 0.0)}
+    met = np.zeros((4, 4))
+    met[0, 3], met[3, 0], met[3, 1] = 1.5, 0.5, 1
+    scores = _by_reference(contest("abcd", (0, 1, 2)), Tally(met))
+    assert scores == {0: (0.75, None), 1: (0.0, None)}
+    assert _by_reference(contest("aba", (0, 1)), Tally(met)) == {0: (0.5, None)}
