@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.rewards.judge.calls import JudgeError, Verdict, score_from_votes
+from ppo_cli.rewards.judge.calls import JudgeError, score_from_votes
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
@@ -66,13 +66,6 @@ def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: 
     assert [call.body["seed"] for call in server.calls] == [0, 1, 2]
     score_all(reward, [sum_rollout(1, "")])
     assert "judge/vote_spread" not in reward.pop_metrics()
-
-
-def test_the_spread_of_unsure_votes_is_within_them_and_between_them() -> None:
-    """Scores of 3/9 and 1: a variance of 1/9 between the votes, and of 0 and 0.04 within them."""
-    votes = [Verdict(level, "", "", info={"spread": x}) for level, x in ((4, 0.0), (10, 0.2))]
-    score, _ = score_from_votes(votes, make_question())
-    assert score is not None and score.info["spread"] == pytest.approx(np.sqrt(1 / 9 + 0.02))
 
 
 def test_a_vote_that_may_still_come_is_why_there_is_no_score() -> None:
