@@ -18,6 +18,7 @@ from ppo_cli.records import Prompt, Rollout, Score, Turn
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.panel import PanelReward
 from ppo_cli.rewards.judge.placing import (
+    Piece,
     cut_response,
     place_score,
     request_places,
@@ -100,12 +101,18 @@ def test_an_episode_that_the_judge_reads_whole_is_not_cut_within_its_turns() -> 
     episode = replace(
         respond(text), turns=(Turn(0, 3, "A. B.", message), Turn(5, 9, text, message))
     )
-    for scope, place, count in (("episode", "sentence", 0), ("episode", "turn", 2)):
+    for scope, place, pieces in (
+        ("episode", "turn", [Piece("A. B.", 3, "token"), Piece(text, 9, "token")]),
+        ("turn", "sentence", [Piece("One. ", 5), Piece("Two.", 9)]),
+        ("turn", "criterion", []),
+        ("turn", None, []),
+    ):
         api = complete_judge(place=place, scope=scope)
-        assert len(cut_response(episode, api)) == count
-    placing = request_places(show_response(episode, api), api, Scale(1, 10))
-    assert placing is not None and placing.keys[0] == "turn_1"
-    assert len(cut_response(episode, complete_judge(place="sentence", scope="turn"))) == 2
+        assert cut_response(episode, api) == pieces
+        placing = request_places(show_response(episode, api), api, Scale(1, 10))
+        noun = "turn" if place == "turn" else "piece"
+        assert placing == (Placing(2, 1, 10, "score_1_to_10", noun) if pieces else None)
+    assert cut_response(episode, complete_judge(place="sentence", scope="episode")) == []
 
 
 def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
