@@ -121,6 +121,8 @@ def test_a_cheaper_judge_that_fails_is_unsure(
     assert "refusal" in score.info["cheap_reason"] or "judge this" in score.info["cheap_reason"]
     metrics = reward.pop_metrics()
     assert (metrics["judge/cheap_failed"], metrics["judge/escalated"]) == (1, 1)
+    score_all(reward, [sum_rollout(1, "")])  # without a call, nothing is escalated
+    assert reward.pop_metrics()["judge/escalated"] == 0
 
 
 def test_the_cheaper_score_never_stands_in_for_the_judge(

@@ -155,18 +155,24 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     assert metrics["judge/calls"] == len(calls)
     (repeated,) = reward.repeat(sum_rollout(1), 1).result(60)
     assert repeated.value == score.value
-    # Failures are those of one step.
+    # Failures and spreads are those of one step.
+    others[0].score = server.score
     score_all(reward, [sum_rollout(2)])
-    assert reward.pop_metrics()["judge/panel_failed/third"] == 1
+    metrics = reward.pop_metrics()
+    assert (metrics["judge/panel_failed/third"], metrics["judge/panel_spread"]) == (1, 0)
+    others[0].score = lambda system, user: 6
     # Too few verdicts: no score, and never 0.
     strict = make(least=3, cache="off")
     (failed,) = score_all(strict, [sum_rollout(1)])
     assert json.loads(json.dumps(failed.facts))["panel"]["second"]["score"] == pytest.approx(5 / 9)
     assert failed.value is None and "2 of 3 judges gave a verdict, 3 are needed" in failed.failure
     assert strict.repeat(sum_rollout(1), 1).result(60)[0].value is None
-    others[0].score = others[1].score  # without a setting more than half are needed
+    assert "judge/panel_spread" not in strict.pop_metrics()
+    # Without a setting more than half are needed. A reply may be readable the next time.
+    others[0].fail(400, code="content_filter")
     (failed,) = score_all(make(cache="off"), [sum_rollout(1)])
-    assert failed.value is None and "1 of 3 judges gave a verdict, 2 are needed" in failed.failure
+    assert failed.value is None and failed.failure.startswith("form")
+    assert "1 of 3 judges gave a verdict, 2 are needed" in failed.failure
 
 
 def submit_two(reward: PanelReward, failing: JudgeServer) -> list[Future[Score]]:
@@ -224,6 +230,10 @@ def test_a_panel_is_as_new_and_as_slow_as_its_last_verdict(
     # Two verdicts are from the cache. The reason is that of the judge nearest to the median.
     assert (server.count, others[0].count) == (1, 1)
     assert not score.info["cached"] and score.info["latency_s"] > 0 and score.reason == "half"
+    assert score.info["panel"] == {
+        name: {"score": pytest.approx((level - 1) / 9), "reason": reasons[level]}
+        for name, level in zip(("judge", *NAMES), reasons, strict=True)
+    }
     (repeated,) = score_all(make(), [sum_rollout(1)])
     assert repeated.info["cached"] and repeated.info["latency_s"] == 0
 
