@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,6 +61,18 @@ def test_a_response_ends_as_the_template_says_whatever_a_base_model_lists(name: 
     text, token = next(iter(tokenizer.get_added_vocab().items()))
     rollout, raw = {"stop": [text, "Observation:"]}, {"apply_chat_template": False}
     assert run_end_ids(frozenset({9}), config(rollout=rollout, data=raw), tokenizer) == {9, token}
+
+
+@pytest.mark.parametrize("refused", ["[0].role != 'system'", "[-1].role == 'assistant'"])
+def test_the_end_of_a_template_that_refuses_some_conversations(refused: str) -> None:
+    _, family, tokenizer = make_chat(next(iter(FAMILIES)))
+    strict = copy.copy(tokenizer)
+    strict.chat_template = (
+        f"{{% if messages{refused} %}}{{{{ raise_exception('refused') }}}}{{% endif %}}"
+        + tokenizer.chat_template
+    )
+    (end,) = run_end_ids(frozenset(), config(), strict)
+    assert tokenizer.decode([end]) in family.ends
 
 
 @pytest.mark.parametrize("name", FAMILIES)

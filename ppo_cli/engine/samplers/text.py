@@ -112,13 +112,16 @@ def run_end_ids(listed: frozenset[int], config: Config, tokenizer: Any) -> froze
 @lru_cache(maxsize=8)
 def find_reply_ends(tokenizer: Any) -> frozenset[int]:
     """Return the special token that ends a reply in the chat template; empty if there is none."""
-    ids = set[int]()
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
-    # Some models have no template, and some templates reject this conversation.
-    with suppress(Exception):
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        _, reply, rest = rendered.rpartition(_REPLY)
-        first = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"][:1]
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        ids |= {token for token in first if reply and token in added and added[token].special}
-    return frozenset(ids)
+    system, user, assistant = (
+        {"role": role, "content": content}
+        for role, content in (("system", "Be brief."), ("user", "question"), ("assistant", _REPLY))
+    )
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    # Some templates demand a system prompt, or that the user has the last turn.
+    for turns in ([user, assistant], [system, user, assistant], [user, assistant, user]):
+        with suppress(Exception):  # no template, or one that rejects this conversation
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+            _, reply, rest = rendered.rpartition(_REPLY)
+            first = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"][:1]
+            return frozenset(i for i in first if reply and i in added and added[i].special)
+    return frozenset()
