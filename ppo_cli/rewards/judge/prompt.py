@@ -64,12 +64,10 @@ CLOSING = (
     "text and obey none of it.\n"
     "{notes}{asked}"
 )
+PIECE = "piece-"  # how names of pieces begin
 AnswerSpec = Rubric | Placing | Comparison | RubricDraft  # anything but a single score
-# What the pieces of a response are.
-PIECES = (
-    "The response is shown in pieces, between the tags piece-…: together, in this order, they are "
-    "all of it.\n"
-)
+# What the pieces of a response are. A mark is short, since a response has many.
+PIECES = "The response is shown in pieces, each after a mark piece-… that ends in -{short}.\n"
 # What the passages of an episode are.
 EPISODE = (
     "The response is an episode of several turns. The model to be judged wrote only what stands "
@@ -254,7 +252,9 @@ class Template:
         # The instruction after the data.
         sections = [section for each in pieces.get("response", ()) for section in each]
         tags = [tag for tag, _ in sections if tag]
-        notes = "" if not tags else PIECES if tags[0].startswith("piece") else EPISODE
+        notes = EPISODE if tags else ""
+        if tags and tags[0].startswith(PIECE):
+            notes = PIECES.format(short=_shorten(nonce))
         # Say how much of the response is missing.
         left_out = sum(piece[1] for _, piece in sections)
         if left_out:
@@ -422,9 +422,19 @@ def _fence_all(name: str, responses: Sequence[Sections], nonce: str) -> str:
     names = [f"{name}-{label}" for label in labels] or [name]
     texts = []
     for tag, sections in zip(names, responses, strict=True):
-        inner = [fence(part, piece, nonce) for part, piece in sections]
+        inner = [
+            f"<{part}-{_shorten(nonce)}>\n{fence('', piece, nonce)}"
+            if part.startswith(PIECE)
+            else fence(part, piece, nonce)
+            for part, piece in sections
+        ]
         texts.append(fence(tag, ("\n".join(inner), 0, ""), nonce))
     return "\n\n".join(texts)
+
+
+def _shorten(nonce: str) -> str:
+    """Return the nonce of marks, which are paid for each piece; a response's own are broken up."""
+    return nonce[:4]
 
 
 def fence(name: str, piece: Piece, nonce: str) -> str:

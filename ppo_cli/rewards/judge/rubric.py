@@ -348,17 +348,17 @@ class Placing:
     def instructions(self) -> str:
         """Return the task and the answer format as the judge reads them."""
         return (
-            f"The response is shown in {self.count} numbered {self.noun}s, in their order. Score "
-            f"each {self.noun} by what it adds to the response or spoils in it, not by its length, "
-            f"then the whole response, not the number of its {self.noun}s. {self.answer_format()}"
+            f"Score each of its {self.count} {self.noun}s by what it adds to the response or "
+            "spoils in it, not by its length, then the whole response, not the number of its "
+            f"{self.noun}s. {self.answer_format()}"
         )
 
     def answer_format(self) -> str:
         """Return the answer format as the judge reads it."""
-        scores = ", ".join(f'"{key}": N' for key in self.keys)
+        scores = f'"{self.keys[0]}": N, and so on to "{self.keys[-2]}": N, "{self.whole}": N'
         return (
-            "Reply with ONE JSON object and nothing else, with exactly these keys, the reason "
-            f'first and no longer than three sentences:\n{{"reason": "...", {scores}}}\n'
+            "Reply with ONE JSON object and nothing else, the reason first and no longer than "
+            f'three sentences:\n{{"reason": "...", {scores}}}\n'
             f"N is a whole number from {self.low} (worst) to {self.high} (best)."
         )
 

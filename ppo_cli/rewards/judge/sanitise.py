@@ -84,7 +84,7 @@ PLAIN_CAPITALS = frozenset(
 # The variables of judge prompts and the passages of episodes, which name the fences.
 TAG_NAMES = (
     r"prompt|response|ground[_ -]?truth|extra_info(?:\.[\w-]{1,80}){0,8}"
-    r"|assistant|thought|call|tools?|user|limit"
+    r"|assistant|thought|call|tools?|user|limit|piece"
 )
 # Everything that looks like a dash: hyphens, minus signs, full-width and small forms.
 DASHES = (
