@@ -58,7 +58,7 @@ from ppo_cli.engine.models.lora import (
     reference_of,
     write_adapter_config,
 )
-from ppo_cli.engine.models.policy import Adapt, adapted, stop_token_ids
+from ppo_cli.engine.models.policy import Adapt, adapted, stop_token_ids, use_float32_head
 from ppo_cli.engine.models.value_models import CRITIC_FLAG, freeze_attention, load_value_model
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.profiling import Profiler
@@ -450,6 +450,8 @@ class Learner:
                 adds_noise=self._config.model.spread_weights,
                 seed=self._config.trainer.seed,
             )
+            if settings.widens_head and isinstance(loaded, Policy):
+                use_float32_head(loaded.model, self._compute.dtype)
             return loaded
 
         # 1. The family decides on attention kernel and packing.

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, bool, torch.dtype, dict[str, Any]]] = {
     "positions": ("gpt2", True, torch.bfloat16, {}),
     "positions from a mask": ("opt", True, torch.bfloat16, {}),
     "adapter": ("qwen2", True, torch.bfloat16, {"lora_rank": 4}),
+    "float32 head": ("qwen2", False, torch.bfloat16, {"float32_head": True}),
     "experts": ("qwen3_moe", False, torch.bfloat16, {}),
     "adapted experts": ("qwen3_moe", False, torch.bfloat16, {
         "lora_rank": 4, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"],

@@ -10,7 +10,7 @@ import torch
 from families.configs import build_model
 
 from ppo_cli.engine.models import load_policy, stop_token_ids
-from ppo_cli.engine.models.policy import OwnHead, split_model
+from ppo_cli.engine.models.policy import OwnHead, split_model, use_float32_head
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.errors import ModelError
 
@@ -66,3 +66,24 @@ def test_all_stop_tokens_count() -> None:
     model = build_model("llama")
     model.generation_config.eos_token_id = [5, 6]
     assert stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == {2, 5, 6}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_logits_in_float32_are_products_of_rounded_operands(family: str, tmp_path: Path) -> None:
+    build_model(family).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path))
+    layer = policy.model.get_output_embeddings()
+    states = torch.randn(5, layer.in_features, requires_grad=True)
+    plain = policy.head(states)
+    use_float32_head(policy.model, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = policy.head(states)
+    logits[:, 3].sum().backward()
+    rounded = [x.detach().bfloat16().float() for x in (states, layer.weight)]
+    if family == "llama":  # gemma2 caps its logits
+        torch.testing.assert_close(logits, rounded[0] @ rounded[1].T)
+        torch.testing.assert_close(layer.weight.grad[3], rounded[0].sum(0).bfloat16().float())
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - plain).abs().max() < 0.05
+    with pytest.raises(ModelError, match="a Float32Head, not a plain linear layer"):
+        use_float32_head(policy.model, torch.bfloat16)

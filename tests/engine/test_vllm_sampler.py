@@ -243,8 +243,8 @@ def started(
     monkeypatch.setattr(VLLMSampler, "_start_engine", note)
     monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
-    lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
-    parts = {"model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout}
+    model = SETTINGS["model"] | rollout.pop("model", {})
+    parts = {"model": model, "rollout": SETTINGS["rollout"] | rollout}
     tokenizer = load_tokenizer(model_folder("embedded"))
     sampler = build_sampler(complete(SETTINGS | parts), tokenizer, transfer=transfer)
     assert isinstance(sampler, VLLMSampler)
@@ -282,7 +282,10 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
     options = {"block_size": 64, "compilation_config": {"mode": 0}}
     requests = started(monkeypatch, engine_kwargs={"vllm": options | {"swap_space": None}})[1]
     assert options.items() <= requests.items() and "swap_space" not in requests
-    adapted, requests = started(monkeypatch, lora=True)
+    overrides = {"vllm": {"hf_overrides": {"rope_theta": 2.0}}}
+    wide = started(monkeypatch, model={"float32_head": True}, engine_kwargs=overrides)[1]
+    assert wide["hf_overrides"] == {"head_dtype": "float32", "rope_theta": 2.0}
+    adapted, requests = started(monkeypatch, model={"lora_rank": 3, "lora_alpha": 6.0})
     assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= requests.items()
     assert adapted._lora == LoRA(3, 6.0)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")

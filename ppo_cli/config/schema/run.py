@@ -98,6 +98,11 @@ class Model(Section):
         "Vary trained weights within bfloat16 rounding, so that small updates count from the "
         "first step.", unused="nothing_to_spread",
     )  # fmt: skip
+    float32_head: bool = setting(
+        False,
+        "Compute logits in float32, in trainer and sampler: a smaller gap between both, for a "
+        "slower output layer.", unused="nothing_in_bfloat16",
+    )  # fmt: skip
     enable_gradient_checkpointing: bool = setting(
         Fitted("if memory is short"),
         "Recompute activations in the backward pass to save memory.", identity="start",
@@ -144,6 +149,11 @@ class Model(Section):
         "Compute a prompt once for all its responses in a packed micro-batch, except in "
         "attention.", identity="start", unused="nothing_to_share",
     )  # fmt: skip
+
+    @property
+    def widens_head(self) -> bool:
+        """Whether the output layer computes in more precision than the others."""
+        return self.float32_head and self.dtype != "float32"
 
     @property
     def publishes_adapter(self) -> bool:

@@ -208,6 +208,37 @@ def _make_contiguous(_layer: nn.Module, states: tuple[Tensor, ...]) -> tuple[Ten
     return tuple(state.contiguous() for state in states)
 
 
+class Float32Head(nn.Linear):
+    """An output layer whose products are summed and returned in float32.
+
+    Operands are rounded to `operands`, as samplers hold them. Logits in bfloat16 differ by up to
+    half a unit between two programs, which MiniMax-M1 (arXiv 2506.13585) found to be
+    most of the gap between sampler and trainer; ScaleRL (arXiv 2510.13786) and TRL
+    (`cast_lm_head_to_fp32`) compute them so too, and vLLM with `head_dtype`.
+    """
+
+    operands: torch.dtype
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the logits in float32, also under autocast."""
+        with torch.autocast(states.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            operands = (x.to(self.operands).float() for x in (states, self.weight))
+            return nn.functional.linear(*operands, bias)
+
+
+def use_float32_head(model: Any, operands: torch.dtype) -> None:
+    """Let the output layer of a loaded model compute in float32; ModelError if it cannot."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise ModelError(
+            f"model.float32_head: the output layer of this model is a {type(layer).__name__}, not "
+            "a plain linear layer. Leave it out, or leave the layer out of model.target_modules."
+        )
+    layer.__class__ = Float32Head
+    layer.operands = operands
+
+
 def backbone_name(model: Any) -> str:
     """Return the attribute of the backbone; Llama 4 declares a prefix that it does not have."""
     parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]

@@ -49,7 +49,7 @@ from ppo_cli.engine.device import Compute, send
 from ppo_cli.engine.models import count_embeddings, load_policy, pad_token_id, stop_token_ids
 from ppo_cli.engine.models.attention import BY_ROWS
 from ppo_cli.engine.models.lora import adapt, load_adapter
-from ppo_cli.engine.models.policy import adapted
+from ppo_cli.engine.models.policy import adapted, use_float32_head
 from ppo_cli.engine.pretrained import load_config
 from ppo_cli.engine.samplers.kv_cache import KVCache, limit_time_steps, plan_cache
 from ppo_cli.engine.samplers.text import decode_text, find_stop, run_end_ids
@@ -555,6 +555,8 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if config.model.publishes_adapter else None
     model = adapted(policy, inject).model
+    if settings.widens_head:
+        use_float32_head(model, Compute.choose(settings.dtype).dtype)
     if mode.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)

@@ -609,6 +609,9 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
     end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
+    arguments = dict(rollout.engine_kwargs.vllm)
+    if settings.widens_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"} | arguments.get("hf_overrides", {})
     return VLLMSampler(
         path,
         eos_token_ids=end_ids,
@@ -627,7 +630,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         enable_prefix_caching=rollout.enable_prefix_caching,
         seed=config.rollout.seed,
         trust_remote_code=settings.trust_remote_code,
-        **rollout.engine_kwargs.vllm,
+        **arguments,
     )
 
 

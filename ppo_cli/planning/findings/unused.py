@@ -243,6 +243,10 @@ UNUSED: Final[dict[str, Unused]] = {
         lambda c: c.trainer.n_gpus_per_node > 0 or c.model.dtype != "float32",
         tuning=True,
     ),
+    "nothing_in_bfloat16": Unused(
+        "all layers compute in float32 already; leave it out, or set --dtype bfloat16",
+        lambda c: c.model.dtype == "float32",
+    ),
     "nothing_to_spread": Unused(
         "weights are spread where matrices are multiplied in bfloat16 (--dtype bfloat16)",
         lambda c: c.model.dtype != "bfloat16",

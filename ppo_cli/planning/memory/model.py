@@ -271,6 +271,12 @@ class ModelOnRank:
         peak = max(states, scored, routed, self._logits(tokens))
         return max(self.first_gather, self.gathered + self.cast + peak)
 
+    @property
+    def _wide_head(self) -> int:
+        """Bytes of a float32 copy of the output layer; 0 where its own weights are used."""
+        widens = self.config.model.widens_head and self.device.half and not self.is_critic
+        return FLOAT * self.shape.embedding if widens else 0
+
     def _logits(self, tokens: int) -> int:
         """Bytes of the logits of a micro-batch with this number of tokens; 0 for a critic."""
         if self.is_critic:
@@ -279,7 +285,8 @@ class ModelOnRank:
         answers = config.data.max_response_length / _longest(config.data)
         full = "algorithm.kl_penalty" in config.full_kls
         copies = HALF_FORWARD_LOGITS if self.device.half else FORWARD_LOGITS
-        return int(copies * chunk) * min(LOGIT_CHUNK, int(tokens * answers)) * (2 if full else 1)
+        logits = int(copies * chunk) * min(LOGIT_CHUNK, int(tokens * answers))
+        return logits * (2 if full else 1) + self._wide_head
 
     @property
     def state_bytes(self) -> int:
@@ -339,7 +346,7 @@ class ModelOnRank:
         copies = (
             backward + (BACKWARD_LOGITS if full else 0) + unreturned * (FORWARD_LOGITS + backward)
         )
-        return saved + chunk * copies
+        return saved + chunk * copies + 2 * self._wide_head  # and its gradient
 
     def update_peaks(self) -> dict[str, int]:
         """Bytes at each point of an update that may be its peak, except the optimizer's step."""

@@ -395,6 +395,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
     "trainer.alert": (None, "verl's loggers have alerts of their own"),
     "rollout.stop": ((), "verl's rollout has no stop strings"),
+    "model.float32_head": (False, "verl's heads compute as their other layers"),
     "model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
     "critic.model.quantization": (None, "verl's FSDP engine has no 4-bit weights"),
     "actor.clip_grad_value": (None, "verl clips by norm only"),
