@@ -132,6 +132,10 @@ def join_ranks(
             (data_size // shards, shards, tensor_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
+        # The groups of a mesh have their back end's timeout, 10 or 30 minutes. Private in torch
+        # 2.13; a public way would split the communicators of NCCL by options of each dimension.
+        for group in mesh.get_all_groups():
+            c10d.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         # Tensor-parallel ranks cannot recover together: see `run_within_memory`.
         flags = None
         if tensor_size == 1:

@@ -436,6 +436,9 @@ def main() -> None:
             device=torch.device("cpu"), tensor_size=tensor_size, shard_size=shard_size,
             timeout_s=60.0,
         )  # fmt: skip
+        assert ranks.mesh is not None
+        backends = [g._get_backend(torch.device("cpu")) for g in ranks.mesh.get_all_groups()]
+        assert {backend.options._timeout.total_seconds() for backend in backends} == {60.0}
         for case_name, case in cases.items():
             name = f"{case_name}-{tensor_size}-{shard_size}"
             started = time.monotonic()
