@@ -223,8 +223,8 @@ class Float32Head(nn.Linear):
         """Return the logits in float32, also under autocast."""
         with torch.autocast(states.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
-            operands = (x.to(self.operands).float() for x in (states, self.weight))
-            return nn.functional.linear(*operands, bias)
+            rounded, weight = (x.to(self.operands).float() for x in (states, self.weight))
+            return nn.functional.linear(rounded, weight, bias)
 
 
 def use_float32_head(model: Any, operands: torch.dtype) -> None:
@@ -235,8 +235,8 @@ def use_float32_head(model: Any, operands: torch.dtype) -> None:
             f"model.float32_head: the output layer of this model is a {type(layer).__name__}, not "
             "a plain linear layer. Leave it out, or leave the layer out of model.target_modules."
         )
-    layer.__class__ = Float32Head
-    layer.operands = operands
+    wide: Any = layer
+    wide.__class__, wide.operands = Float32Head, operands
 
 
 def backbone_name(model: Any) -> str:
