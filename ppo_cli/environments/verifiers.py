@@ -178,9 +178,15 @@ class Episode:
         return schemas
 
     async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Begin the task of a row; returns what verifiers asks the model first."""
+        """Begin the task of a row; returns what verifiers asks the model first.
+
+        The row's system messages are before it, unless the task has one.
+        """
         body = await self._begin(row)
-        return [read_message(message) for message in body["messages"]]
+        opening = [read_message(message) for message in body["messages"]]
+        if opening[0]["role"] == "system":
+            return opening
+        return [*(m for m in row["messages"] if m["role"] in ("system", "developer")), *opening]
 
     async def _begin(self, row: dict[str, Any]) -> dict[str, Any]:
         Taskset.asking[self._model] = self

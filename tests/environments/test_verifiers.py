@@ -63,7 +63,8 @@ class NumbersTaskset(vf.Taskset[Numbers, vf.TasksetConfig]):
         while True:
             number += 1
             prompt = f"What is twice {number}?"
-            yield Numbers(Data(prompt=prompt, system_prompt="Count.", answer=str(2 * number)))
+            system = "Count." if number % 2 else None
+            yield Numbers(Data(prompt=prompt, system_prompt=system, answer=str(2 * number)))
 
 __all__ = ["NumbersTaskset", "NumbersEnv"]
 if __name__ == "__main__":
@@ -84,6 +85,8 @@ def test_a_taskset_is_played(start: Start, python: str, tmp_path: Path) -> None:
     subprocess.run([python, program, "numbers_task", out, "3"], check=True, timeout=120)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["ground_truth"] for row in rows] == ["2", "4", "6"]
+    assert [len(row["prompt"]) for row in rows] == [2, 1, 2]
+    rows[1]["prompt"].insert(0, {"role": "system", "content": "That of the row."})
 
     pool = start(path="verifiers:numbers_task", python=python)
     assert [tool["function"]["name"] for tool in pool.tools] == ["server_double"]

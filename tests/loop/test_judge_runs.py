@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -312,3 +314,86 @@ def test_calls_in_flight_at_a_kill_count_against_the_budget(
 def spent(out: Path) -> float:
     lines = (out / "judge_calls.jsonl").read_text().splitlines()
     return sum(json.loads(line)["usd"] for line in lines)
+
+
+# A tool server whose arguments and variables hold keys, which it repeats in its replies.
+KEYED_SERVER = """
+import os, sys
+from pathlib import Path
+from mcp.server import MCPServer
+
+server = MCPServer("keyed")
+Path(__file__).with_name(f"seen-{sys.argv[1]}").write_text(str(dict(os.environ)))
+
+def multiply(a: int, b: int) -> str:
+    "Multiply two numbers."
+    return f"{a * b} {os.environ.get('SEARCH_KEY')} {os.environ.get('SERVER_TOKEN')} {sys.argv[2:]}"
+
+multiply.__name__ = sys.argv[1]
+server.tool()(multiply)
+server.run("stdio")
+"""
+# Each is the value of a variable, of an argument, or of an address: none looks like a known key.
+NAMES = (
+    "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "WANDB_API_KEY",
+    "SLACK_WEBHOOK_URL", "MY_AUTH", "SENTRY_DSN", "SEARCH_KEY", "SERVER_TOKEN",
+)  # fmt: skip
+
+
+def test_no_key_of_a_run_reaches_a_child_a_prompt_a_judge_a_file_or_the_screen(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    pytest.importorskip("mcp.server")
+    variables = {name: f"{name.lower()[:4]}Rk2LmX9vTb4NcW" for name in NAMES}
+    variables["DATABASE"] = "postgres://me:dataRk2LmX9vTb4NcW@127.0.0.1/db"
+    arguments = {name: f"argu{name}Rk2LmX9vTb4NcW" for name in ("first", "second", "third")}
+    canaries = [*variables.values(), *arguments.values(), "dataRk2LmX9vTb4NcW"]
+    file = tmp_path / "keyed.py"
+    file.write_text(KEYED_SERVER)
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "Path(__file__).with_name('seen-tools').write_text(str(dict(os.environ)))\n\n\n"
+        'def look(name: str) -> str:\n    "Look."\n    return name\n'
+    )
+    entry = {
+        "command": sys.executable, "env": {"SERVER_TOKEN": "${SERVER_TOKEN}"},
+        "args": [str(file), "multiply", "--api-key", arguments["first"]],
+    }  # fmt: skip
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"keyed": entry}}))
+    line = f"{sys.executable} {file} add --token={arguments['second']} X_KEY={arguments['third']}"
+    server.keys = {variables["OPENAI_API_KEY"]}
+    env = environment(tmp_path) | variables
+    args = [
+        "--preset", "embedded-tools", "--max_steps", "2", "--batch_size", "8", "--save_freq", "1",
+        "--tools", str(tools), "--mcp_config", str(tmp_path / "mcp.json"), "--mcp", line,
+        "--mcp", "keyed", "--pass_env", "SEARCH_KEY", "--max_prompt_length", "512",
+        "--max_response_length", "512", "--use_api_reward", "--rm_model", "judge-1",
+        "--rm_prompt_preset", "math", "--rm_api_type", "openai", "--rm_base_url",
+        server.url("openai"), "data.val_max_samples=8", "environment.num_workers=1",
+    ]  # fmt: skip
+    out, screens = tmp_path / "run", ""
+    for command_line in (["plan", *args], ["train", *args, "--output_dir", str(out)]):
+        done = run_ppo(env, command_line)
+        screens += done.stdout + done.stderr
+    for view in (["show", str(out), "--worst", "2"], ["report", str(out)]):
+        screens += run_ppo(env, view).stdout
+    texts = {"the screen": screens, "the judge": str([call.body for call in server.state.calls])}
+    for path in out.rglob("*"):
+        if path.is_file():
+            texts[str(path)] = path.read_bytes().decode(errors="replace")
+    passed = {"multiply": {"SEARCH_KEY", "SERVER_TOKEN"}, "add": {"SEARCH_KEY"}}
+    for child in ("tools", "multiply", "add"):
+        seen = ast.literal_eval((tmp_path / f"seen-{child}").read_text())
+        names = passed.get(child, {"SEARCH_KEY"})
+        assert {name for name in variables if name in seen} == names
+        texts[child] = str({name: value for name, value in seen.items() if name not in names})
+    leaks = [
+        (place, canary) for place, text in texts.items() for canary in canaries if canary in text
+    ]
+    assert not leaks
+    # The server's replies, with its keys hidden, have reached the policy and the judge.
+    turns = [turn for row in rows(out) for turn in row["turns"]]
+    replies = [message["content"] for turn in turns for message in turn.get("replies", ())]
+    assert any(re.match(r"\d+ \*\*\* \*\*\* ", reply) for reply in replies)
+    assert " *** *** " in texts["the judge"]
