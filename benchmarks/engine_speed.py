@@ -4,13 +4,10 @@
     python benchmarks/engine_speed.py --small     # a tiny shape, to try it on the CPU
 
 One learner with actor, reference and critic, rows of many lengths, medians after a warm-up.
-Tokens are those of prompts and responses; padding counts for nothing. MFU is what the models
-need over what the device could do (Chowdhery et al. 2022, PaLM, appendix B): a forward pass
-takes 2 FLOPs a weight and token, and 4 a layer, width and pair of tokens for attention, of
-which a causal one has half; logits are needed at response tokens only; a backward pass takes
-twice the forward one. Recomputation, AdamW and entropies are not counted.
-What the device could do is the number of its data sheet where `PEAKS` has it, else that of a large
-matrix product, measured here. Nothing is downloaded.
+Tokens are those of prompts and responses; padding counts for nothing. MFU and its FLOPs:
+`ppo_cli/planning/work.py`.
+What the device could do is the number of its data sheet where `GPU_SPEEDS` has it, else that of a
+large matrix product, measured here. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
 from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.engine.base import MiniBatch
@@ -38,6 +36,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.machine.machine import Machine
 from ppo_cli.planning.memory.plan import fit_memory
+from ppo_cli.planning.work import ForwardFlops, find_speed
 
 QWEN_0_5B = {
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -46,12 +45,6 @@ QWEN_0_5B = {
 SMALL = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
-# Dense bfloat16 TFLOP/s by NVIDIA's data sheets; the first name that fits counts.
-PEAKS = {
-    "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "H20": 148, "A100": 312, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
-    "RTX 4090": 165,
 }  # fmt: skip
 
 
@@ -165,17 +158,16 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def count_flops(shape: dict[str, Any], batch: Batch) -> Work:
-    """FLOPs of the batch: see the head of this file."""
-    width, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    keys = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    layer = 2 * width * width + 2 * width * keys + 3 * width * shape["intermediate_size"]
+def count_flops(fields: dict[str, Any], batch: Batch) -> Work:
+    """FLOPs of the batch: see `ppo_cli/planning/work.py`."""
+    shape = Shape.from_config(fields)
+    assert shape is not None
     lengths = (batch.prompt_len_B + batch.response_len_B).double()
-    body = 2 * layers * layer * float(lengths.sum())
-    body += 4 * layers * width * float((lengths * (lengths + 1) / 2).sum())
-    head = 2 * width * shape["vocab_size"] * float(batch.response_len_B.sum())
+    pairs = float((lengths * (lengths + 1) / 2).sum())
+    responses = float(batch.response_len_B.sum())
+    forward = ForwardFlops.count(shape, float(lengths.sum()), pairs, responses)
     # annotate: actor, reference and critic; a step: actor and critic, forward and backward.
-    return Work(annotate=3 * body + 2 * head, step=3 * (2 * body + head))
+    return Work(annotate=forward.annotate(2, 1), step=forward.update(critic=True))
 
 
 def make_batch(options: argparse.Namespace, vocabulary: int) -> Batch:
@@ -230,10 +222,8 @@ def find_peak(compute: Compute, told: float | None) -> tuple[float, str]:
     if told:
         return told, "--peak_tflops"
     name = device_name(compute)
-    if compute.dtype == torch.bfloat16:
-        for known, peak in PEAKS.items():
-            if known in name:
-                return float(peak), "data sheet"
+    if compute.dtype != torch.float32 and (speed := find_speed(name)) is not None:
+        return speed.tflops, "data sheet"
     return measure_peak(compute), "a matrix product, measured"
 
 

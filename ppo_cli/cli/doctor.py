@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ppo_cli.cli.flags import Arguments, add_command, make_switch
+from ppo_cli.atomic import atomic_replace
+from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
 from ppo_cli.config.models.bundled import MODELS
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.errors import EXIT_USER, MissingPart, UserError
+from ppo_cli.machine.device_record import require_record
 from ppo_cli.machine.gpus import pin_gpu_order
 from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
+from ppo_cli.planning.resolved import Resolved
+from ppo_cli.run_folder.lines import read_metrics, to_json
 
 if TYPE_CHECKING:
     from ppo_cli.self_test.results import LayerShape, Outcome
@@ -38,11 +43,25 @@ def doctor(arguments: Arguments) -> None:
     With the flags of a training run, its output folder and its judges are checked as well.
     --self_test runs the program's parts on these devices instead, for about two minutes, and
     compares their numbers with the CPU's in float64; --model sets the sizes of the layers.
+    --report writes the last self-test, and the run in --output_dir if there is one, as a file to
+    send: it has no secrets, names of the machine or paths.
     """
     resolved = arguments.resolve()
     as_json = bool(arguments.extras["json"])
+    report: Path | None = arguments.extras["report"]
+    if report is not None:
+        from ppo_cli.scoring.rows import check_out
+
+        check_out(report, resolved.config.trainer.output_dir, "--report")
     if arguments.extras["self_test"]:
-        _run_self_test(resolved.config.model.path, resolved.machine, as_json=as_json)
+        ok = _run_self_test(resolved.config.model.path, resolved.machine, as_json=as_json)
+        if report is not None:
+            _write_report(report, resolved)
+        if not ok:
+            raise typer.Exit(EXIT_USER)
+        return
+    if report is not None:
+        _write_report(report, resolved)
         return
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
@@ -62,8 +81,25 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> None:
-    """Run all checks of the self-test, write their record, print them; exit 2 if one fails."""
+def _write_report(path: Path, resolved: Resolved) -> None:
+    """Write what this machine showed as a file to send."""
+    from ppo_cli.cli.screen import print_text
+    from ppo_cli.run.machine_report import make_report
+
+    run = user_path(resolved.config.trainer.output_dir)
+    folder = run if read_metrics(run) else None
+    report = make_report(require_record("--report"), resolved.machine, folder)
+    try:
+        with atomic_replace(path) as unfinished:
+            unfinished.write_text(to_json(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--report {path} cannot be written: {error.strerror or error}.") from error
+    of_run = f"the run in {run}" if folder else f"no run ({run} has none)"
+    print_text(f"{path}: the last self-test and {of_run}")
+
+
+def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> bool:
+    """Run all checks of the self-test, write their record, print them; whether none has failed."""
     from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.machine.device_record import require_writable, write_record
     from ppo_cli.self_test.results import Setup
@@ -104,8 +140,7 @@ def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> None:
         if proven := ", ".join(record.proven):
             lines.append(f"proven on these GPUs: {proven}")
         print_text("\n".join(lines))
-    if any(outcome.state in ("differs", "failed") for outcome in outcomes):
-        raise typer.Exit(EXIT_USER)
+    return all(outcome.state not in ("differs", "failed") for outcome in outcomes)
 
 
 def _read_layer_shape(path: str) -> LayerShape:
@@ -164,6 +199,13 @@ add_command(
     [
         make_switch(
             "self_test", "Run the program's parts on these devices and compare their numbers."
+        ),
+        make_flag(
+            "report",
+            Path,
+            None,
+            "File to write: the last self-test and the run in --output_dir.",
+            "FILE",
         ),
         make_switch("probe", "Also call the model hub, and each judge for a few tokens."),
         make_switch("json", "Print JSON."),

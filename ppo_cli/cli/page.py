@@ -18,7 +18,7 @@ import typer
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.cli.help import App
 from ppo_cli.errors import DataError, UserError, ppo
-from ppo_cli.machine.device_record import DeviceKey, read_record, record_path
+from ppo_cli.machine.device_record import require_record
 from ppo_cli.run_folder.folder import check_run_folder
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics, to_json
 from ppo_cli.run_folder.store import localise
@@ -136,24 +136,14 @@ def report(
 
 
 def make_self_test_section() -> str:
-    """Return this machine's self-test record as HTML, without secrets, host name and home folder.
+    """Return this machine's self-test record as HTML, without secrets and names of the machine.
 
     Raises UserError if there is no record, or a damaged one.
     """
-    record = read_record()
-    if record is None:
-        path = record_path(DeviceKey.of_this_machine())
-        what = "there is no record of a self-test on these devices with these versions"
-        if path is not None and path.exists():
-            what = f"the record {path} is damaged"
-        raise UserError(
-            f"--self_test: {what}. Make one with "
-            f"`{ppo('doctor --self-test')}`, or leave --self_test out."
-        )
+    from ppo_cli.run.machine_report import remove_names
+
     # Reports are sent to others.
-    text = to_json(asdict(record), indent=1)
-    for private, stand_in in ((socket.gethostname(), "HOST"), (str(Path.home()), "~")):
-        text = text.replace(private, stand_in) if len(private) > 1 else text
+    text = to_json(remove_names(asdict(require_record("--self_test"))), indent=1)
     return f"<details><summary>Self-test</summary><pre>{html.escape(text)}</pre></details>\n"
 
 

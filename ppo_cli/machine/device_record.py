@@ -20,7 +20,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from ppo_cli.addresses import cache_root
 from ppo_cli.atomic import atomic_replace
 from ppo_cli.digests import digest_text
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, ppo
 from ppo_cli.machine.gpus import driver_version, list_gpus
 from ppo_cli.machine.versions import installed_version
 from ppo_cli.paths import user_path
@@ -94,6 +94,19 @@ def read_record() -> DeviceRecord | None:
         if record.key == key:
             return record
     return None
+
+
+def require_record(flag: str) -> DeviceRecord:
+    """Read the record of this machine; raise UserError, with the `flag` that needs it, without."""
+    if (record := read_record()) is not None:
+        return record
+    path = record_path(DeviceKey.of_this_machine())
+    what = "there is no record of a self-test on these devices with these versions"
+    if path is not None and path.exists():
+        what = f"the record {path} is damaged"
+    raise UserError(
+        f"{flag}: {what}. Make one with `{ppo('doctor --self-test')}`, or leave {flag} out."
+    )
 
 
 def write_record(record: DeviceRecord) -> Path:

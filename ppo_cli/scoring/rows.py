@@ -283,17 +283,17 @@ def default_out(source: str) -> Path:
     return path.with_name(f"{path.name[: len(path.name) - len(suffix)]}.scored.jsonl")
 
 
-def check_out(out: Path, source: str) -> None:
+def check_out(out: Path, source: str, flag: str = "--out") -> None:
     """Raise UserError when `out` cannot be written, before any paid call."""
     # Every reason why the file could not be written at the end.
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder; name a file in it.")
+        raise UserError(f"{flag} {out} is a folder; name a file in it.")
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}.")
+        raise UserError(f"{flag} {out}: there is no folder {out.parent}.")
     if not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out {out}: the folder {out.parent} cannot be written.")
+        raise UserError(f"{flag} {out}: the folder {out.parent} cannot be written.")
     if out.exists() and user_path(source).exists() and out.samefile(source):
-        raise UserError(f"--out {out} is the input file; choose another name.")
+        raise UserError(f"{flag} {out} is the input file; choose another name.")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -122,15 +122,25 @@ def _look_up(module: nn.Embedding, dtype: torch.dtype, ids_X: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _looks_up_rows(module: nn.Embedding) -> bool:
-    """Whether `_look_up` gives this embedding's output, by a trial with its first and last row.
+    """Whether `_look_up` gives this embedding's output, by a trial with a table of a few rows.
 
-    True also for embeddings that scale or normalise rows, False for those that add positions.
+    True also for embeddings that scale or normalise rows, False for those that add positions. The
+    numbers are the trial's: the weights of a simulated model have none.
     """
     if len(signature(type(module).forward).parameters) != 2:
         return False  # computes positions from a mask
-    ids = torch.tensor([[0, len(module.weight) - 1]])
+    trial: Any = copy.copy(module)
+    width = module.weight.shape[1]
+    table_NH = torch.linspace(-1.0, 1.0, 3 * width).view(3, width).to(module.weight.dtype)
+    trial.__dict__["_parameters"] = module._parameters | {"weight": table_NH}
+    trial.__dict__["_buffers"] = {
+        name: buffer if buffer is None else torch.ones(buffer.shape, dtype=buffer.dtype)
+        for name, buffer in module._buffers.items()
+    }
+    trial.padding_idx = None  # a place in the whole table
+    ids = torch.tensor([[0, 2]])
     try:
-        return torch.equal(_look_up(module, module.weight.dtype, ids), module(ids).float())
+        return torch.equal(_look_up(trial, table_NH.dtype, ids), trial(ids).float())
     except Exception:  # a family's own code may raise anything
         return False
 

@@ -1,0 +1,62 @@
+"""FLOPs that models need for a batch, and what GPUs can do.
+
+MFU is what the models need over what the device could do (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B): a forward pass takes 2 FLOPs a weight and token, and 4 a layer, width and pair of
+tokens for attention, of which a causal one has half; logits are needed at response tokens only. A
+backward pass takes twice the forward one. Recomputation, AdamW and entropies are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppo_cli.config.models.shape import Shape
+
+
+@dataclass(frozen=True)
+class GpuSpeed:
+    """Dense TFLOP/s in half precision and GB/s of the memory, by NVIDIA's data sheets."""
+
+    tflops: float
+    gb_per_s: float
+
+
+# The first name that a GPU's own name contains counts.
+GPU_SPEEDS = {
+    "B200": GpuSpeed(2250, 8000), "H200 NVL": GpuSpeed(835, 4800), "H200": GpuSpeed(989, 4800),
+    "H100 PCIe": GpuSpeed(756, 2000), "H100 NVL": GpuSpeed(835, 3900),
+    "H100": GpuSpeed(989, 3350), "H20": GpuSpeed(148, 4000), "A100": GpuSpeed(312, 2039),
+    "A10G": GpuSpeed(70, 600), "A10": GpuSpeed(125, 600), "L40S": GpuSpeed(362, 864),
+    "L40": GpuSpeed(181, 864), "L4": GpuSpeed(121, 300), "RTX 4090": GpuSpeed(165, 1008),
+    "T4": GpuSpeed(65, 320), "V100": GpuSpeed(125, 900), "P100": GpuSpeed(21, 732),
+}  # fmt: skip
+
+
+def find_speed(name: str) -> GpuSpeed | None:
+    """Return what a GPU of this name can do; None for one that is not listed."""
+    return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of a forward pass over a batch: of all layers, and of the head."""
+
+    body: float
+    head: float
+
+    @classmethod
+    def count(cls, shape: Shape, tokens: float, pairs: float, responses: float) -> ForwardFlops:
+        """Count a plain decoder's; `pairs` are those of a token and one before it, or itself.
+
+        `responses` are the response tokens, which need logits.
+        """
+        body = 2 * shape.layers * (shape.layer * tokens + 2 * shape.queries * pairs)
+        return cls(body, 2.0 * shape.embedding * responses)
+
+    def annotate(self, policies: int, critics: int) -> float:
+        """Return the FLOPs of an annotation by some models of this shape."""
+        return (policies + critics) * self.body + policies * self.head
+
+    def update(self, *, critic: bool) -> float:
+        """Return the FLOPs of a pass over all rows that trains the actor, and a critic if any."""
+        return 3 * ((2 if critic else 1) * self.body + self.head)

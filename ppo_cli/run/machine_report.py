@@ -1,0 +1,145 @@
+"""What a machine showed, as one file to send: its self-test, and the figures of a run.
+
+The file has no secrets, no names of the host and the user, and no paths.
+`scripts/write_machines.py` makes rows of docs/machines.md from such files.
+"""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.models.bundled import MODELS
+from ppo_cli.config.models.folder import read_config
+from ppo_cli.config.models.shape import Shape
+from ppo_cli.config.schema.run import Config
+from ppo_cli.errors import UserError
+from ppo_cli.machine.device_record import DeviceRecord
+from ppo_cli.machine.machine import Machine
+from ppo_cli.paths import user_path
+from ppo_cli.planning.work import ForwardFlops, find_speed
+from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.lines import read_metrics
+from ppo_cli.secrets.redact import redact
+
+FORMAT = 1
+WARM_UP = 1  # steps that compile and allocate, left out of the times
+# A path with more than one part, and the parts before its last one.
+PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\",;:]+/)+")
+
+
+def make_report(record: DeviceRecord, machine: Machine, run: Path | None) -> dict[str, Any]:
+    """Return the report of this machine, with the figures of a run if there is one."""
+    gpus = [
+        {
+            "name": gpu.name,
+            "memory_gib": round(gpu.memory_bytes / 2**30, 1),
+            "compute_capability": gpu.compute_capability,
+        }
+        for gpu in machine.gpus
+    ]
+    report = {
+        "format": FORMAT,
+        "gpus": gpus,
+        "processor": f"{platform.machine()}, {machine.cores} cores",
+        "system": f"{platform.system()}, Python {platform.python_version()}",
+        "self_test": asdict(record),
+        "run": describe_run(run, machine) if run is not None else None,
+    }
+    cleaned: dict[str, Any] = remove_names(report)
+    return cleaned
+
+
+def remove_names(value: Any) -> Any:
+    """Return the value without secrets, host and user names, and folders in all its texts."""
+    if isinstance(value, Mapping):
+        return {key: remove_names(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [remove_names(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    text = PATH.sub("", redact(value))
+    names = {socket.gethostname(): "HOST", Path.home().name: "USER", getpass.getuser(): "USER"}
+    for name, stand_in in names.items():
+        if len(name) > 2 and name != "root":
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text)
+    return text
+
+
+def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
+    """Return the settings that set the pace of a run, its times, MFU and curves.
+
+    Raises UserError for a run without two steps.
+    """
+    lines = [line for line in read_metrics(run) if "time/step_s" in line]
+    steps = lines[WARM_UP:]
+    if not steps:
+        raise UserError(
+            f"{run} has {len(lines)} steps: a report needs {WARM_UP + 1} or more. --output_dir "
+            "names the run, --max_steps how many steps it has."
+        )
+    config = run_settings(run)
+    seconds = statistics.median(line["time/step_s"] for line in steps)
+    phases = ("rollout", "annotate", "update_actor", "update_critic", "publish")
+    path = str(config.model.path)
+    return {
+        # A folder's name is the user's own.
+        "model": path if path in MODELS or not user_path(path).exists() else "a folder",
+        "dtype": config.model.dtype,
+        "estimator": config.algorithm.adv_estimator,
+        "sampler": config.rollout.name,
+        "gpus": config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        "responses_per_step": config.data.train_batch_size * config.rollout.n,
+        "steps": len(lines),
+        "step_s": round(seconds, 2),
+        "phases_s": {
+            phase: round(statistics.median(times), 2)
+            for phase in phases
+            if (times := [line[key] for line in steps if (key := f"time/{phase}_s") in line])
+        },
+        "tokens_per_s": round(statistics.median(_column(steps, "perf/tokens_per_s"))),
+        "mfu": _measure_mfu(config, machine, steps),
+        "skipped_steps": int(sum(_column(lines, "actor/skipped_steps"))),
+        "loss_scale_halvings": int(sum(_column(lines, "actor/loss_scale_halvings"))),
+        "reward": [round(reward, 4) for reward in _column(lines, "reward_mean")],
+        "validation": [round(score, 4) for score in _column(lines, "val/reward_mean")],
+    }
+
+
+def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def _measure_mfu(
+    config: Config, machine: Machine, steps: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Return the MFU of annotations and updates, which one learner does one after the other.
+
+    None without GPUs, for a GPU whose speed is not known, and for models that are not plain.
+    """
+    speed = find_speed(machine.gpus[0].name) if machine.gpus else None
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    shape = Shape.from_config(read_config(config.model.path))
+    if speed is None or not gpus or shape is None or shape.experts:
+        return None
+    shares: list[float] = []
+    for line in steps:
+        # Lengths of prompts are not measured: rows are counted from all tokens of the step.
+        tokens = line["perf/tokens_per_s"] * line["time/step_s"]
+        rows = config.data.train_batch_size * config.rollout.n
+        responses = rows * line["response_length_mean"]
+        forward = ForwardFlops.count(shape, tokens, tokens * (tokens / rows + 1) / 2, responses)
+        policies = int(not config.algorithm.rollout_correction.bypass_mode) + config.uses_reference
+        needed = forward.annotate(policies, int(config.uses_critic))
+        needed += config.actor.ppo_epochs * forward.update(critic=config.uses_critic)
+        parts = ("annotate", "update_actor", "update_critic")
+        seconds = sum(line.get(f"time/{part}_s", 0.0) for part in parts)
+        shares.append(needed / (seconds * gpus * speed.tflops * 1e12))
+    return round(statistics.median(shares), 4)
