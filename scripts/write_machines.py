@@ -67,9 +67,7 @@ def row(report: dict[str, Any]) -> str:
     wrong = [check["check"] for check in test["checks"] if check["state"] in ("differs", "failed")]
     cells = [
         "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none (CPU)",
-        ", ".join(
-            str(v or "-") for v in (test["key"]["driver"], versions["torch"], versions["vllm"])
-        ),
+        ", ".join(version or "-" for version in versions),
         f"{states.count('ok')} ok" + (f", wrong: {', '.join(wrong)}" if wrong else ""),
         ", ".join(test["proven"]) or "-",
     ]
