@@ -6,6 +6,7 @@ rewrites it. The form of the file is described at its top.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -66,17 +68,16 @@ def run_command(command: str) -> str:
     start = words.index("ppo")
     variables = dict(assignment.split("=", 1) for assignment in words[:start])
     out, err = StringIO(), StringIO()
+    folder = copy_inputs()
     with (
-        tempfile.TemporaryDirectory() as temporary,
+        tempfile.TemporaryDirectory() as home,
         MonkeyPatch.context() as patch,
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        folder = Path(temporary, "folder").resolve()
-        shutil.copytree(INPUTS, folder)
         for name in list(os.environ):
             patch.delenv(name)
-        for name, value in {**ENVIRON, "HOME": temporary, **variables}.items():
+        for name, value in {**ENVIRON, "HOME": home, **variables}.items():
             patch.setenv(name, value)
         for name in MISSING_PACKAGES:
             patch.setitem(sys.modules, name, None)
@@ -86,10 +87,13 @@ def run_command(command: str) -> str:
         patch.setattr(sys, "stdin", StringIO())
         patch.chdir(folder)
         code = main(words[start + 1 :])
-        written = read_folder(folder).items() ^ read_folder(INPUTS).items() if code else ()
+    written = read_folder(folder).items() ^ read_folder(INPUTS).items()
+    if written:
+        copy_inputs.cache_clear()
     message = err.getvalue() if code and not word else ""
     text = message or err.getvalue() + out.getvalue()
-    text += "".join(f"(writes {path})\n" for path in sorted({path for path, _ in written}))
+    files = {path for path, content in written if code and content is not None}
+    text += "".join(f"(writes {path})\n" for path in sorted(files))
     marks = {folder: "<cwd>", sys.executable: "<python>", sys.prefix: "<venv>", ROOT: "<ppo-cli>"}
     for value, mark in marks.items():
         text = text.replace(str(value), mark)
@@ -102,10 +106,19 @@ def run_command(command: str) -> str:
     return "\n".join([f"exit {code}", *lines])
 
 
-def read_folder(folder: Path) -> dict[Path, bytes]:
-    """Return the bytes of each file under a folder, by its path in there."""
+@cache
+def copy_inputs() -> Path:
+    """Copy the folder tests/messages, for commands that leave it as it is."""
+    folder = Path(tempfile.mkdtemp(), "folder").resolve()
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    shutil.copytree(INPUTS, folder)
+    return folder
+
+
+def read_folder(folder: Path) -> dict[Path, bytes | None]:
+    """Return what is under a folder by its path in there: the bytes of files."""
     return {
-        path.relative_to(folder): path.read_bytes()
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.suffix != ".pyc" and path.name != "__pycache__"
     }

@@ -32,7 +32,10 @@ from tests.settings import CPU, with_gpus
 MACHINES = {"cpu": CPU, "gpu": with_gpus(1), "gpus": with_gpus(8, proven=FEATURES)}
 RULES = {name: key.rule for name, key in table().items() if key.rule is not None}
 FOLLOWS = {name: rule.key for name, rule in RULES.items() if isinstance(rule, Follows)}
-NAMING = ("trainer.engine", "trainer.n_gpus_per_node")  # their reasons name what was set
+# Their reasons name what was set.
+NAMING = (
+    "trainer.engine", "trainer.n_gpus_per_node", "algorithm.rollout_correction.rollout_is",
+)  # fmt: skip
 DECIDED = [name for name, rule in RULES.items() if not isinstance(rule, Fitted)]
 # Settings that choices depend on.
 ASKED = st.fixed_dictionaries(

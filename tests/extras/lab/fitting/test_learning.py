@@ -46,6 +46,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_fit_tells_right_sums_from_wrong_ones(reward_model: Path) -> None:
     """Prompts are held out, so that sums cannot be learnt by heart."""
     record = json.loads((reward_model / "fit.json").read_text())
@@ -55,6 +56,7 @@ def test_a_fit_tells_right_sums_from_wrong_ones(reward_model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_ppo_raises_the_score_of_held_out_prompts(reward_model: Path, tmp_path: Path) -> None:
     ppo(
         "train", "--preset", "embedded", "--reward_model", str(reward_model), "--max_steps", "15",
