@@ -123,7 +123,13 @@ def list_templates() -> list[str]:
     return [*OWN, *shown, *(f"mistral {v}" for v in ("v2", "v3", "v7", "v11", "v13"))]
 
 
-@pytest.mark.parametrize("name", list_templates())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OWN or number % 3 == 0 else pytest.mark.slow)
+        for number, name in enumerate(list_templates())
+    ],
+)
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     kind, _, rest = name.partition(" ")
     words: tuple[str, ...] = MISTRAL_WORDS

