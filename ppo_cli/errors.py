@@ -102,6 +102,10 @@ class Interrupted(PpoError):
         self.used_up = used_up
 
 
+class WentBack(PpoError):
+    """The run has exploited its reward, and goes on from an earlier checkpoint, restrained."""
+
+
 class WorkerLost(PpoError):
     """A process of the run died or does not answer; the message names it and its node.
 

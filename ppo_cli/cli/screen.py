@@ -266,6 +266,8 @@ def format_summary(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     if summary.pretraining:
         text = summary.pretraining.removeprefix("critic ")
         rows.append(("" if summary.critic else "critic", text))
+    if summary.restrained:
+        rows.append(("restrained", summary.restrained))
     if len(summary.rewards) >= MIN_POINTS:
         rows.append(("curve", draw_sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:
@@ -323,7 +325,7 @@ class PlainScreen(Screen):
         if not self._quiet:
             self._print(text)
 
-    def health(self, text: str) -> None:
+    def health(self, text: str, kind: str = "") -> None:
         """Print a warning."""
         self._print(f"warning: {text}")
 
@@ -509,7 +511,7 @@ class TerminalScreen(Screen):
         """Print a remark."""
         self._print(text, style="dim")
 
-    def health(self, text: str) -> None:
+    def health(self, text: str, kind: str = "") -> None:
         """Print a warning, and show it in the view until the next one."""
         self._warning = text
         self._print(f"warning: {text}", style="yellow")

@@ -26,6 +26,7 @@ from ppo_cli.errors import UserError
 from ppo_cli.paths import read_text, user_path
 from ppo_cli.plugins import runs_elsewhere
 
+RESTRAIN_SAVES: Final = 20  # checkpoints of a run that may go back to one of them
 # Hidden size of the smallest model that was measured to train faster in bfloat16 on a CPU.
 MIN_BFLOAT16_WIDTH: Final = 320
 DEFAULT_PRETRAIN_STEPS: Final = 50  # at most, if only a target is set
@@ -69,6 +70,23 @@ def choose_engine(settings: Settings) -> Choice:
     }
     reasons = [why for why, applies in several.items() if applies]
     return Choice("ray", ", ".join(reasons)) if reasons else Choice("local", "one device")
+
+
+def choose_on_hacking(settings: Settings) -> Choice:
+    """Choose what the alarm of exploits does: stop under its older spelling, else warn."""
+    if settings["trainer.stop_on_hacking"]:
+        return Choice("stop", "trainer.stop_on_hacking is set")
+    return Choice("warn", "the alarm may be wrong")
+
+
+def choose_save_freq(settings: Settings) -> Choice:
+    """Choose the steps between checkpoints: close enough to go back, few enough to keep all."""
+    if settings["trainer.on_hacking"] != "restrain":
+        return Choice(50, "little is lost, and saving takes little time")
+    steps = settings["trainer.total_training_steps"]
+    if steps is None:
+        return Choice(10, "to go back to; --max_steps would make it a twentieth of the run")
+    return Choice(max(1, steps // RESTRAIN_SAVES), "a twentieth of the run, to go back to")
 
 
 def _runs_alone(settings: Settings) -> bool:

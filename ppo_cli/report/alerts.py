@@ -24,6 +24,8 @@ from ppo_cli.waits import await_result, run_in_thread
 
 POST_S = 10.0  # for a server to answer
 END_S = 15.0  # for the last posts when the run ends
+# Kinds of findings that are more than a warning.
+EVENTS = {"hacking": "alarm", "judge_fooled": "alarm", "restrained": "restrained"}
 BUDGET_SHARE = 0.8  # of a judge's budget, from which on it is told
 
 
@@ -77,10 +79,10 @@ class AlertScreen(Screen):
             self._budget_told = True
             self.post("budget", text)
 
-    def health(self, text: str) -> None:
+    def health(self, text: str, kind: str = "") -> None:
         """Show a warning, and post it."""
-        self._screen.health(text)
-        self.post("alarm" if "exploit" in text else "warning", text)
+        self._screen.health(text, kind)
+        self.post(EVENTS.get(kind, "warning"), text)
 
     def summary(self, summary: Summary) -> None:
         """Show the summary, and post its title."""

@@ -77,7 +77,7 @@ def measure_judge_drift(
         if min(len(early), len(late)) >= DRIFT_STEPS:
             return _measure_drift(early, late, "the labels that people gave")
     # Without enough labels: a second judge or a rule.
-    pairs = [pair for line in steps if (pair := _pair_scores(line, watched))]
+    pairs = [pair for line in steps if (pair := pair_scores(line, watched))]
     few = min(len(pairs) // 2, DRIFT_STEPS)
     if few < MIN_DRIFT_STEPS:
         return None
@@ -136,7 +136,7 @@ def _finite_or_none(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
+def pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
     """Return a step's mean scores of the judge and of a second judge or a rule; None without."""
     stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
     if stage is not None:

@@ -10,13 +10,14 @@ and how often falsely.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from ppo_cli.errors import ppo
-from ppo_cli.report.drift import Drift, History, measure_judge_drift
+from ppo_cli.report.drift import Drift, History, measure_judge_drift, pair_scores
+from ppo_cli.report.exploits import measure_feature
 from ppo_cli.report.features import FEATURES
 from ppo_cli.report.limits import Limits
 
@@ -64,11 +65,45 @@ def find_hacking(steps: History, limits: Limits) -> str:
 
 def name_checkpoint_before(steps: History, limits: Limits) -> str:
     """Return in words which checkpoint is from before the reward rose."""
-    since, _ = find_rise(steps)
+    since = find_onset(steps, limits)
     saved = max((step for step in limits.saved if step <= since), default=None)
     if saved is None:
         return f"no checkpoint is from step {since} or before"
     return f"the last checkpoint before is {limits.run_dir}/checkpoints/step_{saved:06d}"
+
+
+def find_onset(steps: History, limits: Limits) -> int:
+    """Return the last step before the exploit that the alarm after the last of `steps` is about.
+
+    It is the bend in the gap between the reward and a second opinion; without one, in how frequent
+    the first feature of the alarm is, else in the share of failures or in the reward itself.
+    """
+    pairs = [(line["step"], pair_scores(line, limits.watched)) for line in steps]
+    series = [(int(step), pair[0] - pair[1]) for step, pair in pairs if pair]
+    features = _list_features(steps[-1], wished=False) if _describe_texts(steps) else []
+    if len(series) < MIN_STEPS and features and limits.folder:
+        numbers = [int(line["step"]) for line in steps]
+        series = measure_feature(limits.folder, numbers, features[0])
+    if len(series) < MIN_STEPS:
+        failing = _describe_failures(steps)
+        key = "score/failed_share" if failing else "reward_mean"
+        series = [(int(x["step"]), float(x[key])) for x in steps if x.get(key) is not None]
+    return find_bend(series) if len(series) >= MIN_STEPS else find_rise(steps)[0]
+
+
+def find_bend(series: Sequence[tuple[int, float]]) -> int:
+    """Return the step after which values that were level before begin to rise, or to fall.
+
+    Least squares over the steps c of value = a + b max(0, step - c).
+    """
+    mean = fmean(value for _, value in series)
+    explained: dict[int, float] = {}
+    for bend, _ in series[:-1]:
+        xs = [max(0, step - bend) for step, _ in series]
+        middle = fmean(xs)
+        covariance = sum((x - middle) * (v - mean) for x, (_, v) in zip(xs, series, strict=True))
+        explained[bend] = covariance**2 / sum((x - middle) ** 2 for x in xs)
+    return max(explained, key=lambda bend: explained[bend])
 
 
 def find_rise(steps: History) -> tuple[int, float]:
@@ -137,16 +172,19 @@ def _describe_texts(steps: History) -> str:
 
 def _name_features(now: Mapping[str, Any], *, wished: bool = False) -> str:
     """Return the features that add the most to the reward, also `wished` ones."""
+    names = _list_features(now, wished=wished)
+    return " and ".join(name if name in FEATURES else f"the word '{name}'" for name in names)
+
+
+def _list_features(now: Mapping[str, Any], *, wished: bool) -> list[str]:
+    """Return the features that add the most to the reward, also `wished` ones, the first first."""
     gains = {
         key.split("/", 2)[2]: value or 0
         for key, value in now.items()
         if key.startswith(("exploit/by/", "exploit/asked/")[: 1 + wished])
     }
-    return " and ".join(
-        name if name in FEATURES else f"the word '{name}'"
-        for name, gain in sorted(gains.items(), key=lambda item: -item[1])
-        if gain > max(gains.values()) / 2
-    )
+    ordered = sorted(gains.items(), key=lambda item: -item[1])
+    return [name for name, gain in ordered if gain > max(gains.values()) / 2]
 
 
 def _describe_failures(steps: History) -> str:

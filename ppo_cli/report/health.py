@@ -140,18 +140,18 @@ class HealthWatch:
 
     def check(
         self, history: History, saved: Sequence[int] = (), people: Sequence[Opinion] = ()
-    ) -> list[str]:
-        """Return the warnings to print after the last step; `saved` are steps with a checkpoint."""
+    ) -> dict[str, str]:
+        """Return the warnings to print after the last step, by kind; `saved` are checkpoints."""
         if not history:
-            return []
-        step, lines = int(history[-1]["step"]), []
+            return {}
+        step, lines = int(history[-1]["step"]), dict[str, str]()
         limits = replace(self._limits, saved=tuple(saved), people=tuple(people))
         for kind, line in find_troubles(history, limits).items():
             # A trouble is new if some calm steps came before it.
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
             pause = REPEAT_UNSCORED_AFTER if kind == "failed" else REPEAT_AFTER
             if is_new or step - self._reported.get(kind, -pause) >= pause:
-                lines.append(line)
+                lines[kind] = line
                 self._reported[kind] = step
             self._seen[kind] = step
         return lines

@@ -36,6 +36,7 @@ from ppo_cli.report.validation import (
 )
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
+from ppo_cli.run_folder.restraints import describe_restraints
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -310,6 +311,7 @@ def summarise(
         episodes=tuple(describe_episodes(run_dir, history)),
         critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
         pretraining=describe_pretraining(config, read_pretraining(run_dir)),
+        restrained=describe_restraints(run_dir),
         declined=fell,
         verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),
         warnings=tuple(troubles.values()),

@@ -58,7 +58,8 @@ class Summary:
     value is None if it was measured once. `wall_seconds` counts all sessions, `session` has the
     steps and seconds of the last one if there were several. `declined` names measures that fell
     by more than noise; `verdict` says in a word what the run achieved. `warnings` are the
-    troubles of the last step. `first_step` of a fork comes after those of the run before it.
+    troubles of the last step. `restrained` says how often and where the run went back after an
+    exploit. `first_step` of a fork comes after those of the run before it.
     `next_steps` are (purpose, command) pairs. Rewards, and what the `critic` explains, are means
     over `averaged` steps. `judge` has the rows of the judge's card.
     """
@@ -77,6 +78,7 @@ class Summary:
     episodes: tuple[tuple[str, str], ...] = ()
     critic: str = ""
     pretraining: str = ""
+    restrained: str = ""
     declined: frozenset[str] = frozenset()
     verdict: str = ""
     warnings: tuple[str, ...] = ()
@@ -118,8 +120,8 @@ class Screen:
         for text in texts:
             self.note(text)
 
-    def health(self, text: str) -> None:
-        """Show a warning about the metrics, with advice."""
+    def health(self, text: str, kind: str = "") -> None:
+        """Show a warning with advice; `kind` is that of a finding about the metrics."""
 
     def summary(self, summary: Summary) -> None:
         """Show the summary of the run."""
@@ -260,8 +262,8 @@ class Tracker:
         self._write_line(step, merged)
         # Health checks; checkpoints are called step_NNNNNN.
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
-        for warning in self._watch.check(self._history, saved, people):
-            self.screen.health(warning)
+        for kind, warning in self._watch.check(self._history, saved, people).items():
+            self.screen.health(warning, kind)
 
     def pretraining(self, lines: Sequence[Mapping[str, float]]) -> None:
         """Write the steps of critic pretraining to their own file, and show the last one."""

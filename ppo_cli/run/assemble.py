@@ -39,6 +39,7 @@ from ppo_cli.errors import (
     DataError,
     Interrupted,
     UserError,
+    WentBack,
     WorkerLost,
     plural,
     ppo,
@@ -61,11 +62,18 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run.identity import describe_new_run, find_changes, keep_decisions, run_identity
+from ppo_cli.run.identity import (
+    apply_restraints,
+    describe_new_run,
+    find_changes,
+    keep_decisions,
+    run_identity,
+)
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import FORK_LINE, WRITTEN_BY, RunFolder, read_fork
 from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
+from ppo_cli.run_folder.restraints import go_back
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.secrets.redact import redact
@@ -345,12 +353,25 @@ class Cluster(Protocol):
 def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
     run_dir = user_path(plan.settings.trainer.output_dir)
-    with (
-        send_alerts(plan.settings, run_dir, screen) as screen,
-        open_run(plan, screen, cluster) as (job, begin, _, restarts),
-    ):
-        run_with_restarts(job, begin, **restarts)
-        _show_summary(screen, job, run_dir)
+    with send_alerts(plan.settings, run_dir, screen) as screen:
+        # A run that went back is resumed as after a kill, so that it is the same to the bit.
+        while _goes_back(plan, screen, cluster):
+            plan = plan.amend({"trainer.resume_mode": "auto"}, "the run went back")
+
+
+def _goes_back(plan: RunPlan, screen: Screen, cluster: Cluster | None) -> bool:
+    """Start or resume a run; return whether it went back, and not to its end."""
+    with open_run(plan, screen, cluster) as (job, begin, stop, restarts):
+        try:
+            run_with_restarts(job, begin, **restarts)
+        except WentBack as restrained:
+            screen.health(str(restrained), "restrained")
+            if reason := stop.reason():
+                command = job.resume_command
+                raise Interrupted(f"Stopped ({reason}). Go on with: {command}") from None
+            return True
+        _show_summary(screen, job, user_path(job.config.trainer.output_dir))
+    return False
 
 
 @dataclass(frozen=True)
@@ -392,7 +413,9 @@ class Start:
 def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     """Read prompts and the last checkpoint, and decide whether the run continues or is new."""
     config = plan.settings
-    store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
+    store = CheckpointStore(folder.checkpoints, config.trainer.kept_checkpoints)
+    if config.trainer.resume_mode == "auto":
+        go_back(folder.path, store)
     checkpoint = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts, val_prompts = load_prompt_sets(config, tokenizer, screen)
@@ -409,6 +432,9 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
             require_resumable(checkpoint, command)
             plan, identity = restore_second_judge(kept, checkpoint, screen.note), same
             screen.note_all(notes)
+    elif config.trainer.resume_mode == "auto":  # it went back to its start
+        plan, _ = apply_restraints(plan, folder.path)
+        identity = run_identity(plan.settings, prompts, val_prompts)
     trainer = plan.settings.trainer
     return Start(
         folder, store, plan, tokenizer, prompts, val_prompts, order, identity,

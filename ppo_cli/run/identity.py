@@ -44,6 +44,7 @@ from ppo_cli.report.page.run_data import read_settings
 from ppo_cli.run_folder.checkpoints import read_state, refuse_late_pretraining
 from ppo_cli.run_folder.contents import CONTENTS, ROWS, digest_contents
 from ppo_cli.run_folder.folder import read_decisions, run_settings
+from ppo_cli.run_folder.restraints import read_restraints
 from ppo_cli.secrets.redact import mask_secrets
 
 # `fingerprint` includes neither.
@@ -133,13 +134,30 @@ def digest_value(value: Any) -> str:
     return digest_text(text, 12)
 
 
+def apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
+    """Return the plan with what a run has restrained, and the settings that this changes.
+
+    A setting that somebody has changed since keeps their value.
+    """
+    changes, origin = dict[str, Any](), ""
+    for restraint in read_restraints(run):
+        for key, (before, now) in restraint.changes.items():
+            if key in changes or value_of(plan.settings, key) == before:
+                changes[key], origin = now, f"restrained after step {restraint.after}"
+    return (plan.amend(changes, origin) if changes else plan), set(changes)
+
+
 def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], list[str]]:
     """Return the plan with what the run of a checkpoint has decided, and notes on it.
 
     What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
-    set has the settings for which that is not possible here: they do not make another run.
+    set has the settings for which that is not possible here, or which the run has restrained: they
+    do not make another run.
     """
-    run = checkpoint.parents[1]
+    run, restrained = checkpoint.parents[1], set[str]()
+    # A fork begins without the restraints of the run before it.
+    if run.resolve() == user_path(plan.settings.trainer.output_dir).resolve():
+        plan, restrained = apply_restraints(plan, run)
     decided = _read_defaults(run) | read_decisions(run)
     before = {
         key: value
@@ -157,7 +175,10 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
             kept_plan = make_plan(resolved, findings)
             break
         kept = {key: value for key, value in kept.items() if key not in refused}
-    notes = []
+    notes = [
+        f"{key} is {_format_value(value_of(plan.settings, key))}: {plan.resolved.origins[key]}."
+        for key in sorted(restrained)
+    ]
     for key, value in before.items():
         if not has_effect(kept_plan.settings, find_declaration(key)):
             continue
@@ -168,7 +189,7 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
             )
         else:
             notes.append(f"{key} was {then}, and is {now}: {plan.why[key]}.")
-    return kept_plan, before.keys() - kept.keys(), notes
+    return kept_plan, before.keys() - kept.keys() | restrained, notes
 
 
 def _binds(key: str) -> bool:

@@ -27,6 +27,7 @@ from ppo_cli.run_folder.lines import (
     ROLLOUTS,
     read_lines,
 )
+from ppo_cli.run_folder.restraints import RESTRAINTS_FILE
 from ppo_cli.spending import in_flight_file, merge_calls
 
 if TYPE_CHECKING:
@@ -211,15 +212,15 @@ class RunFolder:
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
         """Move an earlier run's files to `earlier_1`, `earlier_2` …; returns the folder, or None.
 
-        Without `all_of_it` the spending files stay: a budget covers all starts of a run. Partial
+        Without `all_of_it` spending and restraints stay: they cover all starts of a run. Partial
         checkpoints of a run that was killed in its first save are removed.
         """
         for store in (self.checkpoints, *self.path.glob("earlier_*/checkpoints")):
             sweep_unfinished(store)
-        # Everything that a run writes, and its spending if asked for.
+        # Everything that a run writes; what covers all of its starts if asked for.
         present = [self.path / name for name in PARTS if (self.path / name).exists()]
         if all_of_it:
-            present += sorted(self.path.glob(SPENT))
+            present += sorted([*self.path.glob(SPENT), *self.path.glob(RESTRAINTS_FILE)])
         if not present:
             return None
         # The first free number.

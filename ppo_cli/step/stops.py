@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppo_cli.report.hacking import find_hacking, name_checkpoint_before
+from ppo_cli.errors import Interrupted, WentBack
+from ppo_cli.report.hacking import find_hacking, find_onset, name_checkpoint_before
 from ppo_cli.report.metrics import read_limits
+from ppo_cli.run_folder.restraints import Restraint, go_back, read_restraints, write_restraints
+from ppo_cli.step.saving import make_resumable
 from ppo_cli.step.state import Job, RunState
 
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
+MAX_RESTRAINTS = 2  # returns to an earlier checkpoint, after which the run stops
+KL_FACTOR, MIN_KL = 10, 0.01  # by which a restraint raises the weight of the KL, to this at least
 
 
 def find_stop_reason(job: Job, state: RunState) -> str | None:
-    """Return why to stop after this step: a signal, a reward that fails, an exploit; else None."""
-    return job.stop_requested() or unscored_reason(state) or _hacking_reason(job)
+    """Return why to stop after this step: a signal, a reward that fails, an exploit; else None.
+
+    An exploit may also raise WentBack. It comes first: once the run is saved and resumed, its alarm
+    does not begin again.
+    """
+    return _act_on_alarm(job, state) or job.stop_requested() or unscored_reason(state)
 
 
 def unscored_reason(state: RunState) -> str | None:
@@ -23,18 +32,43 @@ def unscored_reason(state: RunState) -> str | None:
     return f"no response of {state.unscored_steps} steps in a row got a score; correct the reward"
 
 
-def _hacking_reason(job: Job) -> str | None:
-    """Return why to stop a run if it was asked to, and its alarm has just begun; else None.
+def _act_on_alarm(job: Job, state: RunState) -> str | None:
+    """Return why to stop a run whose alarm has just begun; None unless it was asked to.
 
-    A resumed run goes on: its alarm began before.
+    A resumed run goes on: its alarm began before. Raises WentBack if the run is to be restrained.
     """
-    if not job.config.trainer.stop_on_hacking:
+    trainer, run_dir = job.config.trainer, Path(job.config.trainer.output_dir)
+    if trainer.on_hacking == "warn":
         return None
-    limits = read_limits(Path(job.config.trainer.output_dir), job.config)
+    limits = read_limits(run_dir, job.config)
     steps = [line for line in job.tracker.history if line["step"] > 0]
-    if not find_hacking(steps, limits) or find_hacking(steps[:-1], limits):
+    alarm = find_hacking(steps, limits)
+    if not alarm or find_hacking(steps[:-1], limits):
         return None
-    return f"--stop_on_hacking; {name_checkpoint_before(steps, limits)}"
+    if trainer.on_hacking == "stop":
+        return f"--on_hacking stop; {name_checkpoint_before(steps, limits)}"
+    # Steps that a stop or a new best has saved do not count: not every run of these settings has
+    # them. A fork has no start of its own to go back to.
+    job.store.wait_for_save()
+    onset = find_onset(steps, limits)
+    due = [s for s in job.store.steps() if s <= onset and is_due(s, trainer.save_freq)]
+    to = due[-1] if due else 0
+    restraints = read_restraints(run_dir)
+    is_last = len(restraints) >= MAX_RESTRAINTS
+    if not due and (is_last or steps[0]["step"] > 1):
+        return f"--on_hacking restrain; no checkpoint is from step {onset} or before"
+    weights = {} if is_last else job.config.kl_weights
+    changes = {key: (old, max(KL_FACTOR * old, MIN_KL)) for key, old in weights.items()}
+    restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm)
+    # From here on the run has gone back, also if it is killed now.
+    write_restraints(run_dir, [*restraints, restraint])
+    if not is_last:
+        raise WentBack(f"Going {restraint.describe()} ({len(restraints) + 1} of {MAX_RESTRAINTS}).")
+    go_back(run_dir, job.store)
+    job.tracker.resume_at(to, state.pretraining)
+    state.step = to
+    message = f"The reward is exploited again after {MAX_RESTRAINTS} restraints: the run went back."
+    raise make_resumable(job, state, Interrupted(message))
 
 
 def is_out_of_patience(job: Job, state: RunState) -> bool:

@@ -191,7 +191,7 @@ class Screen(SilentScreen):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def health(self, text: str) -> None:
+    def health(self, text: str, kind: str = "") -> None:
         self.warnings.append(text)
 
 
@@ -253,7 +253,7 @@ class Script:
             val_prompts=prompts(self.val_prompts, "v"),
             order=order,
             tracker=tracker,
-            store=CheckpointStore(self.folder / "checkpoints", config.trainer.max_ckpt_to_keep),
+            store=CheckpointStore(self.folder / "checkpoints", config.trainer.kept_checkpoints),
             pad_token_id=0,
             total_steps=self.steps,
             decode=lambda ids, context: "x" * len(ids),

@@ -13,10 +13,11 @@ import torch
 
 from ppo_cli import signals
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.errors import Interrupted, UserError, WorkerLost
+from ppo_cli.errors import Interrupted, UserError, WentBack, WorkerLost
 from ppo_cli.loop import run
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
 from ppo_cli.run.assemble import run_with_restarts
+from ppo_cli.run_folder.restraints import go_back, read_restraints
 from ppo_cli.step.saving import load
 from tests.loop.scripted import LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
 
@@ -280,32 +281,51 @@ def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
     assert longer.state.step == 0 and longer.column("val/reward_mean") == values
 
 
-def test_a_run_stops_when_its_alarm_begins_and_goes_on_when_it_is_resumed(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_path: Path) -> None:
+    """It stops and goes on when it is resumed, or it goes back twice, and then stops there."""
     counts = Counter[int]()
 
     def score(rollout: Rollout, step: int) -> float | None:
-        """In step n the first n responses fail, and the others score more than before."""
+        """From step 4 on more responses fail, and the others score more than before."""
         counts[step] += 1
-        return None if counts[step] <= step else 0.1 * step
+        return None if counts[step] <= max(step, 3) else 0.1 * max(step, 3)
 
-    trainer = {"save_freq": 2, "max_ckpt_to_keep": None, "output_dir": str(tmp_path / "run")}
-    settings: dict[str, Any] = {"score": score, "steps": 11, "reward": {"function": "f.py"}}
-    script = make(**settings, trainer=trainer | {"stop_on_hacking": True})
+    trainer = {"save_freq": 2, "max_ckpt_to_keep": 1, "output_dir": str(tmp_path / "run")}
+    weights = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}
+    settings: dict[str, Any] = {
+        "score": score, "steps": 12, "prompts": 20, "reward": {"function": "f.py"},
+        "algorithm": weights, "data": {"train_batch_size": 10},
+    }  # fmt: skip
+    stopping = trainer | {"stop_on_hacking": True, "max_ckpt_to_keep": None}
+    script = make(**settings, trainer=stopping)
     stopped = ran(script, Interrupted)
     at, before = stopped.state.step, tmp_path / "run" / "checkpoints" / "step_000002"
-    assert 6 <= at < 11 and stopped.job.store.newest_step() == at
+    assert 6 <= at < 12 and stopped.job.store.newest_step() == at
     (alarm,) = [text for text in stopped.screen.warnings if "may exploit its reward" in text]
     assert f"the last checkpoint before is {before}." in alarm and before.exists()
-    assert stopped.screen.notes[-1] == (
-        f"Stopped after step {at} (--stop_on_hacking; the last checkpoint before is {before}). "
-        f"Everything up to step {at} of 11 is saved. Go on with: ppo train --again"
-    )
-    assert resume(script, at).job.store.newest_step() == 11
+    assert f"--on_hacking stop; the last checkpoint before is {before}" in stopped.screen.notes[-1]
+    assert resume(script, at).job.store.newest_step() == 12
     # Without the setting it only warns.
     counts.clear()
-    assert ran(make("other", **settings)).state.step == 11
+    assert ran(make("other", **settings)).state.step == 12
+    # All steps of the schedule are kept, and it goes back to the last one before the bend.
+    out = tmp_path / "restrained"
+    restraining = trainer | {"on_hacking": "restrain", "output_dir": str(out)}
+    restrained = make("restrained", **settings, trainer=restraining)
+    for number, outcome in enumerate((WentBack, WentBack, Interrupted), start=1):
+        counts.clear()
+        stage = restrained.build()
+        newest = stage.job.store.newest()
+        state = load(stage.job, newest) if newest else stage.state
+        with pytest.raises(outcome) as caught:
+            run(stage.job, state)
+        go_back(out, stage.job.store)
+        restraint = read_restraints(out)[-1]
+        assert (restraint.after, restraint.to, restraint.pending) == (at, 2, False)
+        assert stage.job.store.steps() == [2], number
+    assert restraint.changes == {} and state.step == 2 and "Go on with" in str(caught.value)
+    changes = [r.changes for r in read_restraints(out)[:2]]
+    assert changes == [{"algorithm.kl_ctrl.kl_coef": [0.5, 5.0]}] * 2
 
 
 @pytest.mark.parametrize(

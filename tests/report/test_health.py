@@ -204,7 +204,7 @@ def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
         ((5,), "start from scratch"),
         ((2, 4, 5), "resume from step 4 with --resume outputs/checkpoints/step_000004"),
     ):
-        (line,) = HealthWatch(Limits(lr=0.03)).check(steps, saved)
+        (line,) = HealthWatch(Limits(lr=0.03)).check(steps, saved).values()
         assert "reward fell from 0.450 to 0.000, kl is 5.3" in line and fragment in line
         assert "Lower --lr (now 0.03)" in line
 
@@ -437,4 +437,4 @@ def test_a_lasting_trouble_is_told_seldom(change: Change, count: int, told: list
 def test_two_troubles_are_two_lines() -> None:
     watch = HealthWatch(Limits())
     assert len(watch.check(history(3, always(ppo_ratio=2.0, score__failed=1.0)))) == 2
-    assert watch.check([]) == []
+    assert watch.check([]) == {}

@@ -30,7 +30,7 @@ class Heard(Screen):
     def step(self, step: int, total_steps: int, metrics: Any) -> None:
         self.steps.append(step)
 
-    def health(self, text: str) -> None:
+    def health(self, text: str, kind: str = "") -> None:
         self.warnings.append(text)
 
 

@@ -17,8 +17,10 @@ from ppo_cli.config.choices import (
     choose_engine,
     choose_gpus,
     choose_matmul,
+    choose_on_hacking,
     choose_sampler,
     choose_samplers,
+    choose_save_freq,
     choose_shared_prompts,
     choose_spread,
     choose_threads,
@@ -399,7 +401,8 @@ class Trainer(Section):
     )  # fmt: skip
     # Cadence of checkpoints and validations.
     save_freq: NotZero = setting(
-        50, "Steps between checkpoints; -1: only at the end. A new best is saved too.",
+        Chosen(choose_save_freq, "50, with --on_hacking restrain a twentieth of the run"),
+        "Steps between checkpoints; -1: only at the end. A new best is saved too.",
         flag="--save_freq", ge=-1, common=True,
     )  # fmt: skip
     test_freq: int = setting(
@@ -408,16 +411,22 @@ class Trainer(Section):
     )  # fmt: skip
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
-        3, "Newest checkpoints to keep, in addition to the best.", absent="all", ge=1,
+        3, "Newest checkpoints to keep, in addition to the best; --on_hacking restrain keeps all.",
+        absent="all", ge=1,
     )  # fmt: skip
     patience: int | None = setting(
         None, "Stop after this number of validations without a new best.", absent="never",
         flag="--patience", ge=1,
     )  # fmt: skip
-    stop_on_hacking: bool = setting(
-        False, "Stop, and save, when the model begins to exploit its reward.",
-        flag="--stop_on_hacking",
+    on_hacking: Literal["warn", "stop", "restrain"] = setting(
+        Chosen(choose_on_hacking, "stop with --stop_on_hacking, else warn"),
+        "When the model begins to exploit its reward: warn, stop, or restrain: go back to the last "
+        "checkpoint before, and on with ten times the KL coefficient; at most twice, then stop.",
+        flag="--on_hacking",
     )  # fmt: skip
+    stop_on_hacking: bool = setting(
+        False, "The same as --on_hacking stop.", flag="--stop_on_hacking"
+    )
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
@@ -502,6 +511,12 @@ class Trainer(Section):
         300, "Seconds to wait for nodes, at the start and after a loss.", flag="--node_timeout",
         ge=1, unused="no_workers",
     )  # fmt: skip
+
+    @property
+    def kept_checkpoints(self) -> int | None:
+        """How many of the newest checkpoints are kept; None keeps all, to go back to any."""
+        return None if self.on_hacking == "restrain" else self.max_ckpt_to_keep
+
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "critic_warmup total_training_steps",
@@ -525,6 +540,13 @@ class Trainer(Section):
             ),
             example="patience=2",
             advice="test_freq=10",
+        ),
+        Conflict(
+            "on_hacking stop_on_hacking",
+            lambda s: s.stop_on_hacking and s.on_hacking != "stop",
+            lambda s, at: f"--stop_on_hacking is --on_hacking stop, not {s.on_hacking}; keep one.",
+            example="on_hacking=restrain stop_on_hacking=true",
+            advice="on_hacking=restrain stop_on_hacking=false",
         ),
         # The engine of a package checks its nodes and devices itself.
         Conflict(
@@ -636,8 +658,40 @@ class Config(Section):
         }
         return [key for key, bits in bits_of.items() if bits]
 
+    @property
+    def kl_weights(self) -> dict[str, float]:
+        """The settings that weigh the KL to the reference in this run, with their values."""
+        weights = {
+            "algorithm.kl_ctrl.kl_coef": (
+                self.algorithm.use_kl_in_reward, self.algorithm.kl_ctrl.kl_coef
+            ),
+            "actor.kl_loss_coef": (self.actor.use_kl_loss, self.actor.kl_loss_coef),
+        }  # fmt: skip
+        return {key: weight for key, (is_used, weight) in weights.items() if is_used and weight}
+
     # Conflicts of settings in different sections.
     conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "trainer.on_hacking algorithm.use_kl_in_reward actor.use_kl_loss",
+            lambda c: c.trainer.on_hacking == "restrain" and not c.kl_weights,
+            lambda c, at: (
+                "--on_hacking restrain raises the weight of the KL to the reference, and this run "
+                "has none; set actor.use_kl_loss=true and --kl_coef 0.001, or --on_hacking stop."
+            ),
+            example="trainer.on_hacking=restrain algorithm.use_kl_in_reward=false",
+            advice="actor.use_kl_loss=true",
+        ),
+        Conflict(
+            "trainer.on_hacking algorithm.kl_ctrl.type",
+            lambda c: c.trainer.on_hacking == "restrain" and c.algorithm.kl_ctrl.type == "adaptive",
+            lambda c, at: (
+                "--on_hacking restrain raises a fixed KL coefficient, and an adaptive one would "
+                "be moved back to its target; set algorithm.kl_ctrl.type=fixed."
+            ),
+            example="trainer.on_hacking=restrain algorithm.kl_ctrl.type=adaptive "
+            "algorithm.use_kl_in_reward=true",
+            advice="algorithm.kl_ctrl.type=fixed",
+        ),
         # The estimator: groups of responses, a critic, parts of the reward in place of their sum.
         Conflict(
             "algorithm.adv_estimator rollout.n",

@@ -147,6 +147,11 @@ def refused_in_session(config: Config) -> Iterator[str]:
             f"trainer.nnodes {config.trainer.nnodes}: a session runs on one machine; leave it out, "
             "or use `ppo train`."
         )
+    if config.trainer.on_hacking == "restrain":
+        yield (
+            "--on_hacking restrain goes back to an earlier step, and the scores of a session are "
+            "its caller's; use --on_hacking stop, or `ppo train`."
+        )
     estimator, afterwards = config.algorithm.adv_estimator, "which a session gets afterwards"
     if config.algorithm.filter_groups.enable:
         yield f"algorithm.filter_groups.enable needs scores while it samples, {afterwards}."

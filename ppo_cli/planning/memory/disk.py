@@ -82,7 +82,7 @@ def _count_checkpoints(config: Config, steps: int | None) -> int | None:
     """Return how many checkpoints exist at most when none is being written; None if unknown."""
     trainer = config.trainer
     # The newest ones, and the best of the validations.
-    keep = trainer.max_ckpt_to_keep
+    keep = trainer.kept_checkpoints
     best = bool(config.data.val_files)
     if steps is None:
         return None if keep is None else keep + best

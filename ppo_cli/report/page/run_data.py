@@ -56,6 +56,7 @@ from ppo_cli.run_folder.lines import (
     read_lines,
     read_metrics,
 )
+from ppo_cli.run_folder.restraints import describe_restraints
 
 # Kind of trouble -> metric whose card shows it; that of the reward shows other troubles.
 METRIC_OF_TROUBLE = {
@@ -232,6 +233,8 @@ def list_facts(
     if pretraining:
         text = describe_pretraining(config, pretraining)
         facts.append(("critic", text.removeprefix("critic ")))
+    if restrained := describe_restraints(folder):
+        facts.append(("restrained", restrained))
     if fork := describe_fork_of(folder):
         facts.append(("forked from", fork.removeprefix("fork of ")))
     return facts
