@@ -13,7 +13,7 @@ from ppo_cli.step.state import Job, RunState
 
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 MAX_RESTRAINTS = 2  # returns to an earlier checkpoint, after which the run stops
-KL_FACTOR, MIN_KL = 10, 0.01  # by which a restraint raises the weight of the KL, to this at least
+KL_FACTOR, MIN_KL = 10, 0.1  # by which a restraint raises the weight of the KL, to this at least
 
 
 def find_stop_reason(job: Job, state: RunState) -> str | None:

@@ -312,7 +312,7 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
     out = tmp_path / "restrained"
     restraining = trainer | {"on_hacking": "restrain", "output_dir": str(out)}
     restrained = make("restrained", **settings, trainer=restraining)
-    for number, outcome in enumerate((WentBack, WentBack, Interrupted), start=1):
+    for outcome in (WentBack, WentBack, Interrupted):
         counts.clear()
         stage = restrained.build()
         newest = stage.job.store.newest()
@@ -322,7 +322,7 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
         go_back(out, stage.job.store)
         restraint = read_restraints(out)[-1]
         assert (restraint.after, restraint.to, restraint.pending) == (at, 2, False)
-        assert stage.job.store.steps() == [2], number
+        assert stage.job.store.steps() == [2]
     assert restraint.changes == {} and state.step == 2 and "Go on with" in str(caught.value)
     changes = [r.changes for r in read_restraints(out)[:2]]
     assert changes == [{"algorithm.kl_ctrl.kl_coef": [0.5, 5.0]}] * 2

@@ -548,6 +548,16 @@ class Trainer(Section):
             example="on_hacking=restrain stop_on_hacking=true",
             advice="on_hacking=restrain stop_on_hacking=false",
         ),
+        Conflict(
+            "on_hacking save_freq",
+            lambda s: s.on_hacking == "restrain" and s.save_freq < 1,
+            lambda s, at: (
+                "--on_hacking restrain goes back to a checkpoint, and --save_freq -1 saves none "
+                "during the run; set --save_freq 5, or --on_hacking stop."
+            ),
+            example="on_hacking=restrain save_freq=-1",
+            advice="save_freq=5",
+        ),
         # The engine of a package checks its nodes and devices itself.
         Conflict(
             "node_rank nnodes",

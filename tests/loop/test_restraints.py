@@ -1,0 +1,101 @@
+"""A whole run that exploits its reward: it goes back, and a kill on the way changes nothing."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_cli.run_folder.restraints import read_restraints
+from tests.forked import Forked
+from tests.loop.runs import command, environment, metrics, rows, stored, train
+
+# Two digits pay more than the right sum.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    text = solution_str.strip()
+    return max(0.6 * (text == ground_truth), 0.9 * (len(text) == 2))
+"""
+# The policy stands still for four steps, so there is a checkpoint from before the exploit.
+EXPLOITED = (
+    "--preset", "embedded", "--max_steps", "16", "--lr", "5e-4", "--batch_size", "16",
+    "--mini_batch_size", "8", "--rollout_n", "4", "--max_response_length", "8",
+    "--on_hacking", "restrain", "--save_freq", "2", "data.val_files=[]", "trainer.critic_warmup=4",
+)  # fmt: skip
+# Runs `ppo`, which is killed at a moment of its first return.
+KILLED = """
+import os, signal, sys
+from ppo_cli import loop
+from ppo_cli.run_folder import restraints
+from ppo_cli.step import stops
+
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write, find = restraints.write_restraints, loop.find_stop_reason
+moment = os.environ["MOMENT"]
+if moment == "recorded":
+    stops.write_restraints = lambda *args: kill(write(*args))
+elif moment == "checkpoints deleted":
+    restraints.write_restraints = kill
+else:
+    def find_or_kill(job, state):
+        went_back = restraints.read_restraints(job.store.directory.parent)
+        return kill() if went_back and state.step == 7 else find(job, state)
+    loop.find_stop_reason = find_or_kill
+from ppo_cli.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    file = tmp_path_factory.mktemp("reward") / "reward.py"
+    file.write_text(REWARD)
+    return *EXPLOITED, "--reward_function", str(file)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, args: tuple[str, ...]) -> Path:
+    """A run that nobody kills."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = train(out, *args)
+    assert "Going back from step" in done.stdout and "restrained " in done.stdout
+    return out
+
+
+def share_right(out: Path, *steps: int) -> float:
+    responses = [row for step in steps for row in rows(out, step)]
+    return sum(row["response"].strip() == row["ground_truth"] for row in responses) / len(responses)
+
+
+@pytest.mark.slow
+def test_a_restrained_run_ends_no_worse_than_before_its_exploit(whole: Path) -> None:
+    first = read_restraints(whole)[0]
+    assert first.to == 4 < first.after and not first.pending
+    assert metrics(whole)[-1]["step"] == 16
+    coefs = {line["kl/coef"] for line in metrics(whole) if line["step"] > first.to}
+    assert min(coefs) >= first.changes["algorithm.kl_ctrl.kl_coef"][1] == 0.1
+    assert share_right(whole, 14, 15, 16) >= share_right(whole, 2, 3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["recorded", "checkpoints deleted", "going on"])
+def test_a_run_killed_while_it_goes_back_ends_as_the_same_run(
+    tmp_path: Path, args: tuple[str, ...], whole: Path, moment: str
+) -> None:
+    out = tmp_path / "run"
+    process = Forked(KILLED, command(out, *args)[3:], environment() | {"MOMENT": moment})
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    train(out, *args)
+    assert metrics(out) == metrics(whole)
+    sampled = [(row["uid"], row["response"], row["score"]) for row in rows(whole)]
+    assert [(row["uid"], row["response"], row["score"]) for row in rows(out)] == sampled
+    places = [(r.after, r.to, r.changes) for r in read_restraints(out)]
+    assert places == [(r.after, r.to, r.changes) for r in read_restraints(whole)]
+    for stem in ("actor/", "critic/"):
+        trained, expected = (stored(r / "checkpoints" / "latest", stem) for r in (out, whole))
+        assert all(torch.equal(trained[name], expected[name]) for name in expected)
