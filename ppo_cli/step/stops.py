@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ppo_cli.errors import Interrupted, WentBack
-from ppo_cli.report.hacking import find_hacking, find_onset, name_checkpoint_before
+from ppo_cli.report.hacking import find_hacking, find_onset, find_rise, name_checkpoint_before
 from ppo_cli.report.metrics import read_limits
 from ppo_cli.run_folder.restraints import Restraint, go_back, read_restraints, write_restraints
 from ppo_cli.step.saving import make_resumable
@@ -13,7 +15,8 @@ from ppo_cli.step.state import Job, RunState
 
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 MAX_RESTRAINTS = 2  # returns to an earlier checkpoint, after which the run stops
-KL_FACTOR, MIN_KL = 10, 0.1  # by which a restraint raises the weight of the KL, to this at least
+KL_FACTOR = 10  # by which a restraint raises the weight of the KL at least
+KL_COST = 2  # times the gain of the exploit, that its KL costs at the new weight at least
 
 
 def find_stop_reason(job: Job, state: RunState) -> str | None:
@@ -58,7 +61,8 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     if not due and (is_last or steps[0]["step"] > 1):
         return f"--on_hacking restrain; no checkpoint is from step {onset} or before"
     weights = {} if is_last else job.config.kl_weights
-    changes = {key: (old, max(KL_FACTOR * old, MIN_KL)) for key, old in weights.items()}
+    dear = _weigh_kl(steps)
+    changes = {key: (old, max(KL_FACTOR * old, dear)) for key, old in weights.items()}
     restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm)
     # From here on the run has gone back, also if it is killed now.
     write_restraints(run_dir, [*restraints, restraint])
@@ -69,6 +73,13 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     state.step = to
     message = f"The reward is exploited again after {MAX_RESTRAINTS} restraints: the run went back."
     raise make_resumable(job, state, Interrupted(message))
+
+
+def _weigh_kl(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the weight at which the KL of a response costs more than the reward has risen."""
+    kl, length = (steps[-1].get(key) for key in ("kl_divergence", "response_length_mean"))
+    cost = (kl or 0.0) * (length or 0.0)
+    return float(f"{KL_COST * find_rise(steps)[1] / cost:.3g}") if cost > 0 else 0.0
 
 
 def is_out_of_patience(job: Job, state: RunState) -> bool:

@@ -66,19 +66,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, args: tuple[str, ...]) -> Pa
     return out
 
 
-def share_right(out: Path, *steps: int) -> float:
-    responses = [row for step in steps for row in rows(out, step)]
-    return sum(row["response"].strip() == row["ground_truth"] for row in responses) / len(responses)
-
-
 @pytest.mark.slow
-def test_a_restrained_run_ends_no_worse_than_before_its_exploit(whole: Path) -> None:
+def test_a_run_goes_back_to_before_its_exploit_and_on_with_more_kl(whole: Path) -> None:
     first = read_restraints(whole)[0]
-    assert first.to == 4 < first.after and not first.pending
+    assert 0 < first.to < first.after and not first.pending
     assert metrics(whole)[-1]["step"] == 16
     coefs = {line["kl/coef"] for line in metrics(whole) if line["step"] > first.to}
-    assert min(coefs) >= first.changes["algorithm.kl_ctrl.kl_coef"][1] == 0.1
-    assert share_right(whole, 14, 15, 16) >= share_right(whole, 2, 3, 4)
+    old, new = first.changes["algorithm.kl_ctrl.kl_coef"]
+    assert min(coefs) == new >= 10 * old
 
 
 @pytest.mark.slow

@@ -421,7 +421,7 @@ class Trainer(Section):
     on_hacking: Literal["warn", "stop", "restrain"] = setting(
         Chosen(choose_on_hacking, "stop with --stop_on_hacking, else warn"),
         "When the model begins to exploit its reward: warn, stop, or restrain: go back to the last "
-        "checkpoint before, and on with ten times the KL coefficient; at most twice, then stop.",
+        "checkpoint before, and on with a higher KL coefficient; at most twice, then stop.",
         flag="--on_hacking",
     )  # fmt: skip
     stop_on_hacking: bool = setting(

@@ -32,6 +32,8 @@ from ppo_cli.extras.lab.statistics import (
     best_threshold,
     constant_reason,
     estimate_or_reason,
+    kendall,
+    ordered_share,
     partial_spearman,
     verdict_agreement,
 )
@@ -379,6 +381,10 @@ def label_agreement(columns: ScoredColumns) -> dict[str, dict[str, Any]]:
         "AUC": estimate(lambda rows: auc(x[rows], flags[rows]), unfit, share=True),
         "Spearman": estimate(lambda rows: spearman(x[rows], y[rows]), flat),
         "Pearson": estimate(lambda rows: pearson(x[rows], y[rows]), flat),
+        **{
+            name: {"value": None if flat else rank(x, y), "low": None, "high": None, "why": flat}
+            for name, rank in (("Kendall's tau-b", kendall), ("pairs in order", ordered_share))
+        },
         **_pair_accuracy(columns),
     }
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import Judge, cheaper_judge, judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
-from ppo_cli.extras.lab.statistics import MIN_ROWS, estimate_or_reason
+from ppo_cli.extras.lab.statistics import MIN_ROWS, estimate_or_reason, kendall, ordered_share
 from ppo_cli.planning.findings.rewards import scale_labels
 from ppo_cli.records import Rollout
-from ppo_cli.rewards.judge.cascade import Doubt
+from ppo_cli.rewards.judge.cascade import Doubt, fit_correction
 from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.scoring.rows import LabelledRows
 from ppo_cli.scoring.score import Scoring, judged_value
@@ -76,8 +76,8 @@ def _measure(
     first = as_floats([[score, math.inf if s is None else s] for score, s in pairs]).T
     strong = as_floats([scores[i].value or 0.0 for i in rows])
     if labelled is not None and labelled.positive is not None:
-        good = labelled.positive[rows]
-        agreements = [as_floats((x >= 0.5) == good) for x in (first[0], strong)]
+        truth = as_floats(labelled.positive[rows])
+        agreements = [as_floats((x >= 0.5) == truth) for x in (first[0], strong)]
     else:
         scale, truth = load_template(api).scale, strong
         if labelled is not None:
@@ -87,7 +87,11 @@ def _measure(
     # Choose on one half, so that the figures of the other half are not too good.
     alone, judged = (a[~held_out] for a in agreements)
     chosen = _choose(first[:, ~held_out], alone, judged, by_spread=cheap.has_spread)
-    escalated = _unsure(chosen, first)[held_out]
+    unsure = _unsure(chosen, first)
+    both = zip(first[0][~held_out & unsure], strong[~held_out & unsure], strict=True)
+    correction = fit_correction([(float(x), float(y)) for x, y in both])
+    corrected = np.clip(correction.intercept + correction.slope * first[0], 0, 1)
+    escalated = unsure[held_out]
     alone, judged = (a[held_out] for a in agreements)
     mixed = np.where(escalated, judged, alone)
     share = float(escalated.mean())
@@ -116,6 +120,18 @@ def _measure(
             f"{cheap.model} alone": mean(alone), f"{api.model} alone": mean(judged),
             "the cascade": mean(mixed), f"share of {api.model} alone": agreement_kept,
             f"responses sent to {api.model}": mean(escalated.astype(np.float64)),
+        },
+        # Training learns from the order of scores.
+        "ranks": {
+            name: {"Kendall's tau-b": kendall(scores, truth[held_out]),
+                   "pairs in order": ordered_share(scores, truth[held_out])}
+            for name, scores in (
+                (f"{cheap.model} alone", first[0][held_out]),
+                ("the cascade", np.where(escalated, strong[held_out], first[0][held_out])),
+                ("the cascade, corrected",
+                 np.where(escalated, strong[held_out], corrected[held_out])),
+                (f"{api.model} alone", strong[held_out]),
+            )
         },
         "cost": cost if is_known else None,
     }  # fmt: skip

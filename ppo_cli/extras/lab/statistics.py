@@ -5,6 +5,7 @@ Undefined values are None, never NaN. Ties count half, as in `scoring.statistics
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -45,6 +46,31 @@ def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
         return None
     total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
     return float(total / (count * others))
+
+
+def order_counts(scores: ArrayLike, labels: ArrayLike) -> tuple[float, float, float, float]:
+    """Count pairs of rows: in the same order, in the opposite one, differing in score, in label."""
+    x, y = as_floats(scores), as_floats(labels)
+    same = opposite = by_score = by_label = 0
+    for row in range(len(x)):
+        signs, truth = np.sign(x[row + 1 :] - x[row]), np.sign(y[row + 1 :] - y[row])
+        same += int((signs * truth > 0).sum())
+        opposite += int((signs * truth < 0).sum())
+        by_score += int(np.count_nonzero(signs))
+        by_label += int(np.count_nonzero(truth))
+    return same, opposite, by_score, by_label
+
+
+def kendall(scores: ArrayLike, labels: ArrayLike) -> float | None:
+    """Kendall's tau-b (Kendall 1945): (C - D) / sqrt(pairs that differ in x, times in y)."""
+    same, opposite, by_score, by_label = order_counts(scores, labels)
+    return (same - opposite) / math.sqrt(by_score * by_label) if by_score and by_label else None
+
+
+def ordered_share(scores: ArrayLike, labels: ArrayLike) -> float | None:
+    """Share of the pairs with other labels that scores order alike; ties half, as in the AUC."""
+    same, opposite, _, by_label = order_counts(scores, labels)
+    return (same + (by_label - same - opposite) / 2) / by_label if by_label else None
 
 
 def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:

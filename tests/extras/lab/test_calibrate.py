@@ -64,7 +64,8 @@ def test_a_perfect_judge(calibrated: Calibrate) -> None:
     rows = [{"response": f"{i % 2} {'x' * (i // 2)}", "label": bool(i % 2)} for i in range(20)]
     result = calibrated(rows)
     agreement = result["agreement"]
-    names = ["accuracy at the best threshold", "accuracy at 0.5", "AUC", "Spearman", "Pearson"]
+    names = ["accuracy at the best threshold", "accuracy at 0.5", "AUC", "Spearman", "Pearson",
+             "Kendall's tau-b", "pairs in order"]  # fmt: skip
     values = {name: facts["value"] for name, facts in agreement.items()}
     assert values == pytest.approx(dict.fromkeys(names, 1.0))
     assert agreement["AUC"]["low"] == pytest.approx(20 / (20 + 1.959964**2))  # Wilson

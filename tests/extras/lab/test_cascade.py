@@ -106,6 +106,9 @@ def test_without_labels_the_judge_takes_their_place(bench: Bench, flags: list[st
     summary = bench.reward("calibrate", file, *flags, "--json").summary
     figures = summary["cascade"]["judge"]["figures"]
     assert figures["a-judge alone"]["value"] == 1.0 and figures["the cascade"]["value"] >= 0.9
+    ranks = summary["cascade"]["judge"]["ranks"]
+    assert ranks["a-judge alone"] == {"Kendall's tau-b": 1.0, "pairs in order": 1.0}
+    assert ranks["the cascade"]["pairs in order"] <= 1.0
     assert summary["cascade"]["judge"]["cost"]["cascade_usd"] > 0
     out = bench.reward("calibrate", file, *flags).out
     assert "instead of" not in out and "Set --rm_cascade_band" in out, "all from the cache"

@@ -31,6 +31,21 @@ def test_auc_as_by_counting_pairs(rows: list[tuple[int, bool]]) -> None:
     assert result is None if not pairs else result == pytest.approx(sum(pairs) / len(pairs))
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=2, max_size=14))
+def test_rank_agreement_as_by_counting_pairs(rows: list[tuple[int, int]]) -> None:
+    """Tau-b from pairs and ties; for two labels the ordered share is the AUC."""
+    pairs = [((a[0] - b[0]), (a[1] - b[1])) for a, b in itertools.combinations(rows, 2)]
+    gain = sum((x * y > 0) - (x * y < 0) for x, y in pairs)
+    free_x, free_y = (sum(pair[side] != 0 for pair in pairs) for side in (0, 1))
+    scores, labels = zip(*rows, strict=True)
+    tau, share = stats.kendall(scores, labels), stats.ordered_share(scores, labels)
+    assert tau == (pytest.approx(gain / (free_x * free_y) ** 0.5) if free_x * free_y else None)
+    ordered = [1.0 if x * y > 0 else 0.5 if x == 0 else 0.0 for x, y in pairs if y]
+    assert share == (pytest.approx(sum(ordered) / len(ordered)) if ordered else None)
+    if set(labels) == {0, 1}:
+        assert share == pytest.approx(stats.auc(scores, labels))
+
+
 def test_accuracy_counts_the_threshold_as_positive() -> None:
     assert stats.accuracy_at([0.2, 0.5, 0.9], [False, True, True], 0.5) == 1.0
     assert stats.accuracy_at([0.2, 0.5, 0.9], [True, True, False], 0.6) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ppo_cli.config.mixture import cheaper_judge, other_judge
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
-from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt
+from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt, fit_correction
 from ppo_cli.run_folder.folder import paid_calls
 from tests.config.settling import problems, settle
 from tests.judge_server import JudgeServer
@@ -278,3 +279,55 @@ def test_a_flag_that_names_another_judge_than_the_settings_is_refused() -> None:
     (problem,) = problems("reward.api.cascade.model=a,b", "reward.api.enable=true",
                           "reward.api.model=other")  # fmt: skip
     assert "names b as the judge, but reward.api.model is other" in problem
+
+
+def test_the_cheaper_score_is_corrected_from_pairs(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    """From the second step on, once there are enough pairs; saved and loaded with the run."""
+
+    def level(user: str) -> int:
+        return int(user.split("What is ")[1].split()[0]) % 4
+
+    # The cheaper judge gives 4 to 7 where the judge gives 1 to 7; it is sure of a 10.
+    cheap.score = lambda system, user: 10 if "What is 99 " in user else 4 + level(user)
+    server.score = lambda system, user: 1 + 2 * level(user)
+    reward, sure = make(), sum_rollout(99)
+    reward.begin_step(1)
+    first = score_all(reward, [sum_rollout(number) for number in range(60)])
+    assert score_all(reward, [sure])[0].value == 1.0 and not any(
+        score.value is None for score in first
+    )
+    state = json.loads(json.dumps(reward.state_dict()))
+    assert len(state["pairs"]) == 60 and state["correction"] == [1.0, 0.0]
+    resumed = make()
+    resumed.load_state_dict(state)
+    for run in (reward, resumed):
+        run.begin_step(2)
+        # y = 2 x - 2/3 on [0, 1], cut off at 1.
+        assert run.state_dict()["correction"] == pytest.approx([2.0, -2 / 3])
+        (corrected,) = score_all(run, [sure])
+        assert corrected.value == 1.0 and corrected.info["cheap_score"] == 1.0
+    metrics = reward.pop_metrics()
+    assert metrics["judge/cheap_offset"] == pytest.approx(-2 / 3)
+
+
+def test_a_correction_removes_the_offset_of_a_cheaper_judge() -> None:
+    """Simulated: offset +0.08 and noise; what it decides comes near the judge's scores."""
+    dice, drawn = random.Random(3), []
+    for _ in range(4000):
+        quality = dice.betavariate(2, 2)
+        strong, cheap = (
+            min(max(quality + dice.gauss(offset, noise), 0.0), 1.0)
+            for offset, noise in ((0.0, 0.08), (0.08, 0.18))
+        )
+        drawn.append((cheap, strong))
+    unsure = [pair for pair in drawn if Doubt(band=(0.2, 0.8)).applies(pair[0], None)]
+    slope, offset = fit_correction(unsure[:500])
+    decided = [pair for pair in drawn if pair not in set(unsure)]
+    before = sum(cheap - strong for cheap, strong in decided) / len(decided)
+    after = sum(
+        min(max(offset + slope * cheap, 0.0), 1.0) - strong for cheap, strong in decided
+    ) / len(decided)
+    assert abs(after) < 0.05 < 0.08 < before
+    assert fit_correction(unsure[:49]) == fit_correction([(0.5, 0.1)] * 60) == (1.0, 0.0)

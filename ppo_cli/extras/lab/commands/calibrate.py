@@ -144,7 +144,12 @@ def _format_cascade(facts: Facts) -> list[str]:
         rows.append(("cost of 1,000 responses", saved))
     others = plural(facts["measured_on"], "row")
     title = f"Cascade: agreement on {others} that the rule was not chosen on (95 % interval)"
-    return [*format_section(title, rows), "", f"Set {facts['flags']}"]
+    ranks = [
+        (name, ", ".join(f"{measure} {format_number(value)}" for measure, value in by.items()))
+        for name, by in facts["ranks"].items()
+    ]
+    lines = [*format_section(title, rows), *format_section("Order of the scores", ranks)]
+    return [*lines, "", f"Set {facts['flags']}"]
 
 
 def list_estimate_rows(estimates: Mapping[str, Facts]) -> Pairs:
