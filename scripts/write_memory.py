@@ -131,6 +131,12 @@ Each rank has two micro-batches as full as the settings allow, of rows of the ma
 `--n_gpus` (several nodes: `--nnodes 8 --node_rank 0 --master_addr localhost`) and their memory with
 `--device_memory`, in GB (10^9 bytes) or GiB.
 
+Each phase also has the work of a micro-batch: kernels that are started, FLOPs of products, bytes
+that kernels read and write, and from these the seconds on the GPUs here (else on an H100 and an
+A100), the share of their FLOP/s (recomputation counts), and what bounds it. Collectives
+are left out. On the one H100 that was measured, packed rows of 0.5B
+took 8 % more time than that ([lab book](../notes/lab_book.md)).
+
 **Not simulated**: sampling, publishing and reward models (the plan's count is used); CUDA's context
 (about 0.5 GB per process), buffers of NCCL and cuBLAS, and fragmentation (10 % of the GPU must stay
 free); GPUs before compute capability 8.0. `AdamW8bit` and 4-bit weights are refused.

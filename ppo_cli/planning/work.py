@@ -37,6 +37,46 @@ def find_speed(name: str) -> GpuSpeed | None:
     return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
 
 
+# Shares of the data sheet that large products and long copies usually reach, and the seconds that
+# the host takes to start a kernel. Guesses, compared with one H100 (notes/lab_book.md).
+PRODUCT_SHARE, TRAFFIC_SHARE, LAUNCH_S = 0.6, 0.7, 8e-6
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a piece of work on a GPU, and which of its parts take them."""
+
+    products_s: float
+    traffic_s: float
+    launches_s: float
+
+    @classmethod
+    def make(
+        cls,
+        speed: GpuSpeed,
+        flops: float,
+        product_bytes: float,
+        other_bytes: float,
+        launches: float,
+    ) -> Prediction:
+        """Predict with a roofline (Williams et al. 2009): products, and all other kernels."""
+        rate = TRAFFIC_SHARE * speed.gb_per_s * 1e9
+        products_s = max(flops / (PRODUCT_SHARE * speed.tflops * 1e12), product_bytes / rate)
+        return cls(products_s, other_bytes / rate, launches * LAUNCH_S)
+
+    @property
+    def seconds(self) -> float:
+        """The device works off kernels one by one, while the host starts the next ones."""
+        return max(self.products_s + self.traffic_s, self.launches_s)
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the time."""
+        if self.launches_s > self.products_s + self.traffic_s:
+            return "the host, which starts kernels"
+        return "products" if self.products_s > self.traffic_s else "memory traffic between products"
+
+
 @dataclass(frozen=True)
 class ForwardFlops:
     """FLOPs of a forward pass over a batch: of all layers, and of the head."""

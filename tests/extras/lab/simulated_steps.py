@@ -140,8 +140,12 @@ def one_layer() -> dict[str, int]:
         rows = torch.zeros(16, 32).to(DEVICE)
         rest = memory.total_bytes
         memory.restart()
+        simulator.operations.clear()
         layer(rows).sum().backward()
-        return {"rest": rest, "peak": memory.peak_bytes, "after": memory.total_bytes}
+        sizes = {"rest": rest, "peak": memory.peak_bytes, "after": memory.total_bytes}
+        work = vars(simulator.operations)
+        names = ("launches", "flops", "product_bytes", "other_bytes")
+        return sizes | {name: work[name] for name in names}
 
 
 def cast_weights() -> dict[str, int]:

@@ -10,10 +10,13 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import with_settings
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
 from ppo_cli.planning.resolve import resolve
 from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.work import GpuSpeed, Prediction, find_speed
+from tests.settings import with_gpus
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # A preset and the config.json of its model.
@@ -63,6 +66,22 @@ def test_the_plan_compares_with_the_memory_of_gpus_elsewhere(
     assert facts["memory"]["fits"] is True
 
 
+def test_a_prediction_by_hand() -> None:
+    speed = GpuSpeed(tflops=100, gb_per_s=1000)
+    work = {"flops": 60e12, "product_bytes": 1e9, "other_bytes": 1400e9, "launches": 1000}
+    prediction = Prediction.make(speed, **work)
+    assert prediction.seconds == pytest.approx(1.0 + 2.0)
+    assert prediction.bound == "memory traffic between products"
+    slow_host = Prediction.make(speed, **work | {"launches": 1e6})
+    assert slow_host.seconds == pytest.approx(8.0) and "host" in slow_host.bound
+    # Products that only copy are bound by traffic too.
+    copies = Prediction.make(speed, **work | {"product_bytes": 7000e9})
+    assert copies.seconds == pytest.approx(10.0 + 2.0)
+    names = {"NVIDIA H100 PCIe": 756, "NVIDIA H100 80GB HBM3": 989, "Tesla T4": 65}
+    assert {name: find_speed(name).tflops for name in names} == names
+    assert find_speed("NVIDIA GeForce GT 1030") is None
+
+
 @pytest.mark.slow
 def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     line = "plan --n_gpus 8 --simulate --device_memory 80GB --json"
@@ -75,6 +94,7 @@ def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     for phase in phases.values():
         assert phase["peak_bytes"] == sum(phase["peak_by_maker"].values())
         assert abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) < 0.1
+        assert min(phase["work"].values()) > 0
     assert "simulation: update of the critic" in err
 
 
@@ -92,3 +112,36 @@ def test_the_plan_of_a_preset_is_within_10_percent_of_its_simulation(
         if abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) > 0.1
     }
     assert far == {}
+
+
+RECORD = Path(__file__).parents[2] / "config" / "simulated_memory.json"
+CASES: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())["cases"]
+# Of each kind that is quick to simulate; the others take minutes.
+QUICK = ("7B LoRA on one 80", "Llama-3.2-1B kept whole 8x80")
+# What bitsandbytes computes was stood in for.
+SIMULATED = [
+    case
+    for case, run in CASES.items()
+    if not {"model.quantization", "actor.optim.optimizer"} & run["settings"].keys()
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in QUICK else pytest.mark.weekly)
+        for case in SIMULATED
+    ],
+)
+def test_recorded_figures_are_simulated_again(case: str, tmp_path: Path) -> None:
+    run = CASES[case]
+    fields = json.loads(RECORD.read_text())["models"][run["model"]]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    trainer = {"n_gpus_per_node": run["gpus_per_node"], "nnodes": run["nodes"]}
+    model = {"dtype": "bfloat16", "path": str(tmp_path)}
+    config = Config.model_validate({"model": model, "trainer": trainer})
+    machine = with_gpus(run["gpus_per_node"], run["gb"] * 10**9)
+    simulation = run_simulation(with_settings(config, run["settings"]), machine, print)
+    phases = simulation.measured["phases"]
+    simulated = {name: phases[name]["peak_bytes"] / 1e9 for name in run["simulated_gb"]}
+    assert simulated == pytest.approx(run["simulated_gb"], rel=0.02)

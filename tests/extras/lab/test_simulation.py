@@ -53,6 +53,11 @@ def test_one_layer_takes_its_rows_its_weights_and_their_gradient(report: dict[st
         "rest": weights + rows,
         "peak": 2 * weights + rows + scalars,
         "after": 2 * weights + rows,
+        # Two products; the sum, and the gradient of the loss, a 1 for the loss.
+        "launches": 4,
+        "flops": 2 * (2 * 16 * 32 * 64),
+        "product_bytes": 2 * (weights + rows + 4 * 16 * 64),
+        "other_bytes": 4 * 16 * 64 + 4 + 2 * 4,
     }
 
 

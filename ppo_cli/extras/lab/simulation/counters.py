@@ -12,6 +12,7 @@ Nothing here knows the learner: any code that computes on tensors of one device 
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 # Function on the stack -> kind of memory that it allocates; the innermost one in the list counts.
 # Names of functions in torch 2.13's FSDP2 and in this package.
@@ -169,11 +171,70 @@ class CollectiveCounter:
         return {kind: {"calls": n, "bytes": self.bytes[kind]} for kind, n in self.calls.items()}
 
 
+# Operations that read only the rows that they return, and those that start no kernel.
+PICKS = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select"}
+NO_KERNEL = re.compile(
+    r"(prim|c10d|_c10d_functional)::|aten::(empty|new_empty|_unsafe_view|detach|lift|set_|resize_|"
+    r"_local_scalar_dense|alias)"
+)
+
+
+class OperationCounter:
+    """Counts the kernels that operations on devices of one type start, their FLOPs and bytes.
+
+    `products` are operations for which torch knows a number of FLOPs; the others move memory. Bytes
+    are those of all inputs and outputs.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.launches = 0
+        self.flops = 0
+        self.product_bytes = 0
+        self.other_bytes = 0
+
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Count an operation, unless it only makes a view."""
+        if func.is_view or NO_KERNEL.match(func._schema.name):
+            return
+        outputs = self._sizes(result)
+        picks = func._schema.name in PICKS
+        inputs = {} if picks else self._sizes((args, kwargs))
+        size = sum((inputs | outputs).values()) + picks * sum(outputs.values())
+        if not size:
+            return
+        self.launches += 1
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            self.other_bytes += size
+            return
+        self.flops += count(*args, **kwargs, out_val=result)
+        self.product_bytes += size
+
+    def clear(self) -> None:
+        """Reset all counts to 0."""
+        self.launches = self.flops = self.product_bytes = self.other_bytes = 0
+
+    def _sizes(self, values: Any) -> dict[int, int]:
+        """Return the bytes of each tensor on the device, by its id."""
+        return {
+            id(tensor): tensor.numel() * tensor.element_size()
+            for tensor in pytree.tree_leaves(values)
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type
+        }
+
+
 class Watch(TorchDispatchMode):
     """A dispatch mode that passes every operation inside it to the counters."""
 
-    def __init__(self, memories: Sequence[MemoryCounter], collectives: CollectiveCounter) -> None:
+    def __init__(
+        self,
+        memories: Sequence[MemoryCounter],
+        collectives: CollectiveCounter,
+        operations: OperationCounter | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._operations = operations
         self._memories = memories
         self._collectives = collectives
         self._resizing: Any = None
@@ -197,6 +258,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self._collectives.record(func, pytree.tree_leaves((args, kwargs)))
         result = self.compute(func, args, kwargs)
+        if self._operations is not None:
+            self._operations.record(func, args, kwargs, result)
         for value in pytree.tree_leaves(result):
             if isinstance(value, Tensor):
                 for memory in self._memories:

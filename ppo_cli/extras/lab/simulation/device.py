@@ -21,7 +21,12 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from ppo_cli.extras.lab.simulation.counters import CollectiveCounter, MemoryCounter, Watch
+from ppo_cli.extras.lab.simulation.counters import (
+    CollectiveCounter,
+    MemoryCounter,
+    OperationCounter,
+    Watch,
+)
 
 NAME = "simulated"
 DEVICE = torch.device("privateuseone", 0)  # called `NAME` once it is registered
@@ -139,7 +144,8 @@ class Simulator(Watch):
         self.device_memory, self.host_memory = MemoryCounter(NAME), FakeHostCounter("cpu")
         self.collectives = CollectiveCounter()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        super().__init__((self.device_memory, self.host_memory), self.collectives)
+        self.operations = OperationCounter(NAME)
+        super().__init__((self.device_memory, self.host_memory), self.collectives, self.operations)
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on shapes only, if an argument is a fake tensor or the device."""

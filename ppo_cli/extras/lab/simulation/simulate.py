@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,8 +32,10 @@ from ppo_cli.planning.memory.devices import (
 )
 from ppo_cli.planning.memory.plan import fit_memory, format_size
 from ppo_cli.planning.resolved import Resolved
+from ppo_cli.planning.work import Prediction, find_speed
 from ppo_cli.processes.child import Child, ChildEnded
 
+USUAL_GPUS = ("H100", "A100")  # where no GPU is here
 MIN_SHARE = 0.01  # of a peak; smaller parts are not listed
 
 
@@ -51,6 +53,7 @@ class Simulation:
     memory: int | None
     left_free: int
     gpus: int
+    kinds: tuple[str, ...]  # of GPUs to predict the speed of
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -78,6 +81,25 @@ class Simulation:
             "fits": self.fits,
         }
 
+    def _describe_speed(self, phase: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the work of a micro-batch, and the time that it takes on each kind of GPU."""
+        work, tokens = phase["work"], phase["micro_batch_tokens"]
+        moved = work["product_bytes"] + work["other_bytes"]
+        yield (
+            f"  a micro-batch of {tokens:,} tokens: {work['launches']:,.0f} launches, "
+            f"{work['flops'] / 1e12:.3g} TFLOP, {moved / 1e9:.3g} GB read and written"
+        )
+        for kind in self.kinds:
+            if (speed := find_speed(kind)) is None:
+                continue
+            prediction = Prediction.make(speed, **work)
+            seconds = prediction.seconds
+            share = work["flops"] / (seconds * speed.tflops * 1e12)
+            yield (
+                f"    {kind}: about {seconds:.3g} s without collectives, {tokens / seconds:,.0f} "
+                f"tokens/s, {share:.0%} of its FLOP/s; bound by {prediction.bound}"
+            )
+
     def lines(self) -> list[str]:
         """Return the lines of the terminal's report."""
         ranks = self.measured["ranks"]
@@ -100,6 +122,7 @@ class Simulation:
                     for kind, of in phase["collectives"].items()
                 )
                 lines.append(f"  collectives of a micro-batch: {', '.join(counts)}")
+            lines += self._describe_speed(phase)
         host = max(phase["host_peak_bytes"] for phase in self.measured["phases"].values())
         if host >= GIB // 10:
             lines.append(
@@ -185,7 +208,8 @@ def run_simulation(
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
     measured = asyncio.run(_run_simulation(config, report))
-    return Simulation(measured, planned, beside, memory, left_free, gpus)
+    kinds = tuple(dict.fromkeys(gpu.name for gpu in machine.gpus)) or USUAL_GPUS
+    return Simulation(measured, planned, beside, memory, left_free, gpus, kinds)
 
 
 async def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ TURNS = 2  # micro-batches per rank: from the second one on there are gradients 
 class PhaseMeasurement:
     """The peak memory of one phase on the device and the host of rank 0.
 
-    `collectives` are those of one micro-batch: kind -> {"calls", "bytes"}.
+    `collectives` are those of one micro-batch: kind -> {"calls", "bytes"}; `work` has its launches,
+    FLOPs and bytes.
     """
 
     peak_bytes: int
@@ -54,6 +55,7 @@ class PhaseMeasurement:
     host_peak_bytes: int
     micro_batch_tokens: int
     collectives: Mapping[str, Mapping[str, float]]
+    work: Mapping[str, float]
     seconds: float
 
 
@@ -143,6 +145,7 @@ def _measure(
     for counter in (device, host):
         counter.restart()
     collectives.clear()
+    simulator.operations.clear()
     with _masks_as_packed(budget.packed):
         work(batch)
     # The plan again, for the number and size of its micro-batches.
@@ -152,6 +155,8 @@ def _measure(
         budget.size(len(part), max(part), sum(part))
         for part in ([lengths[row] for row in turn] for turn in plan if turn)
     )
+    operations = simulator.operations
+    names = ("launches", "flops", "product_bytes", "other_bytes")
     return PhaseMeasurement(
         device.peak_bytes,
         _positive(device.at_peak),
@@ -161,6 +166,7 @@ def _measure(
             kind: {what: count / len(plan) for what, count in counts.items()}
             for kind, counts in collectives.summarise().items()
         },
+        {name: getattr(operations, name) / len(plan) for name in names},
         time.monotonic() - began,
     )
 
