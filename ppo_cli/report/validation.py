@@ -135,6 +135,17 @@ def _read_scores(file: Path, version: tuple[int, int]) -> Mapping[str, float]:
     return {uid: fmean(values) for uid, values in scores.items()}
 
 
+def choose_step(validations: Sequence[Line], saved: Sequence[int]) -> int | None:
+    """Return the saved step to keep: that of the best validation, or the nearest to it.
+
+    None without a second validation or a checkpoint.
+    """
+    if len(validations) < 2 or not saved:
+        return None
+    best = int(find_best(validations)["step"])
+    return min(saved, key=lambda step: (abs(step - best), step))
+
+
 def describe_choice(
     validations: Sequence[Line], run_dir: Path, data: Data, saved: Sequence[int]
 ) -> str:
@@ -147,12 +158,12 @@ def describe_choice(
         f"step {step}: {name_measure(best)} {score.value:.3g}{_format_interval(score)}, "
         f"the best of {len(validations)}; "
     )
-    if step in saved:
-        return f"{text}saved as checkpoint step_{step:06d}"
-    if not saved:
+    kept = choose_step(validations, saved)
+    if kept is None:
         return f"{text}no checkpoint is saved"
-    near = min(saved, key=lambda other: (abs(other - step), other))
-    return f"{text}not saved, the nearest checkpoint is step_{near:06d}"
+    if kept == step:
+        return f"{text}saved as checkpoint step_{step:06d}"
+    return f"{text}not saved, the nearest checkpoint is step_{kept:06d}"
 
 
 def describe_gain(

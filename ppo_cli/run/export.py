@@ -58,7 +58,7 @@ from ppo_cli.report.metrics import (
 )
 from ppo_cli.report.page.run_data import read_requests, read_run_config, read_settings
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import find_best, list_validations
+from ppo_cli.report.validation import choose_step, find_best, list_validations
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.folder import list_ancestors, paid_calls, read_decisions
 from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
@@ -477,19 +477,21 @@ def export(
 def choose_checkpoint(source: Path) -> tuple[str | None, str]:
     """Return the checkpoint that the page of a run recommends, and a remark on the choice.
 
-    None, for the latest, if there is no recommendation or if its step is not saved.
+    None, for the latest, if there is no recommendation.
     """
-    store = CheckpointStore(source / "checkpoints", keep=1)
-    validations, newest = list_validations(read_metrics(source)), store.newest_step()
-    if len(validations) < 2 or newest is None:
+    steps = CheckpointStore(source / "checkpoints", keep=1).steps()
+    validations = list_validations(read_metrics(source))
+    step = choose_step(validations, steps)
+    if step is None:
         return None, ""
-    step = int(find_best(validations)["step"])
-    if step == newest:
-        return None, ""
-    if step in store.steps():
-        remark = f"the best of {len(validations)} validations; --checkpoint latest: step {newest}"
-        return f"step_{step:06d}", remark
-    return None, f"the latest: the best validation is that of step {step}, which is not saved"
+    best, remark = int(find_best(validations)["step"]), ""
+    if step != best:
+        remark = f"the nearest to step {best}, the best of {len(validations)}, which is not saved"
+    elif step != steps[-1]:
+        remark = f"the best of {len(validations)} validations"
+    if step != steps[-1]:
+        remark += f"; --checkpoint latest: step {steps[-1]}"
+    return f"step_{step:06d}", remark
 
 
 def _command_with_model(source: Path, checkpoint: str | None, model: Path) -> str:

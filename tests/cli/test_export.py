@@ -25,6 +25,8 @@ from transformers import (
 from ppo_cli.cli.app import main
 from ppo_cli.cli.evaluate import format_count
 from ppo_cli.config.models.bundled import bundled_path
+from ppo_cli.config.schema.run import Data
+from ppo_cli.report.validation import describe_choice
 from ppo_cli.run.export import choose_checkpoint
 from ppo_cli.run_folder.lines import replace_lines
 
@@ -142,8 +144,9 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("scores", "checkpoint", "choice"),
     [
         ({10: 0.2, 20: 0.9, 30: 0.4}, "step_000020", "the best of 3 validations"),
-        ({5: 0.9, 30: 0.4}, None, "the best validation is that of step 5, which is not saved"),
-        ({10: 0.2, 30: 0.4}, None, ""),
+        ({5: 0.9, 30: 0.4}, "step_000010", "the nearest to step 5"),
+        ({10: 0.2, 35: 0.4}, "step_000030", "the nearest to step 35"),  # killed before it was saved
+        ({10: 0.2, 30: 0.4}, "step_000030", ""),
         ({20: 0.9}, None, ""),
     ],
 )
@@ -156,6 +159,8 @@ def test_the_recommended_step_is_exported(
     replace_lines(tmp_path / "metrics.jsonl", lines)
     chosen, remark = choose_checkpoint(tmp_path)
     assert chosen == checkpoint and choice in remark and bool(choice) == bool(remark)
+    on_page = describe_choice(lines, tmp_path, Data(), [10, 20, 30])
+    assert checkpoint is None or on_page.endswith(checkpoint)
 
 
 def test_the_critic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
