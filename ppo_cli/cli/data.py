@@ -231,7 +231,9 @@ def make_length_rows(report: Report) -> Sequence[Sequence[str]]:
     if report.characters is None or report.tokens is None:
         return []
     lengths = {"tokens": report.tokens, "characters": report.characters}
-    rows = [[name, *(f"{count:,}" for count in found.values())] for name, found in lengths.items()]
+    rows = [
+        [name, *(f"{count:,}" for count in counts.values())] for name, counts in lengths.items()
+    ]
     return [["", *report.tokens], *rows]
 
 

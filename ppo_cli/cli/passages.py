@@ -58,14 +58,14 @@ def _format_rows(
     rewards: Sequence[float],
     advantages: Sequence[float],
 ) -> Iterator[str]:
-    most = [max(abs(x) for x in numbers) or 1.0 for numbers in (rewards, advantages)]
+    largest = [max(abs(x) for x in numbers) or 1.0 for numbers in (rewards, advantages)]
     for start, end in zip([0, *ends], ends, strict=False):
         reward, advantage = sum(rewards[start:end]), advantages[end - 1]
         passage = " ".join(text[offsets[start] : offsets[end]].split())
         yield (
-            f"{_colour(f'{reward:+.2f}', reward / most[0])}  "
-            f"{_colour(f'{advantage:+.2f}', advantage / most[1])}  "
-            f"{_colour(passage, advantage / most[1])}"
+            f"{_colour(f'{reward:+.2f}', reward / largest[0])}  "
+            f"{_colour(f'{advantage:+.2f}', advantage / largest[1])}  "
+            f"{_colour(passage, advantage / largest[1])}"
         )
 
 

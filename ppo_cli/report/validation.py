@@ -158,12 +158,12 @@ def describe_choice(
         f"step {step}: {name_measure(best)} {score.value:.3g}{_format_interval(score)}, "
         f"the best of {len(validations)}; "
     )
-    kept = choose_step(validations, saved)
-    if kept is None:
+    nearest = choose_step(validations, saved)
+    if nearest is None:
         return f"{text}no checkpoint is saved"
-    if kept == step:
+    if nearest == step:
         return f"{text}saved as checkpoint step_{step:06d}"
-    return f"{text}not saved, the nearest checkpoint is step_{kept:06d}"
+    return f"{text}not saved, the nearest checkpoint is step_{nearest:06d}"
 
 
 def describe_gain(

@@ -21,17 +21,19 @@ from transformers import GPT2Config
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config, Transfer
 from ppo_cli.engine.base import Sampling, Weights, build_sampler
+from ppo_cli.engine.export import write_model, write_weights
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_policy, load_tokenizer, stop_token_ids
 from ppo_cli.engine.models.lora import adapt, adapter_tensors
 from ppo_cli.engine.samplers.hf import HFSampler
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.engine.samplers.vllm import VLLMSampler
+from ppo_cli.engine.saved_files import model_files, write_files
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.planning.resolve import resolve
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.small_samplers import logprob_gap
-from tests.engine.tiny_families import save_model
+from tests.engine.tiny_families import make_model, save_model
 from tests.settings import complete
 
 TOLERANCE = 1e-4
@@ -431,6 +433,23 @@ class TestFiles:
         if transfer == "gloo":
             publish = connect_gloo(learner, sampler).send
         assert_new_weights_sample(sampler, learner.policy.model, prompts, publish)
+        sampler.close()
+
+    def test_an_export_samples_as_its_checkpoint(
+        self, tokenizer: Any, prompts: list[Prompt], tmp_path: Path
+    ) -> None:
+        """RoPE as Llama 3 scales it, whose settings both generations of readers find."""
+        scale = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 16}
+        model = make_model("llama", **WIDE, rope_parameters=rope | scale)
+        for folder in ("actor", "out"):
+            (tmp_path / folder).mkdir()
+        write_files(tmp_path / "actor", model_files(model, tokenizer))
+        write_weights(model, tmp_path / "actor")
+        write_model(tmp_path / "actor", tmp_path / "out")
+        sampler = build_sampler(read_config(f"model.path={tmp_path / 'out'}"), tokenizer)
+        rollouts = list(sampler.generate(prompts, Sampling(n=2, max_tokens=64), 0))
+        assert logprob_gap(model, rollouts) < TOLERANCE
         sampler.close()
 
     def test_experts_that_stay_as_they_were_are_refused(
