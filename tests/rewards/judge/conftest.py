@@ -39,6 +39,7 @@ def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]
         wire: str = "openai",
         *,
         kind: Callable[..., Any] = JudgeReward,
+        name: str = "judge",
         environ: dict[str, str] | None = None,
         **changes: Any,
     ) -> Any:
@@ -48,7 +49,7 @@ def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]
             "noise_responses": 0,
         }  # fmt: skip
         keys = KEYS | {"OTHER_KEY": "k2"} | (environ or {})
-        rewards.append(kind(complete_judge(**(usual | changes)), environ=keys))
+        rewards.append(kind(complete_judge(**(usual | changes)), name=name, environ=keys))
         return rewards[-1]
 
     yield build

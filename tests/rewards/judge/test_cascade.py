@@ -60,7 +60,7 @@ def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
     make: Make, server: JudgeServer, cheap: JudgeServer, tmp_path: Path
 ) -> None:
     cheap.score, server.score = unsure_of(2), lambda system, user: 1
-    reward = make()
+    reward = make(name="strict")
     reward.attach(tmp_path)
     sure, unsure = score_all(reward, [sum_rollout(1), sum_rollout(2)])
     assert (sure.value, unsure.value, cheap.count, server.count) == (1.0, 0.0, 2, 1)
@@ -68,6 +68,7 @@ def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
     assert unsure.info["decided_by"] == "judge-1 (openai)" and unsure.info["escalated"]
     assert (sure.info["cheap_score"], sure.info["judge_calls"]) == (1.0, 1)
     assert unsure.info["cheap_score"] == pytest.approx(4 / 9) and unsure.info["judge_calls"] == 2
+    assert unsure.info["cheap_reason"] and "cheap_reason" not in sure.info
     # Each judge got its own key, and both are counted.
     assert {call.key_digest for call in cheap.calls} == {digest(SMALL_KEY)}
     assert {call.key_digest for call in server.calls} == {digest(STRONG_KEY)}
@@ -80,6 +81,7 @@ def test_the_judge_is_asked_where_the_cheaper_one_is_unsure(
     assert costs == pytest.approx(bills) and sum(costs) == pytest.approx(metrics["judge/cost_usd"])
     paid = sum(score.info["cost_usd"] for score in (sure, unsure))
     assert paid == pytest.approx(metrics["judge/cost_usd"]) and reward.pop_metrics() == {}
+    assert (tmp_path / "judge_calls_strict.jsonl").exists()
     # Both verdicts are in the cache.
     score_all(make(), [sum_rollout(1), sum_rollout(2)])
     assert (cheap.count, server.count) == (2, 1)
@@ -110,6 +112,20 @@ def test_the_spread_of_votes_or_probabilities_shows_doubt(
     assert "decision" in cheap.calls[-1].path or "decision" in request
     # It writes nothing, so the request says nothing about the form of an answer.
     assert "from 1 (worst) to 10 (best)" in request and "JSON" not in request
+
+
+def test_the_noise_of_a_cascade_is_that_of_the_judge(
+    make: Make, server: JudgeServer, cheap: JudgeServer
+) -> None:
+    cheap.score = unsure_of(2)
+    levels = iter((1, 1, 4))
+    server.score = lambda system, user: next(levels)
+    reward = make(noise_responses=2)
+    reward.begin_step(1)
+    score_all(reward, [sum_rollout(1), sum_rollout(2)])
+    metrics = reward.pop_metrics()
+    assert metrics["judge/noise"] == pytest.approx(3 / 9 / 3**0.5)
+    assert (metrics["judge/noise_responses"], cheap.count, server.count) == (1, 2, 3)
 
 
 def test_a_cheaper_judge_that_fails_is_unsure(

@@ -137,7 +137,7 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
 ) -> None:
     server.score, others[0].score = (lambda system, user: 4), (lambda system, user: 6)
     others[1].score = lambda system, user: "no number"
-    reward = make(cache="off")
+    reward = make(cache="off", name="strict")
     reward.attach(tmp_path)
     (score,) = score_all(reward, [sum_rollout(1)])
     assert score.value == pytest.approx((3 / 9 + 5 / 9) / 2)
@@ -151,6 +151,7 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     assert metrics["judge/panel_failed/third"] == 1 and "judge/panel_failed/second" not in metrics
     assert metrics["judge/panel_spread"] == pytest.approx(1 / 9)
     # All calls are paid from one ledger, each at its judge's price.
+    assert (tmp_path / "judge_calls_strict.jsonl").exists()
     calls = paid_calls(tmp_path)
     assert {call["model"] for call in calls} == {"judge-1", *NAMES}
     prices = {"judge-1": (10, 20), "second": (1, 2), "third": (1, 2)}
