@@ -264,6 +264,8 @@ def test_with_places_all_judges_score_the_same_pieces(changes: dict[str, Any]) -
 
 def test_a_band_has_both_ends_and_a_missing_spread_is_doubt() -> None:
     band = Doubt(band=(0.2, 0.8))
+    near = 0.2 - 1e-12, 0.8 + 1e-12  # rounding is no distance
+    assert all(band.applies(x, None) for x in near) and Doubt(0.1).applies(1.0, 0.1 - 1e-12)
     assert [band.applies(x, None) for x in (0.19, 0.2, 0.8, 0.81, None)] == [
         False, True, True, False, True,
     ]  # fmt: skip

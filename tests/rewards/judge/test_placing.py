@@ -150,6 +150,8 @@ def test_the_whole_says_how_much_and_the_pieces_say_where(
 def test_pieces_that_are_all_worthless_share_the_score(judge_of: Make, server: JudgeServer) -> None:
     score = judge_once(judge_of, server, "One. Two.", reply(1, 1, whole=10))
     assert [step.value for step in score.steps] == [0.5, 0.5]
+    score = judge_once(judge_of, server, "Two. Three.", reply(4, 1, whole=1))
+    assert [step.value for step in score.steps] == [0, 0]
 
 
 def test_a_score_without_a_verdict_is_shared_out_too(judge_of: Make, server: JudgeServer) -> None:
