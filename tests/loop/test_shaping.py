@@ -365,16 +365,16 @@ def test_repetition_is_the_share_of_n_grams_seen_before(
 
 
 def test_penalties_add_up_are_logged_and_leave_the_given_score_as_it_is() -> None:
-    rows = [scored(1.0, range(90), "length"), scored(0.5, (7, 7, 7, 7)), scored(None)]
+    first = scored(1.0, range(90), "length").rollout, Score(1.0, info={"cached": True})
+    rows = [Scored(*first), scored(0.5, (7, 7, 7, 7)), scored(None)]
     done = penalise(
         rows, overlong_buffer=20, overlong_penalty=2.0, missing_eos_penalty=0.5,
         repetition_penalty=4.0, repetition_ngram=1,
     )  # fmt: skip
     assert values(done.scored) == [pytest.approx(1.0 - 1.0 - 0.5), pytest.approx(0.5 - 3.0), None]
     assert values(done.logged) == [1.0, 0.5, None]
-    assert done.logged[0].score.info["shaping"] == {
-        "overlong": -1.0, "missing_eos": -0.5, "repetition": 0.0, "reward": -0.5,
-    }  # fmt: skip
+    effects = {"overlong": -1.0, "missing_eos": -0.5, "repetition": 0.0, "reward": -0.5}
+    assert done.logged[0].score.info == {"cached": True, "shaping": effects}
     assert done.metrics["shaping/overlong_mean"] == pytest.approx(-0.5)
     assert done.metrics["shaping/missing_eos_share"] == 0.5
     assert done.metrics["shaping/repetition_mean"] == pytest.approx(-1.5)
