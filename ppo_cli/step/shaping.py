@@ -392,12 +392,10 @@ def _part_tensors(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tenso
 
 
 def _part_value(score: Score, name: str) -> float | None:
-    """Return the raw value of a named part; None if it is missing or the score failed."""
-    if score.value is None:
-        return None
-    return (
-        score.parts[name].raw if name in score.parts else score.value if name == "score" else None
-    )
+    """Return the raw value of a named part; None if it is missing."""
+    if name in score.parts:
+        return score.parts[name].raw
+    return score.value if name == "score" else None
 
 
 def _place_inner_rewards(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:

@@ -203,9 +203,9 @@ def test_actor_and_critic_have_the_lambdas_of_their_settings() -> None:
 def test_group_means_and_the_weight_of_the_score_change_the_rewards() -> None:
     created = rollouts([1, 2, 1], n=3)
     rewards = {"use_kl_in_reward": False, "lam": 1.0, "whiten_advantages": False}
-    batch = shape(created, [1.0, 0.0, 0.5], **rewards, subtract_group_mean=True).batch
-    last = batch.returns_BT[:, 0]
-    assert last.tolist() == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
+    rewards |= {"subtract_group_mean": True, "score_coef": 2.0}
+    batch = shape(created, [1.0, 0.0, 0.5], **rewards).batch
+    assert batch.returns_BT[:, 0].tolist() == pytest.approx([1.0, -1.0, 0.0], abs=1e-6)
     # The log-ratio to the reference is the whole reward: 0.5 nats a token, weight 1.
     taught = shape(created, [1.0, 0.0, 0.5], 1.0, score_coef=0.0).batch
     expected = torch.tensor([[-0.5, 0.0], [-0.5, -0.5], [-0.5, 0.0]])
@@ -228,10 +228,11 @@ def test_importance_weights_correct_the_sampler() -> None:
         torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([expected]))
         assert step.metrics["rollout/is_weight_mean"] == pytest.approx(sum(expected) / 2)
         assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)
-    limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_1.2"}
-    step = shape(created, [1.0], annotated=annotated, rollout_correction=limits)
-    assert step.batch.loss_mask_BT.tolist() == [[True, False]]  # exp(k1): 0.667 and 0.111
-    assert step.metrics["rollout/rejected_share"] == 0.5
+    for range_, kept in (("0.3_1.2", [True, False]), ("0.7_1.2", [False, False])):
+        limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": range_}
+        step = shape(created, [1.0], annotated=annotated, rollout_correction=limits)
+        assert step.batch.loss_mask_BT.tolist() == [kept]  # exp(k1): 0.667 and 0.111
+        assert step.metrics["rollout/rejected_share"] == 1 - sum(kept) / 2
     assert step.batch.scores_B.tolist() == [1.0]
     stale = complete({"trainer": {"async_steps": 1}})  # by token, unless set
     step = shape_step(stale, annotated, score_all(created, [1.0]), 0.0, None)
@@ -282,6 +283,9 @@ def test_pieces_are_counted_in_rows_with_a_score_unless_they_are_quotations() ->
         config = complete({"reward": {"api": {"place": place}}})
         step = shape_step(config, annotate(created), scores, 0.0, None, placed)
         assert step.metrics.get("pieces/count_mean") == count
+    step = shape_step(complete({"reward": {"api": {"place": "line"}}}), annotate(created), scores,
+                      0.0, None, [[], [], []])  # fmt: skip
+    assert "pieces/count_mean" not in step.metrics
 
 
 def test_what_a_score_has_besides_its_pieces_is_no_reward_of_the_last_one() -> None:
@@ -312,13 +316,15 @@ def test_what_a_score_has_besides_its_pieces_is_no_reward_of_the_last_one() -> N
 
 
 def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
-    created = rollouts([2, 2, 1], n=3)
-    parts = ({"a": Part(1.0, None)}, {}, {"a": Part(0.0, None)})
+    created = rollouts([2, 2, 1, 1], n=4)
+    parts = [{"a": Part(x, None)} if x is not None else {} for x in (1.0, None, 0.0, float("nan"))]
     scores = [Scored(r, Score(1.0, parts=p)) for r, p in zip(created, parts, strict=True)]
-    for estimator, valid in (("gdpo", [True, False, True]), ("grpo", [True] * 3)):
+    scores[3] = Scored(created[3], Score(None, "it is NaN", parts=parts[3]))
+    for estimator, valid in (("gdpo", [True, False, True, False]), ("grpo", [True] * 3 + [False])):
         config = complete({"algorithm": {"adv_estimator": estimator, "gdpo_reward_keys": ["a"]}})
         batch = shape_step(config, annotate(created), scores, 0.0, None).batch
         assert batch.valid_B.tolist() == valid and not batch.advantages_BT[1].any()
+        assert bool(batch.advantages_BT.isfinite().all())
 
 
 @pytest.mark.parametrize("estimator", ["gae", "gdpo"])
