@@ -15,6 +15,7 @@ import pytest
 
 from ppo_cli.digests import NAMED_IN, find_damage
 from tests.forked import run_forked
+from tests.marks import quick_only
 
 RUN = (
     "train", "--preset", "embedded", "--batch_size", "4", "--mini_batch_size", "4",
@@ -119,13 +120,10 @@ LOADS = {
     "export run": "--checkpoint 3 --out model",
     f"train --model {ACTOR}": " ".join([*RUN[1:-1], "other", "--max_steps", "1"]),
 }
-# The other commands find a checkpoint as these do.
-QUICK = (f"generate {ACTOR}",)
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOADS]
-)
+# The other commands find a checkpoint as this one does.
+@pytest.mark.parametrize("line", quick_only(LOADS, f"generate {ACTOR}"))
 def test_each_command_that_loads_weights(newest: Path, line: str) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo(*line.split(), *LOADS[line].split(), exit_code=2).stderr

@@ -22,6 +22,7 @@ from ppo_cli.engine.samplers.kv_cache import KVCache
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 from tests.engine import small_samplers as small
+from tests.marks import quick_only
 
 # Keys and values, states, and rows that are computed again.
 KINDS = ("qwen2", "qwen3_next", "mamba2", "recurrent_gemma")
@@ -58,13 +59,7 @@ def test_greedy_equals_transformers_generate(
         assert rollouts[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in ("qwen2", "mamba2") else pytest.mark.slow)
-        for family in KINDS
-    ],
-)
+@pytest.mark.parametrize("family", quick_only(KINDS, "qwen2", "mamba2"))
 def test_rollouts_do_not_depend_on_their_batch(
     family: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from ppo_cli.engine.export import write_model
 from ppo_cli.engine.models import load_policy, lora
 from ppo_cli.errors import ModelError
 from tests.engine import adapted_models as tiny
+from tests.marks import quick_only
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 WORDS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
@@ -45,16 +46,6 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "gpt_oss, square": ("gpt_oss", EXPERTS, {"intermediate_size": 32}),
     "phimoe, router": ("phimoe", ["router", "down_proj"], {}),
 }  # fmt: skip
-
-# A dense model, transposed weights, and experts in each of their forms.
-QUICK = (
-    "llama",
-    "gpt2",
-    "mixtral",
-    "qwen2_moe, experts",
-    "gpt_oss, experts",
-    "granitemoe, experts",
-)
 
 
 def make_pair(case: str) -> tuple[Any, Any]:
@@ -105,8 +96,9 @@ def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], report: s
         )
 
 
+# Quick are a dense model, transposed weights, and experts in each of their forms.
 @pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES]
+    "case", quick_only(CASES, "llama", "gpt2", "mixtral", "qwen2_moe, experts", "gpt_oss, experts")
 )
 def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
     model, plain = make_pair(case)

@@ -14,13 +14,14 @@ import pytest
 from families.configs import FAMILIES
 
 from tests.forked import ROOT, run_forked
+from tests.marks import quick_only
 
-# One of each further kind: experts, sinks, states, windows, learned positions, latent attention,
-# mixed layers, shared caches, fused projections, ALiBi, states beside attention. The others are
-# weekly.
+# One of each kind: dense, experts and sinks, states, experts, windows, learned positions, latent
+# attention, mixed layers, shared caches, fused projections, ALiBi, states beside attention. The
+# others are weekly.
 COMPARED = (
-    "gpt_oss", "mamba2", "qwen3_moe", "gemma3", "gpt2", "deepseek_v3", "qwen3_5", "gemma4_text",
-    "phi3", "bloom", "falcon_h1",
+    "llama", "gpt_oss", "mamba2", "qwen3_moe", "gemma3", "gpt2", "deepseek_v3", "qwen3_5",
+    "gemma4_text", "phi3", "bloom", "falcon_h1",
 )  # fmt: skip
 PROGRAM = """
 import dataclasses, json, sys
@@ -38,9 +39,7 @@ def outcome_of(family: str, checks: str) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in COMPARED)]
-)
+@pytest.mark.parametrize("family", quick_only(COMPARED, "llama"))
 def test_sampler_annotation_update_and_critic_are_those_of_transformers(family: str) -> None:
     outcome = outcome_of(family, "quick")
     assert outcome["passes"], outcome

@@ -16,8 +16,10 @@ from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.gradient_checkpointing import checkpoint_blocks
 from ppo_cli.errors import ModelError
 from tests.engine.tiny_families import make_model, save_model
+from tests.marks import quick_only
 
 NOISY = ("llama", "gpt2", "opt", "xglm", "mixtral", "phimoe", "gemma4_text")
+KINDS = (*NOISY, "qwen3_moe", "qwen3_next", "falcon_mamba", "gpt_oss")
 
 
 def test_a_model_keeps_the_dropout_of_its_config(tmp_path: Path) -> None:
@@ -27,17 +29,7 @@ def test_a_model_keeps_the_dropout_of_its_config(tmp_path: Path) -> None:
     assert [saved.resid_pdrop, saved.embd_pdrop, saved.attn_pdrop] == [0.1, 0.1, 0.1]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "llama", "mixtral", "falcon_mamba",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (*NOISY, "qwen3_moe", "qwen3_next", "gpt_oss")
-            if kind not in ("llama", "mixtral")
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", quick_only(KINDS, "llama", "mixtral", "falcon_mamba"))
 def test_blocks_that_are_computed_again_change_no_gradient(kind: str) -> None:
     ids = torch.randint(5, 250, (3, 17), generator=torch.Generator().manual_seed(1))
 

@@ -43,6 +43,7 @@ from ppo_cli.planning.findings.models import broken_models, critic_remarks
 from tests.engine.adapted_models import save_adapter, trained
 from tests.engine.packed_steps import make_batch, scored, settings
 from tests.engine.test_checkpoint import train
+from tests.marks import quick_only
 from tests.settings import complete
 
 FAMILIES = (
@@ -56,10 +57,7 @@ FAMILIES = (
     "gemma3",  # text and images
     "qwen3_5",  # AutoModelForCausalLM would build the text part alone
 )
-SOME_QUICK = [
-    pytest.param(family, marks=() if family in ("gpt2", "phimoe", "gemma3") else pytest.mark.slow)
-    for family in FAMILIES
-]
+SOME_QUICK = quick_only(FAMILIES, "gpt2", "phimoe", "gemma3")
 IDS = torch.arange(3, 27)[None]
 
 

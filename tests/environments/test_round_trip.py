@@ -20,6 +20,7 @@ from tests.environments.families import (
     mistral_template,
     trl_template,
 )
+from tests.marks import quick_only
 
 TEXT, NULL = {"type": "string"}, {"type": "null"}
 # Schemas by the name of the argument, and values that each allows.
@@ -123,13 +124,7 @@ def list_templates() -> list[str]:
     return [*OWN, *shown, *(f"mistral {v}" for v in ("v2", "v3", "v7", "v11", "v13"))]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in OWN or number % 3 == 0 else pytest.mark.slow)
-        for number, name in enumerate(list_templates())
-    ],
-)
+@pytest.mark.parametrize("name", quick_only(list_templates(), *OWN, *list_templates()[::3]))
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     kind, _, rest = name.partition(" ")
     words: tuple[str, ...] = MISTRAL_WORDS

@@ -18,13 +18,14 @@ from ppo_cli.cli.app import main
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
+from tests.marks import quick_only
 from tests.scoring.scripted import write_rows
 from tests.waiting import wait_until
 
 KEY = "sk-only-for-tests-1234"
 PROVIDERS = ("openai", "claude", "gemini")
 # For tests in which providers differ by the form of their files alone.
-ONE_QUICK = ["openai", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PROVIDERS[1:])]
+ONE_QUICK = quick_only(PROVIDERS, "openai")
 
 
 def run_reward(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

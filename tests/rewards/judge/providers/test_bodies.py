@@ -11,6 +11,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Reply, Usage
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, ask_once, judge_at
+from tests.marks import quick_only
 from tests.rewards.judge.corpora import read_corpus
 
 VERDICT = '{"reason": "The sum is right.", "score": 8}'
@@ -27,11 +28,7 @@ def chunks(*texts: str, ended: str | None = None, done: bool = True) -> str:
     return "".join(f"data: {line}\n\n" for line in lines)
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [pytest.param(x, marks=() if x == "openai" else pytest.mark.slow) for x in WIRES],
-    indirect=True,
-)
+@pytest.mark.parametrize("wire", quick_only(WIRES, "openai"), indirect=True)
 def test_a_body_without_an_answer_is_named(server: JudgeServer, wire: str) -> None:
     unlike = []
     for row in read_corpus("bodies", "content_type"):
