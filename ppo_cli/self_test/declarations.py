@@ -71,7 +71,8 @@ CHECKS = (
     ),
     Check(
         "collectives", "collectives:check_collectives",
-        "every collective with the numbers it must give; an FSDP step with one process", 10,
+        "every collective with the numbers it must give; steps by FSDP, HSDP and tensor "
+        "parallelism with one process", 20,
         proves=("keep_gathered",),
     ),
     Check(
@@ -84,7 +85,9 @@ CHECKS = (
     ),
     Check(
         "vLLM sampler", "samplers:check_vllm_sampler",
-        "the same; on GPUs sleep, wake-up and LoRA adapters", 30, proves=("sleep",), needs="vllm",
+        "the same, and prompts of three blocks of its cache after new weights; on GPUs sleep, "
+        "wake-up and LoRA adapters, with compiled graphs", 35, proves=("sleep",), needs="vllm",
+        limit_s=600.0,
     ),
     Check(
         "Ray ranks", "clusters:check_ray",
@@ -93,12 +96,12 @@ CHECKS = (
     Check(
         "weight transfer", "clusters:check_transfers",
         "log-probs of vLLM and of the trainer after each publish: CUDA IPC, NCCL", 90,
-        devices=GPUS, proves=("transfer_ipc", "transfer_nccl"), needs="vllm", limit_s=400.0,
+        devices=GPUS, proves=("transfer_ipc", "transfer_nccl"), needs="vllm", limit_s=900.0,
     ),
     Check(
         "publish memory", "clusters:check_publish_memory",
         "the peak of GPU memory while weights are published with the plan", 45,
-        devices=GPUS, needs="vllm", limit_s=300.0,
+        devices=GPUS, needs="vllm", limit_s=600.0,
     ),
     Check(
         "code sandbox", "sandbox:check_sandbox",

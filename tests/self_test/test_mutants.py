@@ -27,7 +27,7 @@ from ppo_cli.engine.training import actor_critic
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.rewards.code import check as code_check
 from ppo_cli.rewards.code.sandboxes import Unsandboxed, choose_sandbox
-from ppo_cli.self_test.checks import devices
+from ppo_cli.self_test.checks import devices, runs
 from ppo_cli.self_test.declarations import CHECKS
 from ppo_cli.self_test.results import LayerShape, Outcome, Setup
 from ppo_cli.self_test.runner import compute_outcome
@@ -121,6 +121,15 @@ def compute_wrong_logprobs(patch: Patch) -> None:
     patch.setattr(actor_critic, "gather_logprobs_entropy", shifted)
 
 
+def invert_weights(patch: Patch) -> None:
+    weigh = runs.importance_weights
+
+    def inverted(old: torch.Tensor, sampler: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return weigh(sampler, old, *rest, **options)
+
+    patch.setattr(runs, "importance_weights", inverted)
+
+
 def open_the_sandbox(patch: Patch) -> None:
     patch.setattr(code_check, "choose_sandbox", lambda settings, tell: Unsandboxed())
 
@@ -176,6 +185,7 @@ MUTANTS: tuple[dict[Mutant, set[str]], ...] = (
     {compute_wrong_logprobs: {"training steps"}, count_a_gpu_too_many: {"devices"}},
     {move_the_reference: {"training steps"}, round_products: {"products"}},
     {leave_the_adapter_out: {"training steps"}},
+    {invert_weights: {"training steps"}},
 )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ CACHE_BYTES = 2**27  # of vLLM's keys and values, so that weights are what grows
 
 def _vllm(way: str) -> dict[str, Any]:
     return {
-        "name": "vllm", "weight_transfer": way, "enforce_eager": True, "max_num_seqs": 32,
+        "name": "vllm", "weight_transfer": way, "enforce_eager": False, "max_num_seqs": 32,
         "gpu_memory_utilization": 0.3,
         "engine_kwargs": {"vllm": {"kv_cache_memory_bytes": CACHE_BYTES}},
     }  # fmt: skip

@@ -43,8 +43,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+# Meshes whose norms and updates are compared: ranks of one layer, and of one shard.
+LAYOUTS = {"step by tensor parallelism": (2, -1), "step by HSDP": (1, 1)}
+
+
 def check_collectives(setup: Setup, results: Results) -> None:
-    """Run `_check_rank` on each rank; collect what the ranks find."""
+    """Run `_check_rank` on each rank, then the layouts; collect what the ranks find."""
     size = min(setup.gpus, MOST_RANKS) if setup.device == "cuda" else 2
     if size < 2:
         results.skip("needs two GPUs")
@@ -60,6 +64,13 @@ def check_collectives(setup: Setup, results: Results) -> None:
                 for what, (gap, limit) in gaps.items():
                     results.compare(f"{what}, rank {rank}", gap, limit)
     results.figures |= reports[0]["figures"]
+    pairs = size - size % 2
+    for name, layout in LAYOUTS.items():
+        with results.part(name):
+            work = partial(_compare_step, way=name)
+            for rank, gaps in enumerate(run_ranks(pairs, work, setup, *layout)):
+                for what, (gap, limit) in gaps.items():
+                    results.compare(f"{what}, rank {rank}", gap, limit)
     # NCCL's log names the transport, such as P2P or NET/IB.
     log = (setup.folder / "log").read_text(errors="replace") if setup.device == "cuda" else ""
     if transports := sorted({*re.findall(r"via (\S+)", log)}):  # NCCL_DEBUG=INFO
@@ -67,13 +78,18 @@ def check_collectives(setup: Setup, results: Results) -> None:
 
 
 def run_ranks(
-    size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup
+    size: int,
+    work: Callable[[Ranks, Setup], Mapping[str, Any]],
+    setup: Setup,
+    tensor_size: int = 1,
+    shard_size: int = -1,
 ) -> list[Mapping[str, Any]]:
     """Fork `size` processes that meet as ranks; what each returns, by rank."""
+    layout = {"tensor_size": tensor_size, "shard_size": shard_size}
     context = get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_run_rank, args=(rank, size, work, setup, pipe[1]))
+        context.Process(target=_run_rank, args=(rank, size, layout, work, setup, pipe[1]))
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
@@ -96,13 +112,20 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, work: Callable[[Ranks, Setup], Mapping[str, Any]], setup: Setup, pipe: Any
+    rank: int,
+    size: int,
+    layout: Mapping[str, int],
+    work: Callable[[Ranks, Setup], Mapping[str, Any]],
+    setup: Setup,
+    pipe: Any,
 ) -> None:
     """Join the group as one rank, in a forked process; send the result of `work` to `pipe`."""
     # A file in the check's folder is enough to meet on one machine.
     device = torch.device(setup.device, rank) if setup.device == "cuda" else torch.device("cpu")
-    meeting = f"file://{setup.folder / 'meeting'}"
-    ranks = join_ranks(rank, size, init_method=meeting, device=device, timeout_s=TIMEOUT_S)
+    meeting = f"file://{setup.folder / 'meeting'}-{layout['tensor_size']}-{layout['shard_size']}"
+    ranks = join_ranks(
+        rank, size, init_method=meeting, device=device, timeout_s=TIMEOUT_S, **layout
+    )
     pipe.send(work(ranks, setup))
     dist.destroy_process_group()
 
@@ -119,7 +142,7 @@ def _check_rank(ranks: Ranks, setup: Setup) -> dict[str, Any]:
         "collectives": partial(_compute_collectives, ranks, setup.device),
         "speed": partial(_measure_speed, ranks, setup.device, figures),
     }
-    works |= {way: partial(_compare_step, ranks, setup.device, way) for way in WAYS}
+    works |= {way: partial(_compare_step, ranks, setup, way) for way in WAYS}
     for name, work in works.items():
         try:
             parts[name] = work()
@@ -186,9 +209,9 @@ def _time_rounds(work: Callable[[], None], rounds: int = 3) -> float:
     return (time.perf_counter() - started) / rounds
 
 
-def _compare_step(ranks: Ranks, device: str, way: str) -> Gaps:
+def _compare_step(ranks: Ranks, setup: Setup, way: str) -> Gaps:
     """One step of all ranks together, and the same step of this rank alone."""
-    config = with_settings(make_config(device), WAYS[way])
+    config = with_settings(make_config(setup.device), WAYS.get(way, {}))
     # The same batch on all ranks and on this rank alone.
     together, alone = (_take_step(config, group) for group in (ranks, ALONE))
     limit = LIMITS[str(config.model.dtype)]
@@ -207,11 +230,15 @@ def _take_step(config: Config, ranks: Ranks) -> tuple[Tensor, Sums]:
     learner = Learner(config, tokenizer, ranks, total_steps=8)
     batch = make_batch(learner.policy.model.config.vocab_size)
 
+    def gather(share: Any) -> list[Any]:
+        """What one rank of each group of tensor-parallel neighbours has."""
+        return gather_objects(ranks, share)[:: ranks.tensor_size]
+
     def annotate() -> AnnotatedBatch:
-        shares: list[Annotations] = gather_objects(ranks, learner.annotate(batch))
+        shares: list[Annotations] = gather(learner.annotate(batch))
         return merge_annotations(batch, shares)
 
     minibatch = MiniBatch(score_rows(annotate()), actor=True, critic=True)
-    sums = merge_sums(gather_objects(ranks, learner.step(minibatch)))
+    sums = merge_sums(gather(learner.step(minibatch)))
     learner.publish()
     return annotate().old_logprobs_BT, sums

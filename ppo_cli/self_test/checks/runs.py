@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
+from ppo_cli.algo.kl import importance_weights
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
@@ -17,6 +18,7 @@ from ppo_cli.records import Prompt, Rollout
 
 OPTIM = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: no gradient counts by its sign alone
 MICRO_BATCH = 96  # tokens; the batch has more
+CAP = 2.0  # of importance weights
 Rows = Sequence[tuple[int, Sequence[int]]]
 # Tokens of a prompt, and of each response to it.
 PROMPTS: Rows = ((21, (5, 12, 1)), (1, (7,)), (9, (3, 9)), (30, (2, 8)))
@@ -70,16 +72,26 @@ def make_batch(vocabulary: int, rows: Rows = PROMPTS) -> Batch:
 
 
 def score_rows(batch: AnnotatedBatch, seed: int = 0) -> TrainBatch:
-    """The batch with random advantages and returns; the last row has no score."""
-    shape = batch.response_mask_BT.shape
+    """The batch with random advantages, returns and other policies; the last row has no score.
+
+    Old and sampler's log-probs are moved, so that ratios reach each clip, and weights their cap.
+    """
+    shape, mask_BT = batch.response_mask_BT.shape, batch.response_mask_BT
     generator = torch.Generator().manual_seed(seed)
-    advantages_BT, returns_BT = (torch.randn(shape, generator=generator) for _ in range(2))
+    advantages_BT, returns_BT, moved_BT, gap_BT = (
+        torch.randn(shape, generator=generator) for _ in range(4)
+    )
+    old_BT = torch.where(mask_BT, batch.old_logprobs_BT + moved_BT, 0.0)
+    sampler_BT = torch.where(mask_BT, old_BT + gap_BT, 0.0)
     valid_B = torch.ones(shape[0], dtype=torch.bool)
     valid_B[-1] = False
+    policies = {"old_logprobs_BT": old_BT, "sampler_logprobs_BT": sampler_BT}
+    fields = {name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__}
     return TrainBatch(
-        **{name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__},
+        **fields | policies,
         scores_B=torch.zeros(shape[0]), valid_B=valid_B, token_rewards_BT=torch.zeros(shape),
-        advantages_BT=advantages_BT, returns_BT=returns_BT, is_weight_BT=torch.ones(shape),
+        advantages_BT=advantages_BT, returns_BT=returns_BT,
+        is_weight_BT=importance_weights(old_BT, sampler_BT, mask_BT, level="token", threshold=CAP),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import Sampler, Sampling, Weights, build_sampler
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.models.lora import adapter_tensors
+from ppo_cli.engine.samplers.vllm import CPU_BLOCK
 from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.self_test.checks.runs import LIMITS, make_config
@@ -28,6 +30,7 @@ DRAWS = {
 }
 CHANGE = 0.1  # of new weights, as a share of each
 PROMPTS = 8
+LONG_PROMPT = 3 * CPU_BLOCK + 1  # tokens: three whole blocks of vLLM's cache
 
 
 def check_hf_sampler(setup: Setup, results: Results) -> None:
@@ -37,10 +40,11 @@ def check_hf_sampler(setup: Setup, results: Results) -> None:
 
 def check_vllm_sampler(setup: Setup, results: Results) -> None:
     """Check vLLM; on GPUs also sleep and adapters."""
-    # Compiling graphs takes a minute and does not change the numbers.
-    rollout = {"name": "vllm", "gpu_memory_utilization": 0.3, "enforce_eager": True}
-    rollout |= {"sleep": "discard"}
-    config = make_config(setup.device, rollout=rollout)
+    # On GPUs with compiled graphs, as runs have them.
+    rollout = {"name": "vllm", "gpu_memory_utilization": 0.3, "sleep": "discard"}
+    rollout |= {"enforce_eager": setup.device == "cpu"}
+    data = {"max_prompt_length": LONG_PROMPT, "max_response_length": GREEDY.max_tokens}
+    config = make_config(setup.device, rollout=rollout, data=data)
     _check_sampler(config, results, sleeps=setup.device == "cuda")
     if setup.device == "cuda":
         with results.part("LoRA adapter"):
@@ -74,6 +78,11 @@ def make_prompts(tokenizer: Any) -> list[Prompt]:
     return [Prompt(f"p{i}", t, (), t, tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
 
 
+def make_long_prompts(prompts: list[Prompt]) -> list[Prompt]:
+    """Repeat the tokens of each prompt up to the length that fills three blocks of a cache."""
+    return [replace(p, token_ids=(p.token_ids * LONG_PROMPT)[:LONG_PROMPT]) for p in prompts]
+
+
 def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) -> None:
     """Compare a sampler with the exact model: responses, seeds, new weights and sleep."""
     tokenizer = load_tokenizer(model_folder(config.model.path))
@@ -102,6 +111,16 @@ def _check_sampler(config: Config, results: Results, *, sleeps: bool = False) ->
             weights = _load_other_weights(sampler, exact, 1)
             rollouts = _sample(sampler, prompts, GREEDY, 1)
             compare_logprobs("new weights", rollouts, exact, GREEDY, limit, results)
+        # Long prompts fill the cache; their keys and values must not outlive their weights.
+        if config.data.max_prompt_length >= LONG_PROMPT:
+            with results.part("prefix cache"):
+                long = make_long_prompts(prompts)
+                for version in (1, 1, 2):
+                    if version == 2:
+                        weights = _load_other_weights(sampler, exact, version)
+                    rollouts = _sample(sampler, long, GREEDY, version)
+                    what = f"prompts of {LONG_PROMPT} tokens, weights {version}"
+                    compare_logprobs(what, rollouts, exact, GREEDY, limit, results)
         # Sleep is checked with the new weights.
         if sleeps and weights is None:
             results.skip('sleep: skipped, because "new weights" failed')
@@ -158,7 +177,7 @@ def _check_sleep(
     sampler: Sampler, prompts: list[Prompt], weights: Mapping[str, Tensor], results: Results
 ) -> None:
     """Check that sleep frees memory, and that the same weights then sample the same tokens."""
-    awake = _tokens(_sample(sampler, prompts, GREEDY, 1))
+    awake = _tokens(_sample(sampler, prompts, GREEDY, 2))
     # Sleep must free memory.
     free_bytes = torch.cuda.mem_get_info()[0]
     sampler.sleep()
@@ -166,9 +185,9 @@ def _check_sleep(
     results.require("sleep frees no memory", gained_bytes > 0)
     results.figures["sleep_frees_gib"] = round(gained_bytes / GIB, 2)
     sampler.wake_weights()
-    sampler.load_weights(Weights(weights, 2))
+    sampler.load_weights(Weights(weights, 3))
     sampler.wake_cache()
-    second_draw = _tokens(_sample(sampler, prompts, GREEDY, 2))
+    second_draw = _tokens(_sample(sampler, prompts, GREEDY, 3))
     results.require("other tokens after sleep with the same weights", second_draw == awake)
 
 

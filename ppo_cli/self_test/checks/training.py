@@ -24,6 +24,7 @@ from ppo_cli.engine.models.lora import adapter_tensors
 from ppo_cli.machine.device_record import Feature
 from ppo_cli.self_test.checks.kernels import AdamWFormulas
 from ppo_cli.self_test.checks.runs import (
+    CAP,
     LIMITS,
     has_bfloat16,
     largest_gap,
@@ -155,13 +156,16 @@ class Formulas:
         new_BT = _pad([logprobs_T for logprobs_T, _ in views], batch)
         entropy_BT = _pad([entropy_T for _, entropy_T in views], batch)
         # Clipped surrogate (PPO), with the lower bound of dual-clip PPO.
-        ratio_BT = (new_BT - old["old_logprobs_BT"]).exp()
+        old_BT, sampler_BT = batch.old_logprobs_BT.double(), batch.sampler_logprobs_BT.double()
+        ratio_BT = (new_BT - old_BT).exp()
         gain_BT = batch.advantages_BT.double()
         clipped_BT = ratio_BT.clamp(1 - a.clip_ratio, 1 + a.clip_ratio)
         surrogate_BT = -torch.minimum(gain_BT * ratio_BT, gain_BT * clipped_BT)
         if a.clip_ratio_c is not None:
             bounded_BT = torch.minimum(surrogate_BT, -gain_BT * a.clip_ratio_c)
             surrogate_BT = torch.where(gain_BT < 0, bounded_BT, surrogate_BT)
+        # The truncated importance weight of each token: trainer over sampler probability.
+        surrogate_BT = surrogate_BT * (old_BT - sampler_BT).exp().clamp(max=CAP)
         # KL loss (low_var_kl, k3) and entropy.
         x_BT = new_BT - old["ref_logprobs_BT"]
         kl_BT = (-x_BT).exp() - 1 + x_BT
