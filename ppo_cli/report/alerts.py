@@ -75,7 +75,7 @@ class AlertScreen(Screen):
         """Show a step; post once that a judge's budget is nearly spent."""
         self._step = step
         self._screen.step(step, total_steps, metrics)
-        if not self._budget_told and (text := self._describe_budget()):
+        if not self._budget_told and (text := self._describe_budget(metrics)):
             self._budget_told = True
             self.post("budget", text)
 
@@ -110,19 +110,19 @@ class AlertScreen(Screen):
         if failure := next(filter(None, failures), ""):
             self._screen.note(f"An alert was not delivered ({redact(failure)}).")
 
-    def _describe_budget(self) -> str:
+    def _describe_budget(self, metrics: Mapping[str, float]) -> str:
         """Say that a budget of the judge is nearly spent; empty if it is not."""
-        if self._api.budget_usd is None and self._api.budget_tokens is None:
+        totals = [value for name, value in metrics.items() if name.endswith("/cost_usd_total")]
+        usd, budget = max(totals, default=0.0), self._api.budget_usd
+        if budget is not None and usd >= BUDGET_SHARE * budget:
+            return f"${usd:.2f} of the judge's budget of ${budget:g} are spent."
+        # No metric has the total of tokens.
+        if (limit := self._api.budget_tokens) is None:
             return ""
         calls = paid_calls(self._run_dir)
-        usd = sum(float(call["usd"]) for call in calls)
         tokens = sum(int(call["input"]) + int(call["output"]) for call in calls)
-        if self._api.budget_usd is not None and usd >= BUDGET_SHARE * self._api.budget_usd:
-            return f"${usd:.2f} of the judge's budget of ${self._api.budget_usd:g} are spent."
-        limit = self._api.budget_tokens
-        if limit is not None and tokens >= BUDGET_SHARE * limit:
-            return f"{tokens:,} of the judge's budget of {limit:,} tokens are spent."
-        return ""
+        spent = f"{tokens:,} of the judge's budget of {limit:,} tokens are spent."
+        return spent if tokens >= BUDGET_SHARE * limit else ""
 
 
 def _post(address: str, body: Mapping[str, Any]) -> str:

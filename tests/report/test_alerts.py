@@ -16,7 +16,6 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.alerts import send_alerts
 from ppo_cli.report.tracker import Screen, Summary
-from ppo_cli.run_folder.lines import replace_lines
 from tests.config.settling import settle
 
 SECRET = "sk-Q7w9Zx31Lm48Vb62"
@@ -75,15 +74,15 @@ def test_warnings_budget_and_end_are_posted(
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("HOOK", f"{hook.url}\r\n")
     config = hook.settings(**{"trainer.alert": "HOOK", "reward.api.budget_usd": "1"})
-    replace_lines(tmp_path / "judge_calls.jsonl", [{"usd": 0.9, "input": 1, "output": 1}])
     done = Summary(4, (("reward", 0.1, 0.5),), (), None, tmp_path, 1.0, verdict="Learned")
     with send_alerts(config, tmp_path, Notes()) as screen:
         screen.step(3, 9, {})
-        screen.step(4, 9, {})
+        screen.step(4, 9, {"judge/cost_usd_total": 0.9})
         screen.health(f"The judge answered {SECRET}.")
+        screen.health("Its words do not matter.", "hacking")
         screen.summary(done)
     texts = {body["event"]: body["text"] for body in hook.bodies}
-    assert sorted(texts) == ["budget", "ended", "warning"] and len(hook.bodies) == 3
+    assert sorted(texts) == ["alarm", "budget", "ended", "warning"] and len(hook.bodies) == 4
     assert "$0.90" in texts["budget"] and "learned" in texts["ended"]
     assert SECRET not in json.dumps(hook.bodies)
     assert {body["step"] for body in hook.bodies} == {3, 4}
