@@ -331,7 +331,7 @@ def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(
     path.mkdir()  # as good as a full disk
     for _ in range(2):
         asyncio.run(call(book, Usage(5, 1)))
-    assert caplog.messages == ["cannot write the judge's ledger: Is a directory"]
+        assert caplog.messages == ["cannot write the judge's ledger: Is a directory"]
     path.rmdir()
     asyncio.run(call(book, Usage(20, 1)))
     resumed.attach(path)

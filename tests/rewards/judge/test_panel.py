@@ -277,6 +277,13 @@ def test_the_noise_of_a_panel_is_that_of_its_robust_mean(
     assert [judge.count for judge in (server, *others)] == [6, 6, 6]
     repeated = reward.repeat(sum_rollout(1), 3).result(60)
     assert [score.value for score in repeated] == pytest.approx([4 / 9] * 3)
+    # Too few judges repeat their verdict.
+    replies = iter([5])
+    server.score = lambda system, user: next(replies, "no number")
+    strict = make(noise_responses=1, least=3, cache="off")
+    strict.begin_step(1)
+    score_all(strict, [sum_rollout(1)])
+    assert strict.pop_metrics()["judge/noise_failed"] == 2
 
 
 def test_criteria_come_in_another_order_for_each_row_and_judge(
