@@ -9,11 +9,16 @@ once; a file that cannot be read at all is a DataError.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import resource
 import shlex
+import weakref
 import zlib
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,18 +127,137 @@ SETS = (
 SPLITS = ("train", "test")
 NO_DATA_FILE = "it contains no JSON, JSONL, parquet or Arrow file"
 Record = Mapping[str, Any]
-ReadResult = tuple[list[tuple[Place, Record]], list[RowProblem]]
+# Rows of larger sources stay as they are stored, and are decoded when they are read.
+EAGER_ROWS = 20_000
+
+
+class StoredRecords(Sequence[tuple[Place, Record]]):
+    """The records of a large source, decoded each time that they are read.
+
+    `numbers` are those of their places; `names` are the columns of all of them.
+    """
+
+    def __init__(
+        self, source: str, unit: str, numbers: Sequence[int], names: Iterable[str]
+    ) -> None:
+        self.source, self.unit, self.numbers = source, unit, numbers
+        self.names = tuple(names)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Place(self.source, self.numbers[index], self.unit), self.decode(index)
+
+    def __iter__(self) -> Iterator[tuple[Place, Record]]:
+        for number, record in zip(self.numbers, self.decode_all(), strict=True):
+            yield Place(self.source, number, self.unit), record
+
+    def select(self, names: Sequence[str]) -> StoredRecords:
+        """Return these records, if possible without other columns, which take time to decode."""
+        return self
+
+    @abstractmethod
+    def decode(self, index: int) -> Record:
+        """Return one record."""
+
+    @abstractmethod
+    def decode_all(self) -> Iterator[Record]:
+        """Yield all records, faster than one by one."""
+
+
+_decode = json.JSONDecoder().decode
+
+
+class StoredLines(StoredRecords):
+    """Lines of JSONL: in their file, or in memory if that is compressed."""
+
+    def __init__(
+        self, path: Path, data: bytes | None, numbers: array[int], starts: array[int],
+        lengths: array[int], names: Iterable[str],
+    ) -> None:  # fmt: skip
+        super().__init__(str(path), "line", numbers, names)
+        self._data, self._starts, self._lengths = data, starts, lengths
+        # Kept open: a file of this name that is written later has other lines.
+        self._descriptor = None if data is not None else os.open(path, os.O_RDONLY)
+        if self._descriptor is not None:
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def decode(self, index: int) -> Record:
+        """Parse the line again."""
+        start, length = self._starts[index], self._lengths[index]
+        if self._descriptor is None:
+            line = (self._data or b"")[start : start + length]
+        else:
+            line = os.pread(self._descriptor, length, start)
+        try:
+            record: Record = _decode(line.decode())
+        except ValueError as error:
+            place = Place(self.source, self.numbers[index], self.unit)
+            raise DataError(f"{place}: the file was changed while it was in use.") from error
+        return record
+
+    def decode_all(self) -> Iterator[Record]:
+        """Parse all lines again."""
+        return map(self.decode, range(len(self)))
+
+
+class StoredBatches(StoredRecords):
+    """Rows in batches of Arrow, without those that cannot be decoded."""
+
+    def __init__(self, source: str, batches: Sequence[Any], numbers: Sequence[int]) -> None:
+        super().__init__(source, "row", numbers, dict.fromkeys(batches[0].schema.names))
+        self._batches = batches
+        self._starts = [0]
+        for batch in batches:
+            self._starts.append(self._starts[-1] + batch.num_rows)
+
+    def select(self, names: Sequence[str]) -> StoredRecords:
+        """Return these records without other columns."""
+        batches = [batch.select(names) for batch in self._batches]
+        return StoredBatches(self.source, batches, self.numbers)
+
+    def decode(self, index: int) -> Record:
+        """Decode one row of its batch."""
+        row = self.numbers[index] - 1
+        batch = bisect_right(self._starts, row) - 1
+        rows: list[Record] = self._batches[batch].slice(row - self._starts[batch], 1).to_pylist()
+        return rows[0]
+
+    def decode_all(self) -> Iterator[Record]:
+        """Decode batch by batch, or the usable rows alone."""
+        if len(self) == self._starts[-1]:
+            for batch in self._batches:
+                yield from batch.to_pylist()
+        else:
+            yield from map(self.decode, range(len(self)))
+
+
+ReadResult = tuple[Sequence[tuple[Place, Record]], list[RowProblem]]
 
 
 @dataclass(frozen=True)
 class Records:
-    """The contents of one source: parsed records with their places, and rows that do not parse."""
+    """The contents of one source: its records with their places, and rows that do not parse.
+
+    `files` are those that hold the rows.
+    """
 
     source: str
     label: str
-    records: tuple[tuple[Place, Record], ...]
+    records: Sequence[tuple[Place, Record]]
     problems: tuple[RowProblem, ...] = ()
     notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that occur in any record, in the order of their first rows."""
+        if isinstance(self.records, StoredRecords):
+            return list(self.records.names)
+        return list(dict.fromkeys(name for _, record in self.records for name in record))
 
 
 def file_suffix(path: Path) -> str:
@@ -151,17 +275,18 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     # A saved set has Arrow files; any other source is one file.
     if (saved := find_saved(source)) is not None:
         batches = chain.from_iterable(map(_arrow_batches, saved.files))
-        rows, bad_rows = _read_batches(source, batches, at_most)
+        rows, bad_rows = read_batches(source, batches, at_most)
         if not rows and not bad_rows:
             raise DataError(f"{source} holds no rows. Give a set with at least one prompt.")
-        return Records(source, saved.label, tuple(rows), tuple(bad_rows), saved.notes)
+        return Records(source, saved.label, rows, tuple(bad_rows), saved.notes, saved.files)
     # The suffix chooses the reader; the label is the name without it.
     suffix = file_suffix(path)
     records, problems = BY_SUFFIX[suffix].read(path, at_most)
     if not records and not problems:
         raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
     name = os.fsencode(path.name).decode("utf-8", "replace")
-    return Records(str(path), name[: len(name) - len(suffix)], tuple(records), tuple(problems))
+    label = name[: len(name) - len(suffix)]
+    return Records(str(path), label, records, tuple(problems), files=(path,))
 
 
 def check_readable(source: str) -> None:
@@ -279,7 +404,7 @@ def _read_list(file: Path, name: str) -> list[Any]:
         ) from error
 
 
-BATCH_ROWS = 128  # fewer are slower, more need more memory for text
+BATCH_ROWS = 1024  # fewer are slower, more need more memory for text
 
 
 @contextmanager
@@ -359,22 +484,30 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 
 def read_parquet(path: Path, at_most: int | None = None) -> ReadResult:
     """Read the rows of a parquet file as plain Python values."""
-    return _read_batches(str(path), _parquet_batches(path), at_most)
+    return read_batches(str(path), _parquet_batches(path), at_most)
 
 
 def read_arrow(path: Path, at_most: int | None = None) -> ReadResult:
     """Read the rows of an Arrow file or stream as plain Python values."""
-    return _read_batches(str(path), _arrow_batches(path), at_most)
+    return read_batches(str(path), _arrow_batches(path), at_most)
 
 
-def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> ReadResult:
-    """Read at most `at_most` rows of Arrow batches, numbered across batches."""
+def read_batches(source: str, batches: Iterable[Any], at_most: int | None = None) -> ReadResult:
+    """Read at most `at_most` rows of Arrow batches, numbered across batches.
+
+    Beyond EAGER_ROWS, batches are validated and kept in place of their records.
+    """
     records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
+    stored: list[Any] = []
     number = 0
     with _wrap_arrow_errors(source, "Arrow"):
         for batch in batches:
             batch = batch if at_most is None else batch.slice(0, at_most - number)
+            stored.append(batch)
+            if number > EAGER_ROWS and _is_valid(batch):
+                number += batch.num_rows
+                continue
             # Rows are numbered across all batches.
             places = [Place(source, number + index + 1) for index in range(batch.num_rows)]
             # Text that is not UTF-8 makes only its row bad.
@@ -387,7 +520,23 @@ def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> R
             number += batch.num_rows
             if number == at_most:
                 break
-    return records, problems
+    if number <= EAGER_ROWS:
+        return records, problems
+    bad = {problem.place.number for problem in problems}
+    numbers = range(1, number + 1)
+    good = array("q", (n for n in numbers if n not in bad)) if bad else numbers
+    return StoredBatches(source, stored, good), problems
+
+
+def _is_valid(batch: Any) -> bool:
+    """Whether all text of a batch is UTF-8."""
+    from pyarrow.lib import ArrowInvalid
+
+    try:
+        batch.validate(full=True)
+    except ArrowInvalid:
+        return False
+    return True
 
 
 def _row_by_row(
@@ -433,8 +582,8 @@ def read_json(path: Path, at_most: int | None = None) -> ReadResult:
     except json.JSONDecodeError as error:
         # A JSONL file with the suffix .json.
         if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
-            records, problems = read_lines(path, data)
-            return records[:at_most], problems
+            records, problems = read_lines(path, io.BytesIO(data), data)
+            return records if at_most is None else records[:at_most], problems
         where = f"line {error.lineno} column {error.colno}"
         raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
     except UnicodeDecodeError as error:
@@ -474,8 +623,14 @@ def _count_json(path: Path) -> int | None:
 
 def read_jsonl(path: Path, at_most: int | None = None) -> ReadResult:
     """Read JSONL, or a JSON list with this suffix."""
-    data = read_bytes(path, at_most)
-    return read_json(path, at_most) if data.lstrip().startswith(b"[") else read_lines(path, data)
+    large = at_most is None and not path.name.endswith(".gz") and path.stat().st_size > LARGE_BYTES
+    data = read_bytes(path, 1 if large else at_most)
+    if data.lstrip().startswith(b"["):
+        return read_json(path, at_most)
+    if large:
+        with path.open("rb") as file:
+            return read_lines(path, file, None)
+    return read_lines(path, io.BytesIO(data), data)
 
 
 def _count_jsonl(path: Path) -> int:
@@ -491,6 +646,8 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 # which take several times as much. A few megabytes of gzip may hold more than that.
 TEXT_SHARE, ROWS_SHARE = 8, 2
 CHUNK_BYTES, CHUNK_ROWS = 1 << 24, 1 << 16
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LARGE_BYTES = 1 << 22  # of a file that is read line by line
 
 
 def _too_large(path: Path, what: str) -> DataError:
@@ -523,17 +680,27 @@ def read_bytes(path: Path, lines: int | None = None) -> bytes:
     # Byte order marks.
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
-    data = data.removeprefix(b"\xef\xbb\xbf")
+    data = data.removeprefix(BYTE_ORDER_MARK)
     if not data.strip():
         raise DataError(f"{path} is empty. Give a file with at least one prompt.")
     return data
 
 
-def read_lines(path: Path, data: bytes) -> ReadResult:
-    """Parse one JSON object in each line; blank lines are counted and skipped."""
+def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
+    """Parse one JSON object in each line; blank lines are counted and skipped.
+
+    More than EAGER_ROWS records are parsed again when they are read: from `data`, or from the file.
+    """
     records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    numbers, starts, lengths = array("q"), array("q"), array("q")
+    names: dict[str, None] = {}
+    end = 0
+    parse, repeated = _make_parser()
+    for number, line in enumerate(file, start=1):
+        start, end = end, end + len(line)
+        if number == 1 and line.startswith(BYTE_ORDER_MARK):
+            start, line = start + len(BYTE_ORDER_MARK), line.removeprefix(BYTE_ORDER_MARK)
         if number % CHUNK_ROWS == 0:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             if peak > host_memory() // ROWS_SHARE:
@@ -541,13 +708,45 @@ def read_lines(path: Path, data: bytes) -> ReadResult:
         # Blank lines keep their number.
         if not line.strip():
             continue
-        place = Place(str(path), number, "line")
         try:
-            row, twice = parse_json(line)
-            records.append((place, as_record(row, twice)))
-        except (ValueError, RecursionError) as error:
-            problems.append(RowProblem(place, "", json_problem(error)))
-    return records, problems
+            record = parse(line)
+        except (ValueError, RecursionError):
+            record = None
+        if type(record) is not dict or repeated:
+            repeated.clear()
+            # Parsed again for the message.
+            place = Place(str(path), number, "line")
+            try:
+                record = as_record(*parse_json(line.rstrip(b"\n")))
+            except (ValueError, RecursionError) as error:
+                problems.append(RowProblem(place, "", json_problem(error)))
+                continue
+        numbers.append(number)
+        starts.append(start)
+        lengths.append(len(line))
+        if not record.keys() <= names.keys():
+            names |= dict.fromkeys(record)
+        if len(numbers) <= EAGER_ROWS:
+            records.append((Place(str(path), number, "line"), record))
+        else:
+            records.clear()
+    if len(numbers) <= EAGER_ROWS:
+        return records, problems
+    return StoredLines(path, data, numbers, starts, lengths, names), problems
+
+
+def _make_parser() -> tuple[Callable[[bytes], Any], list[str]]:
+    """Return a fast parser of a line, and the list to which it adds repeated keys."""
+    repeated: list[str] = []
+
+    def pairs_to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            repeated.append(pairs[0][0])
+        return result
+
+    decode = json.JSONDecoder(object_pairs_hook=pairs_to_dict).decode
+    return lambda line: decode(line.decode()), repeated
 
 
 def parse_json(data: bytes) -> tuple[Any, dict[int, str]]:

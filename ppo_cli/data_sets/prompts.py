@@ -21,14 +21,14 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import Row, RowSet, load_sets, prompt_of
+from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
+from ppo_cli.data_sets.rows import Row, RowSet, prompt_of
 from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark
 
 CHUNK = 1024  # texts that are tokenised at once
-TEMPLATE_S = 10.0  # limit for one prompt; templates usually take milliseconds
+TEMPLATE_S = 10.0  # limit for one prompt or a chunk; templates usually take milliseconds
 TEMPLATE_BYTES = 2**30  # limit of additional memory for one prompt
 
 
@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any, **options: Any) -> Any:
         """Return the text of token ids."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return all tokens with their ids."""
         ...
 
 
@@ -108,12 +112,15 @@ class Renderer:
         tokens = control_words(self.tokenizer)
         done: list[tuple[Row, tuple[Message, ...], str]] = []
         problems: list[RowProblem] = []
-        for row in rows:
-            try:
-                messages = self.messages_of(row)
-                done.append((row, messages, self.text_of(row, messages)))
-            except RowError as error:
-                problems.append(RowProblem(row.place, error.column, str(error)))
+        for start in range(0, len(rows), CHUNK):
+            chunk = [(row, self.messages_of(row)) for row in rows[start : start + CHUNK]]
+            opened = all(row.prompt for row, _ in chunk)  # not by an environment
+            texts = self.fill_templates([m for _, m in chunk]) if opened else ()
+            for i, (row, messages) in enumerate(chunk):
+                try:
+                    done.append((row, messages, texts[i] if texts else self.text_of(row, messages)))
+                except RowError as error:
+                    problems.append(RowProblem(row.place, error.column, str(error)))
         # Tokenised together: a fast tokenizer uses all cores.
         ids = self.tokenise([text for _, _, text in done])
         rendered: list[Rendered] = []
@@ -192,6 +199,25 @@ class Renderer:
             f"{error}. It takes the row without its system message: move that text into the "
             "first user message, or use a model whose template takes system messages",
         ) from error
+
+    def fill_templates(self, conversations: Sequence[Sequence[Message]]) -> Sequence[str]:
+        """Apply the chat template to many conversations, under one limit of time and memory.
+
+        Returns nothing if that fails for any reason, or if a text is blank: `text_of` says which
+        row is at fault, and why.
+        """
+        if not self.uses_template:
+            return ()
+        copies = [[dict(message) for message in messages] for messages in conversations]
+        try:
+            with limit_template():
+                texts = self.tokenizer.apply_chat_template(
+                    copies, tokenize=False, add_generation_prompt=True, **self.template_arguments
+                )
+        except Exception:
+            return ()
+        whole = isinstance(texts, list) and len(texts) == len(copies)
+        return texts if whole and all(isinstance(t, str) and t.strip() for t in texts) else ()
 
     def fill_template(self, messages: Sequence[Message], *, continued: bool = True) -> str:
         """Apply the chat template; a refusal (roles, order) is a RowError.
@@ -306,32 +332,8 @@ Truncation = Literal["error", "left", "right"]
 class PromptSet:
     """Prompts; `notes` are sentences that the user should read once."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     notes: tuple[str, ...]
-
-
-def load_prompts(
-    sources: Sequence[str],
-    tokenizer: Tokenizer,
-    *,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    answer_key: str | None = None,
-    keep_columns: bool = False,
-    max_samples: int = -1,
-    max_prompt_length: int,
-    **how: Any,
-) -> PromptSet:
-    """Read files or hub sets as prompts; DataError with all bad rows if there are any.
-
-    `max_samples` keeps the first rows over all sources, before overlong ones are dropped. For the
-    rest see `render_prompts`.
-    """
-    keys: dict[str, Any] = {
-        "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
-    }  # fmt: skip
-    sets = load_sets(sources, **keys, keep_columns=keep_columns, max_samples=max_samples)
-    return render_prompts(sets, tokenizer, max_prompt_length=max_prompt_length, **how)
 
 
 def render_prompts(
@@ -359,22 +361,36 @@ def render_prompts(
     raise_problems(problems, renderer.check_flags)
     notes = [note for rows in sets for note in rows.notes]
     if hit := [item for _, item in items if item.control_words]:
-        notes.append(
-            f"{plural(len(hit), 'prompt')} with text that the model reads as control tokens, first "
-            f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
-        )
+        notes += describe_control_words(len(hit), hit[0].row.place, hit[0].control_words)
+    notes += describe_template([item for _, item in items], renderer)
+    long = [item for _, item in items if len(item.token_ids) > max_prompt_length]
+    notes += limit_lengths(long, len(items), max_prompt_length, truncation, filter_overlong)
+    if filter_overlong:
+        items = [pair for pair in items if len(pair[1].token_ids) <= max_prompt_length]
+    prompts = build_prompts(items, tokenizer, max_prompt_length, truncation)
+    return PromptSet(tuple(prompts), tuple(notes))
+
+
+def describe_control_words(count: int, first: Place, tokens: Sequence[str]) -> list[str]:
+    """Return a note on prompts whose text has control tokens."""
+    return [
+        f"{plural(count, 'prompt')} with text that the model reads as control tokens, first "
+        f"{first}: {', '.join(tokens)}."
+    ]
+
+
+def describe_template(items: Sequence[Rendered], renderer: Renderer) -> list[str]:
+    """Return notes on a template that is missing, or that leaves the system prompt out."""
+    notes, system = [], renderer.system_prompt
     # Some templates drop the system message: compare without white space.
-    if system_prompt and renderer.uses_template:
-        squeezed = "".join(system_prompt.split())
-        unread = [item for _, item in items if item.text]
-        unread = [item for item in unread if item.messages[0]["content"] == system_prompt]
-        if unread and squeezed not in "".join(unread[0].text.split()):
+    if system and renderer.uses_template:
+        squeezed = "".join(system.split())
+        unread = (item for item in items if item.text and item.messages[0]["content"] == system)
+        if (item := next(unread, None)) and squeezed not in "".join(item.text.split()):
             notes.append("The chat template leaves --system_prompt out: the model never reads it.")
-    if apply_chat_template and not renderer.uses_template:
+    if renderer.apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
-    return apply_length_limit(
-        items, tokenizer, max_prompt_length, truncation, filter_overlong, notes
-    )
+    return notes
 
 
 def unique_labels(sets: Sequence[RowSet]) -> list[str]:
@@ -397,29 +413,37 @@ def unique_labels(sets: Sequence[RowSet]) -> list[str]:
     return labels
 
 
-def apply_length_limit(
-    items: Sequence[tuple[str, Rendered]],
-    tokenizer: Tokenizer,
-    limit: int,
-    truncation: Truncation,
-    filter_overlong: bool,
-    notes: Sequence[str],
-) -> PromptSet:
-    """Drop, cut or refuse prompts longer than the limit, and add a note about it."""
-    long = [item for _, item in items if len(item.token_ids) > limit]
-    if long and not filter_overlong and truncation == "error":
-        first, longest = long[0], max(len(item.token_ids) for item in long)
+def limit_lengths(
+    long: Sequence[Rendered], total: int, limit: int, truncation: Truncation, filter_overlong: bool
+) -> list[str]:
+    """Return a note on the prompts over the limit; DataError if they, or all, are refused."""
+    if not long:
+        return []
+    first, longest = long[0], max(len(item.token_ids) for item in long)
+    if not filter_overlong and truncation == "error":
         raise DataError(
             f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is "
             f"{limit} ({plural(len(long), 'such row')}, the longest has {longest}). Raise "
             "--max_prompt_length, drop them with data.filter_overlong_prompts=true, or cut them "
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )
-    # Build the prompts, cut or without the long ones.
+    if filter_overlong and len(long) == total:
+        raise DataError(
+            f"All {total} prompts are longer than {limit} tokens (the longest has {longest}) "
+            "and were dropped. Raise --max_prompt_length."
+        )
+    if filter_overlong:
+        return [f"{len(long)} of {total} prompts are longer than {limit} tokens and were dropped."]
+    part = "end" if truncation == "left" else "start"
+    return [f"{len(long)} of {total} prompts were cut to {limit} tokens; their {part} was kept."]
+
+
+def build_prompts(
+    items: Sequence[tuple[str, Rendered]], tokenizer: Tokenizer, limit: int, truncation: Truncation
+) -> list[Prompt]:
+    """Build prompts from uids and rendered rows; those over the limit are cut."""
     prompts: list[Prompt] = []
     for uid, item in items:
-        if filter_overlong and len(item.token_ids) > limit:
-            continue
         text, ids = item.text, item.token_ids
         # The text has to match the ids that the model gets.
         if len(ids) > limit:
@@ -432,25 +456,7 @@ def apply_length_limit(
                 opened=find_open_mark(text),
             )
         )  # fmt: skip
-    if not prompts:
-        longest = max(len(item.token_ids) for item in long)
-        raise DataError(
-            f"All {len(long)} prompts are longer than {limit} tokens (the longest has {longest}) "
-            "and were dropped. Raise --max_prompt_length."
-        )
-    all_notes = list(notes)
-    # Say how many prompts were dropped or cut.
-    if dropped := len(items) - len(prompts):
-        all_notes.append(
-            f"{dropped} of {len(items)} prompts are longer than {limit} tokens and were dropped."
-        )
-    elif long:
-        part = "end" if truncation == "left" else "start"
-        all_notes.append(
-            f"{len(long)} of {len(items)} prompts were cut to {limit} tokens; their {part} was "
-            "kept."
-        )
-    return PromptSet(tuple(prompts), tuple(all_notes))
+    return prompts
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:

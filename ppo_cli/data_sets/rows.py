@@ -11,9 +11,11 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from ppo_cli.data_sets.files import (
     Records,
     RowError,
     RowProblem,
+    StoredRecords,
     count_episodes,
     name_type,
     raise_problems,
@@ -30,6 +33,10 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, did_you_mean, list_some
 from ppo_cli.records import Message, Prompt
+
+PLAIN_TYPES = frozenset({type(None), int, float, bool})
+LEAVES = PLAIN_TYPES | {str}
+CONTAINERS = (dict, list, tuple, Mapping)
 
 
 class NotUtf8Error(ValueError):
@@ -42,11 +49,11 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
     With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotUtf8Error;
     otherwise such bytes become escapes.
     """
-    if value is None:
-        return None
+    if type(value) in PLAIN_TYPES:
+        return value
     if isinstance(value, str):
         return _require_utf8(value) if strict else value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return {str(key): as_plain(inner, strict=strict) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(inner, strict=strict) for inner in value]
@@ -71,6 +78,8 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
 
 def _require_utf8(text: str) -> str:
     """Return the text unchanged; raises NotUtf8Error if it contains half of a surrogate pair."""
+    if text.isascii():
+        return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -100,11 +109,17 @@ HTML_ELEMENTS = ("<video>", "<audio>")
 ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要素)", re.IGNORECASE)
 
 
+@lru_cache(1024)
+def is_media(name: str) -> bool:
+    """Whether a column is named after images, videos or sounds."""
+    return MEDIA_COLUMN.fullmatch(name) is not None
+
+
 def refuse_media(record: Record) -> None:
     """Raise RowError for a row with images, videos or sounds, which are not supported."""
     # A media column may be present and empty.
     for name, value in record.items():
-        if MEDIA_COLUMN.fullmatch(name) and holds_content(value):
+        if is_media(name) and holds_content(value):
             raise RowError(
                 name,
                 "holds content that the model never sees: only text is read. Remove the row, or "
@@ -129,6 +144,8 @@ def holds_content(value: Any) -> bool:
 
 def refuse_placeholder(text: str, column: str) -> None:
     """Raise RowError for a placeholder of an image, a video or a sound, such as <image>."""
+    if "<" not in text and "[" not in text:  # each placeholder has one of them
+        return
     for match in PLACEHOLDER.finditer(text):
         mark = match.group()
         # A closing tag or backticks show that the text is about markup.
@@ -157,8 +174,8 @@ def is_nested_deep(value: Any) -> bool:
         level = [
             inner
             for item in level
-            if isinstance(item, Mapping | list | tuple)
-            for inner in (item.values() if isinstance(item, Mapping) else item)
+            if type(item) not in LEAVES and isinstance(item, CONTAINERS)
+            for inner in (item if isinstance(item, list | tuple) else item.values())
         ]
         if not level:
             return False
@@ -167,7 +184,7 @@ def is_nested_deep(value: Any) -> bool:
 
 def read_plain(value: Any, column: str) -> Any:
     """Return the plain value of a column; RowError for text that is not UTF-8, or deep nesting."""
-    if is_nested_deep(value):
+    if type(value) not in LEAVES and is_nested_deep(value):
         raise RowError(column, f"has lists or objects in more than {MAX_NESTING} levels")
     try:
         return as_plain(value, strict=True)
@@ -305,6 +322,9 @@ TEST_COLUMNS = (
 )  # fmt: skip
 
 
+_TESTS = frozenset(TEST_COLUMNS)
+
+
 @dataclass(frozen=True)
 class Row:
     """One usable row; a text prompt stays text until it is rendered.
@@ -332,13 +352,73 @@ class Columns:
     answers: tuple[str, ...] = ()
 
 
+class RowFacts:
+    """What a run needs to know of each row before it is rendered, in 13 bytes a row.
+
+    `kinds` has the first row of each kind: rows of one kind have the same roles, data source, type
+    of ground truth and keys of extra_info. `kind` and `size` have the number of a row's kind, and
+    an upper bound of the bytes of its contents, normalised by any tokenizer. `marked` rows have a
+    character with which control tokens begin.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[Any, ...], int] = {}
+        self.first: list[Row] = []
+        self.kind, self.size, self.marked = array("i"), array("q"), array("b")
+
+    def add(self, row: Row) -> None:
+        """Note the next row."""
+        prompt = row.prompt
+        if isinstance(prompt, str):
+            shape, text = None, prompt
+        else:
+            shape = tuple((m["role"], *sorted(m.keys() - {"role", "content"})) for m in prompt)
+            text = "".join([m["content"] for m in prompt])
+        kind = (shape, row.data_source, type(row.ground_truth), *row.extra_info)
+        number = self.kinds.setdefault(kind, len(self.first))
+        if number == len(self.first):
+            self.first.append(row)
+        self.kind.append(number)
+        # Composed characters that a normaliser takes apart become at most three times as long.
+        self.size.append(len(text) if text.isascii() else 3 * len(text.encode()))
+        self.marked.append("<" in text or "[" in text)
+
+
+class StoredRows(Sequence[Row]):
+    """The usable rows of a large source, read from its records each time that they are needed."""
+
+    def __init__(
+        self, raw: Records, read: Callable[[Place, Record], Row], usable: Sequence[int],
+        facts: RowFacts,
+    ) -> None:  # fmt: skip
+        self.raw, self.facts = raw, facts
+        self._read, self._usable = read, usable
+
+    def __len__(self) -> int:
+        return len(self._usable)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return self._read(*self.raw.records[self._usable[index]])
+        return [self[i] for i in range(*index.indices(len(self)))]
+
+    def __iter__(self) -> Iterator[Row]:
+        if len(self) < len(self.raw.records):
+            return map(self.__getitem__, range(len(self)))
+        return (self._read(place, record) for place, record in self.raw.records)
+
+    def limit(self, count: int) -> StoredRows:
+        """Return the first rows."""
+        return StoredRows(self.raw, self._read, self._usable[:count], self.facts)
+
+
 @dataclass(frozen=True)
 class RowSet:
     """The rows of one source, its bad rows, and notes for the user."""
 
     source: str
     label: str
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     problems: tuple[RowProblem, ...]
     columns: Columns
     notes: tuple[str, ...] = ()
@@ -375,7 +455,10 @@ def load_sets(
         limited: list[RowSet] = []
         for rows in sets:
             limit = max_samples - sum(len(earlier.rows) for earlier in limited)
-            limited.append(replace(rows, rows=rows.rows[:limit]))
+            first = (
+                rows.rows.limit(limit) if isinstance(rows.rows, StoredRows) else rows.rows[:limit]
+            )
+            limited.append(replace(rows, rows=first))
         sets = limited
     # No rows at all: say why.
     if any(rows.rows for rows in sets):
@@ -410,11 +493,43 @@ def load_rows(
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key, answer_key)
     read = partial(read_row, columns=columns, keep_columns=keep_columns)
-    rows, problems = read_records(raw, read)
-    if rows and all(row.ground_truth is None for row in rows):
-        columns = replace(columns, answers=tuple(list_answer_like(raw, columns)))
-    notes = (*raw.notes, *column_notes(raw, columns, prompt_key))
-    return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
+    problems = list(raw.problems)
+    rows: list[Row] = []
+    facts, usable = RowFacts(), array("q")
+    stored = isinstance(raw.records, StoredRecords)
+    all_columns = raw
+    if not keep_columns and isinstance(raw.records, StoredRecords):
+        needed = [n for n in raw.names if n not in columns.unused or is_media(n)]
+        raw = replace(raw, records=raw.records.select(needed))
+    answered, nans = False, 0
+    for index, (place, record) in enumerate(raw.records):
+        try:
+            row = read(place, record)
+        except RowError as error:
+            problems.append(RowProblem(place, error.column, str(error)))
+            continue
+        if row.ground_truth is not None:
+            answered = True
+        else:
+            nans += is_nan(find_value(record, columns.ground_truth)) or is_nan(
+                _nested_truth(record)
+            )
+        if stored:
+            facts.add(row)
+            usable.append(index)
+        else:
+            rows.append(row)
+    problems.sort(key=lambda problem: problem.place.number)
+    if (rows or usable) and not answered:
+        columns = replace(columns, answers=tuple(list_answer_like(all_columns, columns)))
+    notes = (*raw.notes, *column_notes(all_columns, columns, prompt_key))
+    if nans:
+        notes += (
+            f"{Path(raw.source).name}: NaN is no ground truth: {nans:,} of {len(raw.records):,} "
+            "rows have none.",
+        )
+    usable_rows = StoredRows(raw, read, usable, facts) if stored else tuple(rows)
+    return RowSet(raw.source, raw.label, usable_rows, tuple(problems), columns, notes)
 
 
 def prompt_of(label: str, row: Row) -> Prompt:
@@ -471,7 +586,7 @@ def find_columns(
 
     `verdicts` are columns that judge a response, which are never taken as its ground truth.
     """
-    names = list(dict.fromkeys(name for _, record in raw.records for name in record))
+    names = raw.names
     prompt = find_prompt_column(raw, names, prompt_key)
     source = source_key if source_key in names else ""
     if not source and source_key != "data_source":
@@ -504,8 +619,8 @@ def find_truth_column(
     raw: Records, names: Sequence[str], prompt: str, verdicts: Collection[str] = ()
 ) -> str:
     """Return the column of the ground truth under another name, if it can be no other; or ""."""
-    nested_truths = (_nested_truth(r) for _, r in raw.records if "reward_model" in names)
-    if "ground_truth" in names or any(truth is not None for truth in nested_truths):
+    models = raw.records if "reward_model" in names else ()
+    if "ground_truth" in names or any(_nested_truth(r) is not None for _, r in models):
         return ""
     aliases = [name for name in TRUTH_ALIASES if name not in verdicts]
     flat = [name for name in aliases if name in names and _holds_answer(raw, name)]
@@ -518,9 +633,10 @@ def find_truth_column(
     for candidates in (flat, nested, worked):
         if candidates:
             return candidates[0] if len(candidates) == 1 else ""
-    turns: Iterable[Any] = (r.get(prompt) for _, r in raw.records if prompt != "prompt")
-    ends = [turn[-1].get("role") == "assistant" for turn in turns if _is_conversation(turn)]
-    return f"{prompt}{LAST_TURN}" if ends and all(ends) else ""
+    turns: Iterable[Any] = (r.get(prompt) for _, r in raw.records)
+    conversations = filter(_is_conversation, turns if prompt != "prompt" else ())
+    ends = {turn[-1].get("role") == "assistant" for turn in conversations}
+    return f"{prompt}{LAST_TURN}" if ends == {True} else ""
 
 
 def _is_conversation(value: Any) -> bool:
@@ -539,7 +655,7 @@ def _holds_answer(raw: Records, name: str) -> bool:
 def _list_paths(raw: Records) -> list[str]:
     """Return the names of columns, and the dotted ones of keys inside them."""
     names: dict[str, None] = {}
-    for _, record in raw.records[:1000]:
+    for _, record in islice(raw.records, 1000):
         for name, value in record.items():
             inner = value if isinstance(value, Mapping) else {}
             names |= dict.fromkeys([name, *(f"{name}.{key}" for key in inner)])
@@ -613,15 +729,6 @@ def column_notes(raw: Records, columns: Columns, prompt_key: str) -> list[str]:
             f"{file}: {list_names(unread)} may belong to the question, but the model only sees "
             f"'{columns.prompt}': add their text to the prompt, or leave the columns out."
         )
-    truths = [(find_value(r, columns.ground_truth), _nested_truth(r)) for _, r in raw.records]
-    nans = sum(
-        any(map(is_nan, pair)) and all(truth is None or is_nan(truth) for truth in pair)
-        for pair in truths
-    )
-    if nans:
-        notes.append(
-            f"{file}: NaN is no ground truth: {nans:,} of {len(raw.records):,} rows have none."
-        )
     return notes
 
 
@@ -656,7 +763,8 @@ def read_row(place: Place, record: Record, columns: Columns, *, keep_columns: bo
     if extra_info is not None and not isinstance(extra_info, dict):
         raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
     # Tests of code data sets; a key of extra_info wins over a column of the same name.
-    tests = {name: read_plain(record[name], name) for name in TEST_COLUMNS if record.get(name)}
+    present = [] if _TESTS.isdisjoint(record) else [n for n in TEST_COLUMNS if record.get(n)]
+    tests = {name: read_plain(record[name], name) for name in present}
     kept_columns = {**as_plain(record), "prompt": as_plain(turns)} if keep_columns else {}
     info = {**tests, **(extra_info or {})}
     return Row(place, prompt, ground_truth, source or "", info, kept_columns)

@@ -14,11 +14,11 @@ from ppo_cli.config.models.known_models import announce_download, hub_cache
 from ppo_cli.data_sets.files import (
     SPLITS,
     SUFFIXES,
-    Place,
     Records,
     check_readable,
     file_suffix,
     nearest_file,
+    read_batches,
     read_file,
     saved_folder,
     saved_splits,
@@ -91,7 +91,8 @@ def read_hub(source: str) -> Records:
 
     # The hub, its cache and Arrow raise many kinds of errors.
     try:
-        rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
+        data_set = load_dataset(hub.name, hub.config, split=hub.split)
+        records, problems = read_batches(source, data_set.data.table.to_batches())
     except (OSError, ValueError, RuntimeError, ArrowException) as error:
         config = f", config '{hub.config}'" if hub.config else ""
         near = nearest_file(Path(source))
@@ -100,10 +101,10 @@ def read_hub(source: str) -> Records:
             f"'{hub.split}' did not load ({first_line(error)}); a local JSON, JSONL or parquet "
             f"file works without the hub.{near if 'Did you mean' in near else ''}"
         ) from error
-    if not rows:
+    if not records and not problems:
         raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
-    records = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
-    return Records(source, hub.label, records)
+    files = tuple(Path(file["filename"]) for file in data_set.cache_files)
+    return Records(source, hub.label, records, tuple(problems), files=files)
 
 
 def read_source(source: str, at_most: int | None = None) -> Records:

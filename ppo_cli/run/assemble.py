@@ -27,7 +27,8 @@ from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
-from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
+from ppo_cli.data_sets.prompts import PromptOrder, PromptSet
+from ppo_cli.data_sets.table import fingerprint_of, load_prompts, pick, sample_of
 from ppo_cli.digests import require_resumable
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.device import require_gpus
@@ -66,6 +67,7 @@ from ppo_cli.run.identity import (
     apply_restraints,
     describe_new_run,
     find_changes,
+    is_by_files,
     keep_decisions,
     run_identity,
 )
@@ -332,7 +334,7 @@ class EngineFactory:
         step = self.order.batches_taken + ahead
         if step > self.total_steps:
             return None
-        chosen = [self.prompts[i] for i in self.order.peek(ahead)]
+        chosen = pick(self.prompts, self.order.peek(ahead))
         return chosen, train_sampling(self.config, step)
 
 
@@ -418,7 +420,8 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
         go_back(folder.path, store)
     checkpoint = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompts, val_prompts = load_prompt_sets(config, tokenizer, screen)
+    built = checkpoint is not None and not is_by_files(checkpoint)
+    prompts, val_prompts = load_prompt_sets(config, tokenizer, screen, built=built)
     order = _build_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
@@ -514,7 +517,7 @@ def _open_job(
     """Start the reward and the engine, then claim the run folder; `closing` ends all of them."""
     config, folder = start.config, start.folder
     # The reward first: a wrong key or address is cheap to find.
-    all_prompts = [*start.prompts, *start.val_prompts]
+    all_prompts = [*sample_of(start.prompts), *start.val_prompts]
     host = engines.host if engines.hosts_rewards() else None
     reward = make_reward(config.reward, all_prompts, host)
     closing.callback(reward.close)
@@ -649,19 +652,26 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
 
 
 def load_prompt_sets(
-    config: Config, tokenizer: Any, screen: Screen
+    config: Config, tokenizer: Any, screen: Screen, *, built: bool = True
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Read training and validation prompts, and show the notes on them."""
+    """Read training and validation prompts, and show the notes on them.
+
+    Unless they have to be `built`, many training prompts become a table.
+    """
 
     def read(split: DataSplit) -> Sequence[Prompt]:
-        prompt_set = read_prompts(config, tokenizer, *split_files(config.data, split))
+        files, max_rows = split_files(config.data, split)
+        in_full = built or split == "val"
+        prompt_set = read_prompts(config, tokenizer, files, max_rows, built=in_full)
         screen.note_all(prompt_set.notes)
         return prompt_set.prompts
 
     return read("train"), read("val") if config.data.val_files else ()
 
 
-def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], max_rows: int) -> PromptSet:
+def read_prompts(
+    config: Config, tokenizer: Any, files: Sequence[str], max_rows: int, *, built: bool = True
+) -> PromptSet:
     """Read at most `max_rows` rows of prompt files, as the settings say; -1 is all."""
     return load_prompts(
         files,
@@ -669,6 +679,7 @@ def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], max_rows:
         **config.data.keys,
         keep_columns=any(rules.function for rules in rules_of(config.reward)),
         max_samples=max_rows,
+        built=built,
         vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),
     )
@@ -695,7 +706,7 @@ def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
         config.data.gen_batch_size,
         config.trainer.seed,
         config.data.shuffle,
-        fingerprint=fingerprint(prompts),
+        fingerprint=fingerprint_of(prompts),
     )
 
 

@@ -31,7 +31,7 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.data_sets.prompts import fingerprint
+from ppo_cli.data_sets.table import BY_FILES, PromptTable, fingerprint_of
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.paths import user_path
@@ -47,7 +47,8 @@ from ppo_cli.run_folder.folder import read_decisions, run_settings
 from ppo_cli.run_folder.restraints import read_restraints
 from ppo_cli.secrets.redact import mask_secrets
 
-# `fingerprint` includes neither.
+# The fingerprint of prompts, and what it does not include.
+TRAIN_FILES = "data.train_files"
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"
 TRAIN_COLUMNS = "data.train_files: columns"
 # Decisions of these identities bind a run, and those of these settings, which change its numbers.
@@ -63,13 +64,19 @@ def run_identity(
 
     If one differs, `--resume auto` starts a new run.
     """
-    columns = [prompt.columns for prompt in prompts]
-    return setting_values(config) | {
-        "data.train_files": fingerprint(prompts),
-        TRAIN_EXTRA_INFO: digest_value([prompt.extra_info for prompt in prompts]),
-        **({TRAIN_COLUMNS: digest_value(columns)} if any(columns) else {}),
-        "data.val_files": digest_rows(val_prompts),
-    }
+    rows = {TRAIN_FILES: fingerprint_of(prompts)}
+    if not isinstance(prompts, PromptTable):  # whose fingerprint is that of the whole files
+        rows[TRAIN_EXTRA_INFO] = digest_value([prompt.extra_info for prompt in prompts])
+        columns = [prompt.columns for prompt in prompts]
+        rows |= {TRAIN_COLUMNS: digest_value(columns)} if any(columns) else {}
+    return setting_values(config) | rows | {"data.val_files": digest_rows(val_prompts)}
+
+
+def is_by_files(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint knows its training prompts by their files."""
+    with suppress(UserError):  # a damaged one is reported where it is compared
+        return str(read_state(checkpoint)["fingerprint"].get(TRAIN_FILES)).startswith(BY_FILES)
+    return False
 
 
 def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:

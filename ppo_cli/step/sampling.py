@@ -13,6 +13,7 @@ import numpy as np
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import PromptOrder
+from ppo_cli.data_sets.table import pick
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.moments import Moments
@@ -66,7 +67,7 @@ def sample_step(job: Job, step: int) -> StepSample:
     """Sample the responses of a training step and submit each to the reward."""
     if job.config.algorithm.filter_groups.enable:
         return _sample_dynamically(job, step)
-    prompts = [job.prompts[i] for i in job.order.take()]
+    prompts = list(pick(job.prompts, job.order.take()))
     sampling = train_sampling(job.config, step)
     pairs = sample_rollouts(job, prompts, sampling, "rollout", "train", deferred=job.caller_scores)
     return StepSample(prompts, *pairs)
@@ -80,7 +81,7 @@ def sample_pretraining(job: Job, step: int) -> StepSample:
     config = job.config
     seed = stream_seed(config.trainer.seed, PRETRAIN)
     order = PromptOrder(len(job.prompts), config.data.train_batch_size, seed, config.data.shuffle)
-    prompts = [job.prompts[i] for i in order.peek(step)]
+    prompts = list(pick(job.prompts, order.peek(step)))
     sampling = train_sampling(config, step, stream=PRETRAIN)
     return StepSample(prompts, *sample_rollouts(job, prompts, sampling, "rollout", "train"))
 
@@ -99,7 +100,7 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
     for turn in range(max_batches):
         # Sample and score a batch; prompts that are in the step already are skipped.
         uids = {prompt.uid for prompt in chosen.prompts}
-        prompts = [p for i in job.order.take() if (p := job.prompts[i]).uid not in uids]
+        prompts = [p for p in pick(job.prompts, job.order.take()) if p.uid not in uids]
         sampling = train_sampling(config, step, turn)
         rollouts, futures = sample_rollouts(job, prompts, sampling, "rollout", "train")
         scored = gather(job, rollouts, futures, "reward_wait")

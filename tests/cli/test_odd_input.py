@@ -193,7 +193,7 @@ def test_a_model_without_a_template_is_told_of(
 
 
 def test_training_without_a_template_says_so(desk: Path) -> None:
-    from ppo_cli.data_sets.prompts import load_prompts
+    from ppo_cli.data_sets.table import load_prompts
     from ppo_cli.engine.models import load_tokenizer
 
     tokenizer = load_tokenizer(str(make_model("model")))

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets.prompts import PromptSet, fingerprint, load_prompts
+from ppo_cli.data_sets.prompts import PromptSet, fingerprint
+from ppo_cli.data_sets.table import load_prompts
 from ppo_cli.errors import DataError
 from ppo_cli.run.assemble import load_prompt_sets
 from tests.data_sets.lines import write_rows

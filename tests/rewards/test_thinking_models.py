@@ -12,7 +12,7 @@ import pytest
 from transformers import AddedToken
 
 from ppo_cli.config.models.bundled import model_folder
-from ppo_cli.data_sets.prompts import load_prompts
+from ppo_cli.data_sets.table import load_prompts
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text
 from ppo_cli.records import Prompt, Rollout, Scored

@@ -1,0 +1,115 @@
+"""Large sets: their prompts are built when a step needs them, and are the same as built at once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.data_sets import files, table
+from ppo_cli.data_sets.prompts import PromptSet
+from ppo_cli.data_sets.table import PromptTable, load_prompts
+from ppo_cli.errors import DataError
+from ppo_cli.run.identity import run_identity
+from tests.settings import complete
+
+COUNT = 40
+TEXT = [
+    {"prompt": f"Größe {n} " + "x <3 " * (n % 7), "answer": n, "extra_info": {"n": n}}
+    for n in range(COUNT)
+]
+TURNS = [
+    {
+        "prompt": [{"role": "system", "content": "Brief."}] * (n % 3 == 0)
+        + [{"role": "user", "content": f"{n}" * (n % 5 + 1)}],
+        "reward_model": {"ground_truth": str(n)}, "data_source": f"s{n % 2}", "level": n,
+    }
+    for n in range(COUNT)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, table):
+        monkeypatch.setattr(module, "EAGER_ROWS", 6)
+    monkeypatch.setattr(table, "FIRST_ROWS", 4)
+    monkeypatch.setattr(files, "LARGE_BYTES", 64)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Mapping[str, str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [json.dumps(row) for row in TEXT]
+    lines.insert(9, "")
+    (tmp_path / "text.jsonl").write_text("\ufeff" + "\n".join(lines))
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    pq.write_table(pa.Table.from_pylist(TURNS), tmp_path / "turns.parquet")
+    lines[20], lines[30] = '{"prompt": "a", "prompt": "b"}', '{"prompt": 5}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    return {path.name: str(path) for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["text.jsonl"], {}),
+        (["text.jsonl.gz"], {"apply_chat_template": False, "max_samples": 20}),
+        (["turns.parquet"], {"system_prompt": "Think.", "keep_columns": True}),
+        (["text.jsonl", "turns.parquet"], {"max_prompt_length": 75, "filter_overlong": True}),
+        (["text.jsonl"], {"max_prompt_length": 75, "truncation": "left"}),
+        (["text.jsonl"], {"max_prompt_length": 75}),
+        (["text.jsonl"], {"max_prompt_length": 9, "filter_overlong": True}),
+        (["turns.parquet"], {"apply_chat_template": False}),
+        (["bad.jsonl"], {}),
+    ],
+)
+def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
+    tokenizer: Any, sources: Mapping[str, str], names: list[str], options: dict[str, Any]
+) -> None:
+    def load(built: bool) -> PromptSet | str:
+        how = {"max_prompt_length": 400} | options
+        try:
+            return load_prompts([sources[n] for n in names], tokenizer, built=built, **how)
+        except DataError as error:
+            return str(error)
+
+    together, later = load(True), load(False)
+    if isinstance(together, str) or isinstance(later, str):
+        assert later == together
+        return
+    prompts = later.prompts
+    assert isinstance(prompts, PromptTable) and len(prompts) == len(together.prompts)
+    assert (list(prompts), later.notes) == (list(together.prompts), together.notes)
+    order = [5, 0, len(prompts) - 1]
+    assert prompts.pick(order) == [together.prompts[i] for i in order]
+
+
+def test_a_large_set_counts_by_the_content_of_its_files(
+    make_tokenizer: Callable[..., Any], sources: Mapping[str, str]
+) -> None:
+    def identify(name: str, **options: Any) -> Any:
+        rows = load_prompts(
+            [sources[name]], make_tokenizer(), max_prompt_length=400, built=False, **options
+        )
+        return run_identity(complete({}), rows.prompts, ())["data.train_files"]
+
+    before = identify("text.jsonl")
+    assert before == identify("text.jsonl") != identify("text.jsonl", system_prompt="Think.")
+    file = Path(sources["text.jsonl"])
+    file.write_text(file.read_text().replace("39 x", "93 x"))
+    assert identify("text.jsonl") != before
+
+
+def test_a_file_that_changes_during_a_run_is_an_error(
+    tokenizer: Any, sources: Mapping[str, str]
+) -> None:
+    rows = load_prompts([sources["text.jsonl"]], tokenizer, max_prompt_length=400, built=False)
+    Path(sources["text.jsonl"]).write_text("{}\n")
+    with pytest.raises(DataError, match="line 41: the file was changed"):
+        rows.prompts[COUNT - 1]
