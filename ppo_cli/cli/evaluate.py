@@ -304,6 +304,7 @@ def generate(arguments: Arguments) -> None:
     screen = make_screen(sys.stderr)  # stdout is for the answers
     # A file of prompts, one prompt, or a chat.
     with closing(screen), closing(SampledModel(config, resolved.machine, source)) as sampled:
+        screen.note_all(sampled.notes)
         if extras["data"]:
             prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
             screen.note_all(notes)

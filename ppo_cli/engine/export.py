@@ -239,7 +239,7 @@ def _load_adapted(
         elif done is None:
             remark = (
                 "its weights as they are: the adapter does not say whether it was trained on them "
-                f"in 4 bits; if so, add {QUANTIZATION_FLAG} {NF4}"
+                f"in 4 bits; if so, ppo export merges it with {QUANTIZATION_FLAG} {NF4}"
             )
         elif recorded not in (None, done):
             remark = f"its weights as they are; training rounded them to {recorded}"

@@ -89,8 +89,9 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
 class SampledModel:
     """A model to sample from; its weights are loaded for the first response.
 
-    An adapter is merged into its base model, in a temporary folder until `close`. With `limited`,
-    raises ModelError if prompts and responses may exceed the model's positions.
+    An adapter is merged into its base model, in a temporary folder until `close`; `notes` say in
+    what form. With `limited`, raises ModelError if prompts and responses may exceed the model's
+    positions.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class SampledModel:
     ) -> None:
         require_gpus(machine, len(machine.gpus[:1]))
         path, trust = source.path, config.model.trust_remote_code
+        self.notes: list[str] = []
         with ExitStack() as opened:
             # The hf sampler and vLLM need a complete model.
             if (user_path(path) / ADAPTER_CONFIG).exists():
                 merged = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-                write_model(user_path(path), Path(merged), trust_remote_code=trust)
+                written = write_model(user_path(path), Path(merged), trust_remote_code=trust)
+                self.notes.append(f"{path} is merged with {written.base}, {written.merged}")
                 path = merged
             if limited:
                 require_length(read_config(path), source.path, config.data)
@@ -268,7 +271,7 @@ def evaluate(
             sampled = SampledModel(config, machine, source)
             closing.callback(sampled.close)
             prompts, notes = sampled.read(files)
-            screen.note_all(notes)
+            screen.note_all([*sampled.notes, *notes])
             # All models share the folder, which the settings of the eval identify.
             if folder is None:
                 settings = _identity_settings(config, sampling, prompts)
@@ -341,6 +344,7 @@ def evaluate_tasks(
     reports = []
     for source in sources:
         sampled = SampledModel(config, machine, source, limited=False)
+        screen.note_all(sampled.notes)
         with closing(sampled), screen.phase(source.name, None):
             model = sampled.config.model
             try:

@@ -200,6 +200,8 @@ def test_an_adapter_is_evaluated_with_its_base(
 ) -> None:
     args = ["--lora_rank", "4", "--lr", "0.02", "--output_dir", "lora", "--max_steps", "3"]
     assert main(["train", "--config", "c.yaml", *args]) == 0
+    assert main(["eval", "lora", "embedded", "--data", "v.jsonl", "--rule", "arithmetic"]) == 0
+    assert "its weights as they are, as in training" in capsys.readouterr().err
     report = run_json(capsys, "lora", "embedded")
     means = [facts["mean"]["value"] for facts in arithmetic(report)]
     assert means[0] == read_metrics(workdir / "lora")[-1]["val/reward_mean"] != means[1]
