@@ -23,6 +23,7 @@ LEFT_OUT = {
     "Qwen/": "needs the hub",
     "gsm8k": "needs the hub",
     "--self-test": "takes minutes: tests/self_test",
+    "--report ": "needs a record of the self-test: tests/cli/test_notebook.py",
     "--self_test": "needs a record of the self-test: tests/self_test",
     "--tasks": "needs lm-eval",
     "--nnodes": "needs another machine",
