@@ -71,7 +71,10 @@ def check_ray(setup: Setup, results: Results) -> None:
 
 
 def check_transfers(setup: Setup, results: Results) -> None:
-    """vLLM gets new weights by CUDA IPC on shared GPUs, and by NCCL on another GPU."""
+    """vLLM gets new weights by memory, by CUDA IPC on shared GPUs, and by NCCL on another GPU."""
+    if setup.device == "cpu":
+        check_transfer(setup, "memory", results)
+        return
     for feature, way in TRANSFERS.items():
         if way == "nccl" and setup.gpus < 2:
             results.skip("NCCL needs two GPUs")
