@@ -76,8 +76,8 @@ def test_warnings_budget_and_end_are_posted(
     config = hook.settings(**{"trainer.alert": "HOOK", "reward.api.budget_usd": "1"})
     done = Summary(4, (("reward", 0.1, 0.5),), (), None, tmp_path, 1.0, verdict="Learned")
     with send_alerts(config, tmp_path, Notes()) as screen:
-        screen.step(3, 9, {})
-        screen.step(4, 9, {"judge/cost_usd_total": 0.9})
+        screen.step(3, 9, {"judge/cost_usd_total": 0.9})
+        screen.step(4, 9, {"judge/cost_usd_total": 0.95})
         screen.health(f"The judge answered {SECRET}.")
         screen.health("Its words do not matter.", "hacking")
         screen.summary(done)
