@@ -290,12 +290,8 @@ def write_adapter_config(
     local = user_path(base)
     saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
     saved.inference_mode = True
-    # PEFT's field for facts about the base; it reads the two names if there is no task_type.
-    saved.auto_mapping = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
-        QUANTIZATION: quantization or NOT_QUANTISED,
-    }
+    # PEFT's field for facts about the base, which it reads only if there is no task_type.
+    saved.auto_mapping = {QUANTIZATION: quantization or NOT_QUANTISED}
     if (head := value_head(model)) is not None:
         saved.modules_to_save = [head]  # trained beside the adapter, and saved whole
     if not isinstance(saved.target_modules, str):
