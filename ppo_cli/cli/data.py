@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -17,7 +20,7 @@ from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
 from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
-from ppo_cli.data_sets.files import RowProblem, group_problems
+from ppo_cli.data_sets.files import Place, RowProblem, group_problems
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from ppo_cli.data_sets.prompts import Renderer
 
 EXAMPLES = 5  # rows that a finding lists
+BLOCK_ROWS = 4096  # that are rendered together
 PERCENTILES = (50, 90, 95, 99)  # of lengths
 
 
@@ -105,36 +109,53 @@ def examine_files(
         "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
     }  # fmt: skip
     sets = [load_rows(s, **keys) for s in sources]
-    rows = [row for row_set in sets for row in row_set.rows]
-    rendered, refused = renderer.render(rows)
-    problems = [problem for row_set in sets for problem in row_set.problems] + refused
-    usable = [item.row for item in rendered]
-    # Usable rows that deserve a remark.
-    with_control_words = [item for item in rendered if item.control_words]
-    long = [item for item in rendered if len(item.token_ids) > max_prompt_length]
-    # The first prompt is shown in full.
-    sample = None
-    if rendered:
-        item, row = rendered[0], rendered[0].row
-        place, tokens = str(row.place), len(item.token_ids)
-        sample = Sample(place, item.text, tokens, row.data_source, row.ground_truth)
+    problems = [problem for row_set in sets for problem in row_set.problems]
+    total = sum(len(row_set.rows) for row_set in sets)
+    rows = chain.from_iterable(row_set.rows for row_set in sets)
+    # Only what is reported is kept of each row.
+    sample: Sample | None = None
+    characters, tokens = array("q"), array("q")
+    counts: Counter[str] = Counter()
+    unanswered: list[str] = []
+    long: list[str] = []
+    controlled: list[str] = []
+    repeated: list[str] = []
+    first: dict[bytes, Place] = {}
+    while block := list(islice(rows, BLOCK_ROWS)):
+        rendered, refused = renderer.render(block)
+        problems += refused
+        for item in rendered:
+            row, length = item.row, len(item.token_ids)
+            place = row.place
+            # The first prompt is shown in full.
+            sample = sample or Sample(
+                str(place), item.text, length, row.data_source, row.ground_truth
+            )
+            characters.append(count_characters(row))
+            tokens.append(length)
+            counts[row.data_source] += 1
+            if row.ground_truth is None:
+                unanswered.append(str(place))
+            if length > max_prompt_length:
+                long.append(f"{place}: {length} tokens")
+            if item.control_words:
+                controlled.append(f"{place}: {', '.join(item.control_words)}")
+            earlier = first.setdefault(digest_prompt(row), place)
+            if earlier is not place:
+                repeated.append(f"{place} repeats {earlier}")
     return Report(
         files=tuple(row_set.source for row_set in sets),
-        rows=len(rows) + len({p.place for row_set in sets for p in row_set.problems}),
-        usable=len(usable),
+        rows=total + len({p.place for row_set in sets for p in row_set.problems}),
+        usable=len(tokens),
         bad_rows=tuple(problems),
-        data_sources=dict(Counter(row.data_source for row in usable).most_common()),
-        missing_ground_truth=make_finding(
-            [str(row.place) for row in usable if row.ground_truth is None]
-        ),
-        duplicates=make_finding(describe_repeated_prompts(usable)),
-        characters=compute_percentiles([count_characters(row) for row in usable]),
-        tokens=compute_percentiles([len(item.token_ids) for item in rendered]),
+        data_sources=dict(counts.most_common()),
+        missing_ground_truth=make_finding(unanswered),
+        duplicates=make_finding(repeated),
+        characters=compute_percentiles(characters),
+        tokens=compute_percentiles(tokens),
         max_prompt_length=max_prompt_length,
-        overlong=make_finding([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
-        control_words=make_finding(
-            [f"{i.row.place}: {', '.join(i.control_words)}" for i in with_control_words]
-        ),
+        overlong=make_finding(long),
+        control_words=make_finding(controlled),
         unused_columns=tuple(dict.fromkeys(n for row_set in sets for n in row_set.columns.unused)),
         notes=tuple(note for row_set in sets for note in row_set.notes),
         sample=sample,
@@ -146,18 +167,12 @@ def make_finding(examples: Sequence[str]) -> Finding:
     return Finding(len(examples), tuple(examples[:EXAMPLES]))
 
 
-def describe_repeated_prompts(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each row whose prompt is the same as that of an earlier row."""
-    first: dict[str, Row] = {}
-    sentences = []
-    for row in rows:
-        # Message lists cannot be dictionary keys.
-        key = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, default=str)
-        if key in first:
-            sentences.append(f"{row.place} repeats {first[key].place}")
-        else:
-            first[key] = row
-    return sentences
+def digest_prompt(row: Row) -> bytes:
+    """Return a digest of a prompt, by which repeated ones are counted."""
+    prompt = row.prompt
+    # Text and a message list never have the same digest.
+    text = f'"{prompt}' if isinstance(prompt, str) else json.dumps(prompt, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def count_characters(row: Row) -> int:
