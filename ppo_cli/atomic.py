@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ppo_cli.errors import ConfigError, UserError, refuse_out_address
+from ppo_cli.paths import can_write, nearest_existing
 
 # Prefix of hidden names; the process id and the number of the write follow.
 UNFINISHED = ".unfinished-"
@@ -49,8 +50,7 @@ def check_out_folder(out: Path) -> None:
     if place.exists() and not place.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder.")
     # The nearest existing parent must be writable.
-    parent = next(folder for folder in place.parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not can_write(parent := nearest_existing(place.parent)):
         raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")
 
 

@@ -46,6 +46,17 @@ def path_problem(path: str) -> str:
     return ""
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def can_write(folder: Path) -> bool:
+    """Whether this user may write into a folder, which need not exist yet."""
+    place = nearest_existing(folder)
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+
+
 def is_existing(text: str) -> bool:
     """Whether a text is the path of a file or a folder; any other text is not."""
     return not path_problem(text) and os.path.exists(os.path.expanduser(text))

@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
@@ -51,6 +52,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Caches of the user are neither read nor written: there may be none, or no right to."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = TemporaryDirectory(prefix="ppo-caches-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["XDG_CACHE_HOME"] = folder.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,8 @@ from ppo_cli.config.models.known_models import HEADS, JUDGES, choose_adapter, is
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.unset import Choice, Settings
 from ppo_cli.errors import UserError
-from ppo_cli.paths import read_text, user_path
+from ppo_cli.machine.device_record import cache_folder
+from ppo_cli.paths import can_write, read_text, user_path
 from ppo_cli.plugins import runs_elsewhere
 
 RESTRAIN_SAVES: Final = 20  # checkpoints of a run that may go back to one of them
@@ -409,9 +410,12 @@ def _read_judge_prompt(settings: Settings) -> dict[str, Any]:
 
 def choose_cache(settings: Settings) -> Choice:
     """Choose one file of verdicts for all runs, or one in a run folder that is copied."""
+    path = f"{settings['trainer.output_dir']}/verdicts.sqlite"
     if settings["trainer.store"]:
-        path = f"{settings['trainer.output_dir']}/verdicts.sqlite"
         return Choice(path, "verdicts that were paid for are copied with the run")
+    folder = cache_folder()
+    if folder is None or not can_write(folder):
+        return Choice(path, f"{folder or 'the home folder'} cannot be written to")
     return Choice(f"{cache_root()}/judge.sqlite", "one file for all runs")
 
 

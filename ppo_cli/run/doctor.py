@@ -37,7 +37,7 @@ from ppo_cli.machine.versions import (
     installed_editions,
     installed_version,
 )
-from ppo_cli.paths import user_path
+from ppo_cli.paths import can_write, nearest_existing, user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB
 from ppo_cli.planning.memory.plan import (
@@ -353,11 +353,11 @@ def _check_disk(subject: Subject) -> Iterator[Finding]:
     """Check that the run folder can be written to, and how much space is free."""
     folder = user_path(subject.config.trainer.output_dir).absolute()
     # The folder may not exist yet: look at the nearest parent.
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = nearest_existing(folder)
     # Float32 weights and moments of a 7B model take about 90 GB.
     free = shutil.disk_usage(existing).free
     summary = f"{free / GIB:.1f} GiB free for {folder}"
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not can_write(existing):
         yield _fail(f"{existing} cannot be written to", "--output_dir, with a folder of your own")
     elif free < GIB:
         yield _fail(summary, "free some space, or --output_dir on another disk")
@@ -382,11 +382,10 @@ def _check_hub(subject: Subject) -> Iterator[Finding]:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not can_write(cache):
         yield _fail(f"the cache {cache} cannot be written to", "export HF_HOME=FOLDER")
         return
-    free = shutil.disk_usage(existing).free / GIB
+    free = shutil.disk_usage(nearest_existing(cache)).free / GIB
     summary = f"cache {cache}, {free:.1f} GiB free"
     if constants.HF_HUB_OFFLINE:
         yield _ok(f"{summary}; HF_HUB_OFFLINE is set: models come from it or from folders")

@@ -391,12 +391,16 @@ def test_a_vllm_that_does_not_load_is_one_sentence(
     (tmp_path / "vllm" / "config.py").write_text("WeightTransferConfig = None")
     (tmp_path / "vllm" / "v1" / "engine" / "llm_engine.py").write_text("LLMEngine = None")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    # The real one cannot be imported twice.
+    loaded = {
+        name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "vllm"
+    }
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     with pytest.raises(MissingPart) as refusal:
         VLLMSampler("m", eos_token_ids=frozenset({1}), detokenize=str, max_model_len=8)
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
+    sys.modules.update(loaded)
     message = str(refusal.value)
     assert message.startswith("vLLM is installed but does not load here ") and words in message
     assert message.endswith("or sample without it (--rollout_name hf).")

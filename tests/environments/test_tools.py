@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -392,7 +393,7 @@ def test_an_mcp_server_has_tools(
     server.write_text(SERVER)
     pool = start(
         tools=f"{file}:wait",
-        mcp=(f"{sys.executable} {server}",),
+        mcp=(shlex.join([sys.executable, str(server)]),),
         pass_env=("ENVIRONMENT_TEST_KEY",),
     )
     names = [schema["function"]["name"] for schema in pool.tools]
@@ -432,7 +433,8 @@ def test_an_mcp_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("mcp.server")
     (tmp_path / "server.py").write_text("import sys; sys.exit('no key')")
     with pytest.raises(UserError, match=r"Connection closed\. Name the .*\nIt printed: no k"):
-        check_environment(complete_environment(mcp=(f"{sys.executable} {tmp_path}/server.py",)))
+        command = shlex.join([sys.executable, f"{tmp_path}/server.py"])
+        check_environment(complete_environment(mcp=(command,)))
     with pytest.raises(UserError, match="--mcp 'no-such-program x' does not start: FileNotFound"):
         check_environment(complete_environment(mcp=("no-such-program x",)))
     with pytest.raises(UserError, match=r"'http://127\.0\.0\.1:1/mcp' does not answer: Con"):

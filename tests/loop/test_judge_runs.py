@@ -361,7 +361,8 @@ def test_no_key_of_a_run_reaches_a_child_a_prompt_a_judge_a_file_or_the_screen(
         "args": [str(file), "multiply", "--api-key", arguments["first"]],
     }  # fmt: skip
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"keyed": entry}}))
-    line = f"{sys.executable} {file} add --token={arguments['second']} X_KEY={arguments['third']}"
+    program = shlex.join([sys.executable, str(file)])
+    line = f"{program} add --token={arguments['second']} X_KEY={arguments['third']}"
     server.keys = {variables["OPENAI_API_KEY"]}
     env = environment(tmp_path) | variables
     args = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -300,10 +301,11 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
     script = make(**settings, trainer=stopping)
     stopped = ran(script, Interrupted)
     at, before = stopped.state.step, tmp_path / "run" / "checkpoints" / "step_000002"
+    place = f"{shlex.quote(str(tmp_path / 'run'))}/checkpoints/step_000002"
     assert 6 <= at < 12 and stopped.job.store.newest_step() == at
     (alarm,) = [text for text in stopped.screen.warnings if "may exploit its reward" in text]
-    assert f"the last checkpoint before is {before}." in alarm and before.exists()
-    assert f"--on_hacking stop; the last checkpoint before is {before}" in stopped.screen.notes[-1]
+    assert f"the last checkpoint before is {place}." in alarm and before.exists()
+    assert f"--on_hacking stop; the last checkpoint before is {place}" in stopped.screen.notes[-1]
     assert resume(script, at).job.store.newest_step() == 12
     # Without the setting it only warns.
     counts.clear()

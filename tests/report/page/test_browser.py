@@ -115,7 +115,7 @@ def look_through(browser: Any, total: int) -> None:
     assert sentence.startswith(
         "The reward rose, validation not clearly: validation reward 0.50 to 0.50, reward 0.50 to "
     )
-    (fault,) = texts(browser, ".card.out")
+    (fault,) = until(lambda: texts(browser, ".card.out"))
     assert fault.startswith("KL to the reference") and "since step 17: kl 0.14 is above" in fault
     assert texts(browser, ".card h3")[0] == "KL to the reference nats a token"
     assert "entropy 1" in texts(browser, "#constant")[0]
