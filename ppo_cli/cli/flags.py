@@ -249,10 +249,11 @@ class SettingsCommand(HelpCommand):
 
     def describe_parameter(self, param: Any, ctx: Any) -> tuple[str, tuple[str, str]] | None:
         """Return a setting with its first sentence and default; with all facts for --help-all."""
-        key = list_flag_keys().get(param.name)
+        key, every = list_flag_keys().get(param.name), ctx.meta[ALL_FLAGS]
+        if param.name.endswith("episodes") and not every:
+            return None  # the short help is one screen
         if param.hidden or key is None:
             return super().describe_parameter(param, ctx)
-        every = ctx.meta[ALL_FLAGS]
         if not (every or key.common):
             return None
         first = re.split(r"(?<=\.) |; unset", key.help)[0].rstrip(".")
