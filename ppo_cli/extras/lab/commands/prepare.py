@@ -20,7 +20,7 @@ app = App()
 
 @app.command(
     epilog="ppo data prepare gsm8k --source ./gsm8k --out ./data/gsm8k\n"
-    "ppo data prepare reasoning_gym:chain_sum,leg_counting --rows 2000 --out ./data/sums"
+    "ppo data prepare reasoning_gym:chain_sum --rows 2000 --out ./data/sums"
 )
 def prepare(
     name: Annotated[
