@@ -269,6 +269,7 @@ def test_criteria_are_placed_at_their_quotations(
     ("text", "quote", "end"),
     [
         ("It quotes nothing.", " ", None),
+        ("It is so. Yes.", '"It is so."\n', 9),  # as a quotation is written
         ("Le cafe\u0301 est bon. Oui.", "Le caf\xe9 est bon.", 17),
         ("Use <custom> here. Yes.", "< custom> here.", 18),  # as a tag is shown
         ("a\u200bb is.\r\nFine.", "ab is.\nFine.", 14),
