@@ -101,6 +101,7 @@ def test_the_spread_of_votes_or_probabilities_shows_doubt(
         score_all(make(small={"votes": 3}), [sum_rollout(number)])[0] for number in (1, 2)
     )
     assert not calm.info["escalated"] and calm.info["cheap_spread"] < 0.06
+    assert calm.value == pytest.approx((28 / 3 - 1) / 9)
     assert torn.info["escalated"] and torn.info["cheap_spread"] > 0.15 and torn.value == 1.0
     # A decision endpoint says itself how sure it is.
     cheap.score = lambda system, user: 9

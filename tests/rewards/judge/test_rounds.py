@@ -73,7 +73,7 @@ MEAN = {"on_failure": "batch_mean"}
     ("changes", "answers", "values", "calls"),
     [  # answers: one per call of each row, the last one from then on
         ({}, [[RETRYABLE]] * 2 + [[0.5]] * 8, [None] * 2 + [0.5] * 8, [1] * 10),
-        (MEAN, [[REFUSED], [0.25], [0.5], [0.75], [1.0]], [0.625, 0.25, 0.5, 0.75, 1.0], [1] * 5),
+        (MEAN, [[REFUSED], [0.25], [0.5], [0.5], [1.0]], [0.5625, 0.25, 0.5, 0.5, 1.0], [1] * 5),
         (MEAN | {"max_failure_rate": 1.0}, [[REFUSED]] * 3, [None] * 3, [1] * 3),
         ({}, [[RETRYABLE, 0.5]] * 5 + [[0.5]] * 5, [0.5] * 10, [2] * 5 + [1] * 5),
         ({}, [[RETRYABLE]] * 2 + [[1.0]] * 2, [None, None, 1.0, 1.0], [1] * 4),
