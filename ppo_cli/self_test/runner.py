@@ -31,6 +31,7 @@ LOG_CHARACTERS = 300  # of the end of a crashed check's log
 PRIOR_S = 30.0  # weight of the declared pace, until checks have shown this machine's pace
 END_S = 5.0  # for a process to remove shared resources such as semaphores
 GRACE_S = 10.0  # after its limit a process ends itself if nobody killed it
+LONGEST_FOLDER = 64  # bytes of a path, to which a socket's own name is added
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,15 @@ def run_check(check: Check, setup: Setup) -> Outcome:
 def _start_server() -> None:
     """Start the fork server with SIGINT blocked: Ctrl-C during its imports would be a traceback."""
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    # Its socket lies in the folder for temporary files, and a socket's path has at most 107 bytes.
+    named = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
+        tempfile.tempdir = named
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -134,7 +134,7 @@ def test_pieces_are_fenced_and_scored_one_by_one() -> None:
     # 2,000 characters of half a response are 25 pieces, 3,000 of a whole one 37.
     assert (placed.low - whole.low)[1] == 8 * 25 * 14
     assert (placed.high - whole.high)[1] == 8 * 37 * 14
-    assert (placed.low - whole.low)[0] > 8 * 25 * 15  # two tags and a key
+    assert (placed.low - whole.low)[0] > 8 * 25 * 5  # a mark
 
 
 def test_validation_rows_have_their_own_length() -> None:
