@@ -62,7 +62,8 @@ class Server(vf.Toolset[vf.{config}, Slots]):
 class Numbers(vf.Task[Data, Slots{task_config}]):
     @vf.reward
     async def right(self, trace) -> float:
-        return float(self.data.answer in trace.messages[-1].content)
+        # A message that only calls a tool has no text.
+        return float(self.data.answer in (trace.messages[-1].content or ""))
 
     @vf.reward(weight=0.5)
     async def called(self, trace) -> float:

@@ -35,7 +35,7 @@ data: {train_files: [FOLDER/train.jsonl], val_files: [FOLDER/val.jsonl], train_b
   max_response_length: 16}
 actor: {ppo_mini_batch_size: 4}
 rollout: {n: 2}
-trainer: {total_training_steps: 2, test_freq: 2, val_before_train: false, save_freq: 1}
+trainer: {total_training_steps: 2, test_freq: 1, save_freq: 1}
 """
 JUDGED = (
     "--use_api_reward", "--rm_api_type", "openai", "--rm_model", "a-judge", "--rm_price_input", "1",
@@ -108,7 +108,7 @@ def card_of(folder: Path) -> tuple[dict[str, object], str]:
 def test_the_card_says_what_was_trained_on_what_and_to_what_end(
     run: Path, tmp_path: Path, read_output: ReadOutput
 ) -> None:
-    code, text = read_output(run, "--out", tmp_path / "my-model")
+    code, text = read_output(run / "checkpoints/step_000002", "--out", tmp_path / "my-model")
     assert code == 0 and "card        README.md" in text
     front, body = card_of(tmp_path / "my-model")
     assert front == {
@@ -128,7 +128,7 @@ def test_the_card_says_what_was_trained_on_what_and_to_what_end(
         "- LLM judge: a-judge (openai), prompt my_judge.yaml, votes a response: 1",
         "- Rule: exact",
         f"| reward | 0 | {history[-1]['reward_mean']:.4g} |",
-        f"| validation judge | - | {history[-1]['val/reward/judge']:.4g} |",
+        f"| validation judge | {history[0]['val/reward/judge']:.4g} |",
         "![Reward by step](curve.svg)",
         f"${cost:.2g}",
         'data.train_files: ["train.jsonl"]',
