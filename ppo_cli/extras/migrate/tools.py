@@ -64,7 +64,7 @@ def _find_other_method(
 ) -> str:
     """Return the method of a line or a file, if it is not RL; "" if it is, or is not said."""
     if program := re.search(shape.get("others", r"(?!)"), line):
-        return program.group("method")
+        return program.groupdict().get("method") or shape["usual"]
     methods = [str(value) for name, value in fields if name == shape.get("method") and value]
     method = methods[-1] if methods else shape.get("usual", "") * is_read
     return "" if OFFERED.search(method.lower()) else method

@@ -348,7 +348,7 @@ TOOL_LINES = (
     ("axolotl train axolotl.yml", "axolotl", "--model m --train_files o/d"),
     ("llamafactory-cli train a.yaml", "LLaMA-Factory", "--model MODEL"),
     ("uv run rl @ a.toml", "prime-rl", "--model MODEL"),
-    ("unsloth train", "Unsloth", "--model MODEL"),
+    ("unsloth studio", "Unsloth", "--model MODEL"),
     ("soup train --config soup.yaml", "Soup", "--model MODEL"),
     ("tune run --nproc_per_node 2 ppo_full_finetune temperature=0.7", "torchtune", "--temperature"),
     ("torchrun -m RL2.trainer.ppo actor.lr=1", "RL2", "--lr 1"),
@@ -391,6 +391,7 @@ def test_the_values_of_our_own_line_are_no_tool(line: str) -> None:
         ("llamafactory-cli train --stage sft", "sft"), ("uv run examples/run_dpo.py", "dpo"),
         ("axolotl train axolotl.yml", "sft"), ("tune run --nnodes 1 lora_dpo lr=1", "lora_dpo"),
         ("accelerate launch --multi_gpu open_instruct/finetune.py", "finetune"),
+        ("python unsloth-cli.py --r 8", "sft"),
     ],
 )  # fmt: skip
 def test_another_method_of_another_tool_gets_no_line(
