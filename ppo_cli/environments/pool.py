@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -126,8 +127,9 @@ def _build_spec(config: Environment) -> dict[str, Any]:
 
 
 def _find_python(config: Environment) -> str:
-    # Not resolved: the link of a virtual environment leads out of it.
-    return os.path.abspath(os.path.expanduser(config.python))
+    # Not resolved: the link of a virtual environment leads out of it. A section that no plan has
+    # completed names none.
+    return os.path.abspath(os.path.expanduser(config.python or sys.executable))
 
 
 def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:

@@ -53,6 +53,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda *_, **__: begin("fake", rank=0, world_size=SIZE, store=FakeStore()),
     )  # fmt: skip
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     yield
     dist.destroy_process_group()
 

@@ -568,9 +568,11 @@ def _translate_packing(state: TranslationState, entry: Entry, on: bool) -> None:
 @_register_translation("trainer.save_freq trainer.test_freq")
 def _translate_frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
-    # verl's 0 is "never", ours is refused, or "at the end".
-    off = ("false", "null", "none", *(("0",) if state.verl else ()))
-    never = str(raw).strip().lower() in off
+    word = str(raw).strip().lower()
+    # verl's 0 is "never", ours is refused, or "at the end". Our null of save_freq leaves it to its
+    # rule, as in the config.yaml of a run.
+    is_open = entry.name == "trainer.save_freq" and not state.verl
+    never = word == "false" or (word == "0" and state.verl) or (is_unset(word) and not is_open)
     state.put(entry, entry.name, "-1" if never else raw)
 
 
