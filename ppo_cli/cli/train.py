@@ -356,7 +356,7 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
         expected = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)
         if expected:
             raise
-        raise Crash(Path(resolved.config.trainer.output_dir)) from error
+        raise Crash(user_path(resolved.config.trainer.output_dir)) from error
 
 
 def _describe_start(run_plan: RunPlan) -> list[Sequence[str]]:

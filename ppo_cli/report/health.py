@@ -12,7 +12,6 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import correlation, fmean, median, pvariance
 
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
@@ -20,6 +19,7 @@ from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
 from ppo_cli.moments import TINY
+from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.report.drift import DRIFTED, History, Opinion
 from ppo_cli.report.episode_card import CUT_SHARE, count_tool_errors
@@ -80,7 +80,7 @@ def make_limits(config: Config) -> Limits:
         ),
         has_judge=bool(judges_of(config.reward)),
         total_steps=batch_arithmetic(config)["total_steps"],
-        folder=Path(config.trainer.output_dir),
+        folder=user_path(config.trainer.output_dir),
         watched=first_judge_and_rule(config.reward),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ppo_cli.errors import Interrupted, WentBack
@@ -40,7 +39,7 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
 
     A resumed run goes on: its alarm began before. Raises WentBack if the run is to be restrained.
     """
-    trainer, run_dir = job.config.trainer, Path(job.config.trainer.output_dir)
+    trainer, run_dir = job.config.trainer, job.store.directory.parent
     if trainer.on_hacking == "warn":
         return None
     limits = read_limits(run_dir, job.config)

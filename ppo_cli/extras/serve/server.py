@@ -38,6 +38,7 @@ from ppo_cli.extras.serve.wire import (
     write_logprobs,
     write_samples,
 )
+from ppo_cli.paths import user_path
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.scoring.rows import read_response_row
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, scored_row
@@ -85,7 +86,7 @@ class TinkerServer:
         names = (model.path, self._tokenizer_folder, served_name or model.path)
         self._names = [*dict.fromkeys(names)]
         self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        self._root = Path(config.trainer.output_dir).resolve()
+        self._root = user_path(config.trainer.output_dir).resolve()
         for folder in self._root.glob("*/*weights"):  # what a killed server was writing
             sweep_unfinished(folder)
         self._models: dict[str, ServedModel] = {}
