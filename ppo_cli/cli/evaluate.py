@@ -506,7 +506,7 @@ EXPORT_FLAGS = [
     make_flag(
         "quantization", Literal["nf4", "none"], None,
         "What the weights of the base were held in while the adapter was trained.", "WHICH",
-        show_default="what the adapter says",
+        show_default="what the adapter or its run says",
     ),
     make_switch("force", "Replace the model that DIR holds."),
     make_switch("trust_remote_code", "Run Python code that comes with the base."),

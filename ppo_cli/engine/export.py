@@ -91,12 +91,13 @@ def write_model(
     dtype: str | None = None,
     base: str | None = None,
     quantization: str | None = None,
+    recorded: str | None = None,
     trust_remote_code: bool = False,
 ) -> WrittenModel:
     """Write the model saved in `source` into the empty folder `out`; dtype None keeps its dtype.
 
     `base` replaces the base model that an adapter names, and `quantization` what it says that
-    training did to the base.
+    training did to the base. `recorded` is what its run says of that, for adapters that do not.
     Raises ModelError when something is missing, damaged, does not fit or computes other numbers
     once it is written, OSError when `out` cannot be written.
     """
@@ -117,7 +118,7 @@ def write_model(
     if is_adapter:
         name, critic = base or base_name(source), _is_critic_adapter(source)
         adapted, merged = _load_adapted(
-            source, name, quantization, trust_remote_code=trust_remote_code
+            source, name, quantization, recorded, trust_remote_code=trust_remote_code
         )
         exact = compute_outputs(adapted)
         model = merge_adapter(adapted)
@@ -198,12 +199,17 @@ def base_name(source: Path) -> str:
 
 
 def _load_adapted(
-    source: Path, base: str, quantization: str | None, *, trust_remote_code: bool
+    source: Path,
+    base: str,
+    quantization: str | None,
+    of_run: str | None,
+    *,
+    trust_remote_code: bool,
 ) -> tuple[Any, str]:
     """Load the base model in float32 with the adapter on it; return both, and a remark.
 
-    The base computes as in training, as far as the adapter or `quantization` says how. The remark
-    tells what was done to it, or is assumed.
+    The base computes as in training, as far as `quantization`, the adapter or its run says how. The
+    remark tells what was done to it, or is assumed.
     """
     # A path that does not exist must not be looked up on the hub.
     local = user_path(base)
@@ -228,9 +234,15 @@ def _load_adapted(
         ) from error
     # First what the base is on the disk, then what training did to it.
     if getattr(model, "hf_quantizer", None) is not None:
+        if quantization is not None:
+            raise ModelError(
+                f"{base} is quantised on the disk, and its adapter is merged into these weights: "
+                f"leave {QUANTIZATION_FLAG} out, or give the model that it was made from with "
+                f"{BASE_FLAG}."
+            )
         model, remark = _dequantise(model, base), "its weights in 4 or 8 bits, read as float32"
     else:
-        recorded = (adapter.get("auto_mapping") or {}).get(QUANTIZATION)
+        recorded = (adapter.get("auto_mapping") or {}).get(QUANTIZATION) or of_run
         done = quantization or recorded
         remark = "its weights as they are, as in training"
         if done == NF4:

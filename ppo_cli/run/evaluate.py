@@ -53,7 +53,7 @@ from ppo_cli.run.identity import (
 )
 from ppo_cli.run_folder.folder import RunFolder
 from ppo_cli.run_folder.lines import append_line, plain, read_lines, replace_lines
-from ppo_cli.run_folder.sources import ModelSource
+from ppo_cli.run_folder.sources import ModelSource, recorded_quantization
 from ppo_cli.scoring.score import Callbacks, open_reward, score_all, total_spending
 from ppo_cli.scoring.statistics import PromptScores, ScoresByPrompt, compare_models
 from ppo_cli.secrets.redact import redact
@@ -104,7 +104,10 @@ class SampledModel:
             # The hf sampler and vLLM need a complete model.
             if (user_path(path) / ADAPTER_CONFIG).exists():
                 merged = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-                written = write_model(user_path(path), Path(merged), trust_remote_code=trust)
+                recorded = recorded_quantization(user_path(path))
+                written = write_model(
+                    user_path(path), Path(merged), recorded=recorded, trust_remote_code=trust
+                )
                 self.notes.append(f"{path} is merged with {written.base}, {written.merged}")
                 path = merged
             if limited:

@@ -62,7 +62,7 @@ from ppo_cli.report.validation import choose_step, find_best, list_validations
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.folder import list_ancestors, paid_calls, read_decisions
 from ppo_cli.run_folder.lines import plain, read_lines, read_metrics, rollout_file, rollout_steps
-from ppo_cli.run_folder.sources import find_model, has_model
+from ppo_cli.run_folder.sources import find_model, has_model, recorded_quantization
 from ppo_cli.secrets.redact import mask_secrets, redact
 
 CARD, CURVE = "README.md", "curve.svg"
@@ -449,6 +449,7 @@ def export(
             dtype=dtype,
             base=model_folder(base) if base else None,
             quantization=quantization,
+            recorded=recorded_quantization(folder),
             trust_remote_code=trust_remote_code,
         )
         if card and step is not None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import check_folder
 from ppo_cli.digests import require_intact
-from ppo_cli.errors import ModelError, did_you_mean
+from ppo_cli.errors import ModelError, UserError, did_you_mean
 from ppo_cli.paths import user_path
-from ppo_cli.run_folder.checkpoints import CheckpointStore
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
+from ppo_cli.run_folder.folder import run_settings
 
 # One of them shows that a folder is a model.
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -124,3 +125,19 @@ def _model_in_checkpoint(checkpoint: Path, *, critic: bool) -> Path:
 def has_model(folder: Path) -> bool:
     """Whether a folder is a saved model or adapter."""
     return any((folder / name).exists() for name in MODEL_FILES)
+
+
+def recorded_quantization(model: Path) -> str | None:
+    """Return what the run of a saved model says that training did to its base: nf4 or none.
+
+    None if the model is in no run, or its settings cannot be read.
+    """
+    model = model.resolve()
+    if not STEP_NAME.match(model.parent.name) or not (model.parents[2] / "config.yaml").is_file():
+        return None
+    try:
+        config = run_settings(model.parents[2])
+    except UserError:
+        return None
+    part = config.critic.model if model.name == "critic" else config.model
+    return part.quantization or "none"

@@ -29,6 +29,7 @@ from ppo_cli.config.schema.run import Data
 from ppo_cli.report.validation import describe_choice
 from ppo_cli.run.export import choose_checkpoint
 from ppo_cli.run_folder.lines import replace_lines
+from ppo_cli.run_folder.sources import recorded_quantization
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -305,3 +306,17 @@ def test_counts_are_said_as_people_do() -> None:
         "999 ", "1.5 k", "494 M", "7.62 B",
     ]  # fmt: skip
     assert format_count(988_000_000_000, "G") + "B" == "988 GB"
+
+
+def test_a_run_says_what_its_adapters_were_trained_on(run: Path, tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step_000010"
+    shutil.copytree(run / "checkpoints" / "step_000010", step)
+    assert recorded_quantization(step / "actor") is None  # no settings
+    adapted = "model: {lora_rank: 8, quantization: nf4}"
+    (tmp_path / "config.yaml").write_text(adapted)
+    assert recorded_quantization(step / "actor") == "nf4"
+    assert recorded_quantization(step / "critic") == "none"
+    (tmp_path / "config.yaml").write_text(f"critic: {{{adapted}}}")
+    assert recorded_quantization(step / "critic") == "nf4"
+    shutil.copytree(step / "actor", tmp_path / "actor")
+    assert recorded_quantization(tmp_path / "actor") is None  # in no run

@@ -175,7 +175,11 @@ def test_samplers_share_the_rows(gpus: int, rows: int, limit: int, cached: int) 
     config = settings(gpus, rollout__name="hf", rollout__n=rows, rollout__max_num_seqs=limit)
     place = count_gpu(config, PHI_3)
     layer = 2 * 2 * 3072 * cached * 1024  # keys and values of rows of 512 + 512 in bfloat16
-    assert place.roles["sampler"].kv_cache == layer * (32 + 1)
+    sampler = place.roles["sampler"]
+    assert sampler.kv_cache == layer * (32 + 1)
+    wide = with_settings(config, {"model.float32_head": True})
+    widened = count_gpu(wide, PHI_3).roles["sampler"]
+    assert widened.logits - sampler.logits == 4 * 3072 * 32064  # a copy in float32
 
 
 def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:

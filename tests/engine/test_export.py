@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ppo_cli.engine import export
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.export_check import compare_outputs, compute_outputs, limit_of_check
 from ppo_cli.engine.models.lora import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapt,
     adapter_tensors,
@@ -221,15 +223,29 @@ def test_a_large_model_is_not_compared_but_told() -> None:
     assert "more than 10 billion parameters" in limit_of_check(11_000_000_000)
 
 
+@pytest.mark.parametrize("recorded", [None, "nf4"])
 def test_an_adapter_of_a_base_in_4_bits_is_merged_into_what_was_trained(
-    tmp_path: Path, out: Path, tokenizer: Any
+    recorded: str | None, tmp_path: Path, out: Path, tokenizer: Any
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
     model = save_adapter(tmp_path, quantization="nf4")
     tokenizer.save_pretrained(tmp_path / "actor")
-    written = write_model(tmp_path / "actor", out)
-    assert "nf4" in str(written.merged)
+    if recorded:  # by the run alone: the adapter is older
+        file = tmp_path / "actor" / ADAPTER_CONFIG
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_mapping": None}))
+    written = write_model(tmp_path / "actor", out, recorded=recorded)
+    assert "rounded to nf4, as in training" in str(written.merged)
     assert_near(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model), terms=TERMS)
+
+
+def test_a_base_that_is_quantised_on_the_disk_is_merged_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path
+) -> None:
+    save_adapter(tmp_path)
+    base = SimpleNamespace(hf_quantizer=object())
+    monkeypatch.setattr(export, "load_whole_model", lambda *_, **__: base)
+    with pytest.raises(ModelError, match="leave --quantization out"):
+        write_model(tmp_path / "actor", out, quantization="nf4")
 
 
 @pytest.mark.parametrize(

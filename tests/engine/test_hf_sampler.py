@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models.attention import BY_ROWS
+from ppo_cli.engine.models.policy import Float32Head
 from ppo_cli.engine.samplers import hf as hf_sampler
 from ppo_cli.engine.samplers.hf import compute_uniforms, draw_tokens
 from ppo_cli.engine.samplers.kv_cache import KVCache
@@ -23,6 +25,7 @@ from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 from tests.engine import small_samplers as small
 from tests.marks import quick_only
+from tests.settings import complete
 
 # Keys and values, states, and rows that are computed again.
 KINDS = ("qwen2", "qwen3_next", "mamba2", "recurrent_gemma")
@@ -465,3 +468,15 @@ def test_an_error_that_halving_does_not_help_is_raised(
     monkeypatch.setattr(model, "forward", SmallMemory(model, 10, error))
     with pytest.raises(raised, match=message):
         small.sample(model, small.make_prompts())
+
+
+def test_a_sampler_on_a_gpu_holds_a_widened_head_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Compute(torch.device("meta"), torch.bfloat16)
+    monkeypatch.setattr(Compute, "choose", lambda _: gpu)
+    monkeypatch.setattr(hf_sampler, "build_shared_sampler", lambda model, *_: model)
+    settings = {"path": EMBEDDED, "dtype": "bfloat16", "float32_head": True, "packing": False}
+    model: Any = hf_sampler.build(complete({"model": settings}), None, None)
+    head = model.get_output_embeddings()
+    assert (type(head), head.weight.dtype) == (Float32Head, torch.bfloat16)

@@ -555,8 +555,6 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if config.model.publishes_adapter else None
     model = adapted(policy, inject).model
-    if settings.widens_head:
-        use_float32_head(model, Compute.choose(settings.dtype).dtype)
     if mode.packed:
         choose_attention(model)
     compute = Compute.choose(settings.dtype)
@@ -564,6 +562,9 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     round_embeddings(model.requires_grad_(False).eval(), compute.dtype, untied=not on_cpu)
     if not on_cpu:
         cast_frozen_weights(model, compute.dtype)
+    # After the cast, which knows plain layers: the widened one holds operands of that type too.
+    if settings.widens_head:
+        use_float32_head(model, compute.dtype)
     model.to(compute.device)
     return build_shared_sampler(model, config, tokenizer)
 

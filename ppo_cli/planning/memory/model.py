@@ -69,6 +69,11 @@ class ModelBytes:
     trained: int = 0
 
 
+def count_wide_head(config: Config, shape: Shape, device: Device) -> int:
+    """Count the float32 copy of an actor's output layer; 0 where its own weights are used."""
+    return FLOAT * shape.embedding if config.model.widens_head and device.half else 0
+
+
 @dataclass(frozen=True)
 class ModelOnRank:
     """A model on one learner rank; `part`: settings of a trained model, None for a reference."""
@@ -273,9 +278,7 @@ class ModelOnRank:
 
     @property
     def _wide_head(self) -> int:
-        """Bytes of a float32 copy of the output layer; 0 where its own weights are used."""
-        widens = self.config.model.widens_head and self.device.half and not self.is_critic
-        return FLOAT * self.shape.embedding if widens else 0
+        return 0 if self.is_critic else count_wide_head(self.config, self.shape, self.device)
 
     def _logits(self, tokens: int) -> int:
         """Bytes of the logits of a micro-batch with this number of tokens; 0 for a critic."""
