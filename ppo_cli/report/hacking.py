@@ -48,7 +48,7 @@ def find_hacking(steps: History, limits: Limits) -> str:
     evidence = [part for part in (watched, early, _describe_failures(steps), texts) if part]
     if not evidence:
         return ""
-    since, rise = find_rise(steps)
+    since, rise = find_onset(steps, limits), find_rise(steps)[1]
     what = "the reward has"
     if watched and drift is not None:
         what, rise = "the judge's scores have", drift.amount + drift.rise
@@ -59,13 +59,12 @@ def find_hacking(steps: History, limits: Limits) -> str:
         f"The model {'exploits' if watched else 'may exploit'} its reward: since step {since} "
         f"{what} {moved}, {', and '.join(evidence)}. Look at these responses: "
         f"`{look}`. `{ppo(f'reward audit --config {limits.run_dir}/config.yaml')}` tests the "
-        f"reward; {name_checkpoint_before(steps, limits)}."
+        f"reward; {name_checkpoint_before(since, limits)}."
     )
 
 
-def name_checkpoint_before(steps: History, limits: Limits) -> str:
-    """Return in words which checkpoint is from before the reward rose."""
-    since = find_onset(steps, limits)
+def name_checkpoint_before(since: int, limits: Limits) -> str:
+    """Return in words which checkpoint is from before the exploit, whose onset is `since`."""
     saved = max((step for step in limits.saved if step <= since), default=None)
     if saved is None:
         return f"no checkpoint is from step {since} or before"

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from ppo_cli.environments.episodes import Episodes
 
 Build = Callable[[], Engine]
+WENT_BACK = "the run went back"  # origin of `--resume auto` in place of what was typed
 MakeReward = Callable[[RewardSettings, Sequence[Prompt], HostMaker | None], Reward]
 
 
@@ -358,7 +359,8 @@ def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None
     with send_alerts(plan.settings, run_dir, screen) as screen:
         # A run that went back is resumed as after a kill, so that it is the same to the bit.
         while _goes_back(plan, screen, cluster):
-            plan = plan.amend({"trainer.resume_mode": "auto"}, "the run went back")
+            if plan.settings.trainer.resume_mode != "auto":
+                plan = plan.amend({"trainer.resume_mode": "auto"}, WENT_BACK)
 
 
 def _goes_back(plan: RunPlan, screen: Screen, cluster: Cluster | None) -> bool:
@@ -715,7 +717,9 @@ def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:
 
     After the run has begun, `--resume auto` replaces an older checkpoint or "never".
     """
-    elsewhere = begun and resolved.config.trainer.resume_mode != "auto"
+    # Where the run went back, the command line still has what was typed.
+    went_back = resolved.origins["trainer.resume_mode"] == WENT_BACK
+    elsewhere = went_back or (begun and resolved.config.trainer.resume_mode != "auto")
     if resolved.function:
         call = f"{SAME_CALL}{resolved.function}()"
         return replace_flag(call, "--resume", "auto") if elsewhere else call

@@ -35,6 +35,7 @@ from ppo_cli.errors import DataError, Interrupted, UserError, first_line, is_add
 from ppo_cli.paths import user_path
 from ppo_cli.run_folder.folder import LOCK, RunFolder
 from ppo_cli.run_folder.lines import LABELS_FILE, METRICS_FILE, ROLLOUTS
+from ppo_cli.run_folder.restraints import RESTRAINTS_FILE
 from ppo_cli.run_folder.sources import ModelSource, find_source
 from ppo_cli.waits import Progress, await_result, run_in_thread
 
@@ -458,7 +459,10 @@ def fetch_if_newer(lease: Lease, folder: RunFolder) -> None:
     """
     index, present = read_index(lease.store) or {"files": {}}, scan(folder.path)
     files, mark = index["files"], folder.path / MARK
-    newest, local = (max(checkpoints_in(f).values(), default=0) for f in (files, present))
+    # A run that went back has deleted its newest checkpoints: that is newer than they are.
+    times = ((*checkpoints_in(f).values(), f.get(RESTRAINTS_FILE, (0, 0))[1])
+             for f in (files, present))  # fmt: skip
+    newest, local = map(max, times)
     cut_off, is_run = (folder.path / FETCHING).exists(), not all(map(is_earlier, present))
     is_other = is_run and not cut_off and not (mark.exists() and mark.read_text() == lease.url)
     if files and is_other and newest <= local:

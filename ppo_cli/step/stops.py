@@ -15,6 +15,7 @@ from ppo_cli.step.state import Job, RunState
 MAX_UNSCORED_STEPS = 3  # steps in a row without any score, after which the run stops
 MAX_RESTRAINTS = 2  # returns to an earlier checkpoint, after which the run stops
 KL_FACTOR = 10  # by which a restraint raises the weight of the KL at least
+MAX_KL_FACTOR = 100  # and at most: nothing is learned at an extreme weight
 KL_COST = 2  # times the gain of the exploit, that its KL costs at the new weight at least
 
 
@@ -47,12 +48,12 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     alarm = find_hacking(steps, limits)
     if not alarm or find_hacking(steps[:-1], limits):
         return None
+    onset = find_onset(steps, limits)
     if trainer.on_hacking == "stop":
-        return f"--on_hacking stop; {name_checkpoint_before(steps, limits)}"
+        return f"--on_hacking stop; {name_checkpoint_before(onset, limits)}"
     # Steps that a stop or a new best has saved do not count: not every run of these settings has
     # them. A fork has no start of its own to go back to.
     job.store.wait_for_save()
-    onset = find_onset(steps, limits)
     due = [s for s in job.store.steps() if s <= onset and is_due(s, trainer.save_freq)]
     to = due[-1] if due else 0
     restraints = read_restraints(run_dir)
@@ -61,7 +62,10 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
         return f"--on_hacking restrain; no checkpoint is from step {onset} or before"
     weights = {} if is_last else job.config.kl_weights
     dear = _weigh_kl(steps)
-    changes = {key: (old, max(KL_FACTOR * old, dear)) for key, old in weights.items()}
+    changes = {
+        key: (old, min(max(KL_FACTOR * old, dear), MAX_KL_FACTOR * old))
+        for key, old in weights.items()
+    }
     restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm)
     # From here on the run has gone back, also if it is killed now.
     write_restraints(run_dir, [*restraints, restraint])

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppo_cli.run.assemble import WENT_BACK, _resume_command
 from ppo_cli.run_folder.restraints import read_restraints
+from tests.config.settling import settle
 from tests.forked import Forked
 from tests.loop.runs import command, environment, metrics, rows, stored, train
 
@@ -64,6 +66,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, args: tuple[str, ...]) -> Pa
     done = train(out, *args)
     assert "Going back from step" in done.stdout and "restrained " in done.stdout
     return out
+
+
+def test_the_command_to_go_on_after_a_return_keeps_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ppo", "train", "--resume", "never"])
+    typed = settle(flags={"trainer.resume_mode": ("never", "flag")})
+    back = typed.amend({"trainer.resume_mode": "auto"}, WENT_BACK)
+    assert [_resume_command(back, begun=begun)[-13:] for begun in (True, False)] == [
+        "--resume auto", "--resume auto",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

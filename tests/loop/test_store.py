@@ -241,6 +241,15 @@ def test_the_state_of_a_folder_and_what_another_run_left(tmp_path: Path, scheme:
     first, copy = begin_on("first")
     with copy:
         assert "step_000003" in str(state(first))
+    # A checkpoint that a run went back from since the last copy is not fetched again.
+    shutil.rmtree(first.checkpoints / "step_000003")
+    (first.path / "restraints.json").write_text("[]")
+    first, copy = begin_on("first")
+    with copy:
+        assert "step_000003" not in str(state(first))
+    save(first, 3, "three")
+    with begin_on("first")[1]:
+        pass
     # Another run in its place: the earlier one is kept, there too, and never fetched.
     with begin_on("first")[1]:
         first.set_aside()

@@ -176,7 +176,7 @@ def test_labels_of_people_come_before_a_second_judge() -> None:
         findings = find_troubles(history(100), Limits(people=opinions))
         assert ("hacking" in findings) is alarm
     assert (
-        "The model exploits its reward: since step 26 the judge's scores have risen by 0.30, while "
+        "The model exploits its reward: since step 1 the judge's scores have risen by 0.30, while "
         "the labels that people gave rose by only 0.00. "
         in find_troubles(history(100), Limits(people=people(0.3)))["hacking"]
     )
