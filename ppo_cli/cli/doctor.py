@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,7 +23,6 @@ from ppo_cli.machine.device_record import require_record
 from ppo_cli.machine.gpus import pin_gpu_order
 from ppo_cli.machine.machine import Machine
 from ppo_cli.paths import user_path
-from ppo_cli.planning.resolved import Resolved
 from ppo_cli.run_folder.lines import read_metrics, to_json
 
 if TYPE_CHECKING:
@@ -46,26 +45,36 @@ def doctor(arguments: Arguments) -> None:
     --report writes the last self-test, and the run in --output_dir if there is one, as a file to
     send: it has no secrets, names of the machine or paths.
     """
+    from ppo_cli.cli.screen import print_json, print_result, print_text
+    from ppo_cli.run.doctor import examine
+
     resolved = arguments.resolve()
     as_json = bool(arguments.extras["json"])
     report: Path | None = arguments.extras["report"]
+    self_test: bool = arguments.extras["self_test"]
     if report is not None:
+        from ppo_cli.run.machine_report import describe_run, make_report
         from ppo_cli.scoring.rows import check_out
 
+        # Before the self-test, which takes minutes.
         check_out(report, resolved.config.trainer.output_dir, "--report")
-    if arguments.extras["self_test"]:
-        ok = _run_self_test(resolved.config.model.path, resolved.machine, as_json=as_json)
+        run = user_path(resolved.config.trainer.output_dir)
+        figures = describe_run(run, resolved.machine) if read_metrics(run) else None
+    if self_test or report is not None:
+        machine, model = resolved.machine, resolved.config.model.path
+        ok = not self_test or _run_self_test(model, machine, as_json=as_json)
         if report is not None:
-            _write_report(report, resolved)
+            _write_report(report, make_report(require_record("--report"), machine, figures))
+            of_run = f"the run in {run}" if figures else f"no run ({run} has none)"
+            line = f"{report}: the last self-test and {of_run}"
+            result = {"out": str(report), "run": str(run) if figures else None}
+            if as_json and self_test:  # stdout has the record
+                print(line, file=sys.stderr)
+            else:
+                print_result(result, lambda: line, as_json=as_json)
         if not ok:
             raise typer.Exit(EXIT_USER)
         return
-    if report is not None:
-        _write_report(report, resolved)
-        return
-    from ppo_cli.cli.screen import print_json, print_text
-    from ppo_cli.run.doctor import examine
-
     # A check may take seconds, so each finding is printed at once.
     rows = []
     for part, finding in examine(resolved, os.environ, probe=arguments.extras["probe"]):
@@ -81,21 +90,13 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _write_report(path: Path, resolved: Resolved) -> None:
+def _write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write what this machine showed as a file to send."""
-    from ppo_cli.cli.screen import print_text
-    from ppo_cli.run.machine_report import make_report
-
-    run = user_path(resolved.config.trainer.output_dir)
-    folder = run if read_metrics(run) else None
-    report = make_report(require_record("--report"), resolved.machine, folder)
     try:
         with atomic_replace(path) as unfinished:
             unfinished.write_text(to_json(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--report {path} cannot be written: {error.strerror or error}.") from error
-    of_run = f"the run in {run}" if folder else f"no run ({run} has none)"
-    print_text(f"{path}: the last self-test and {of_run}")
 
 
 def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> bool:

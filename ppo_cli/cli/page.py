@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import html
 import json
 import shlex
@@ -51,6 +50,7 @@ def view(
     folders = [localise(run, small=True) for run in runs or [Path("outputs")]]
     check_runs(folders, begun=True)
     from ppo_cli.report.page.server import PageServer, find_bokeh_files, open_runs
+    from ppo_cli.run.machine_report import find_user
 
     find_bokeh_files()
     try:
@@ -62,7 +62,7 @@ def view(
         ) from error
     # For a browser on another machine: ssh forwards the same port, so that the token's cookie
     # fits.
-    target = f"{getpass.getuser()}@{socket.gethostname()}"
+    target = f"{find_user()}@{socket.gethostname()}"
     tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {target}"
     with server:
         # Print the address before serving, which blocks.

@@ -8,6 +8,7 @@ backward pass takes twice the forward one. Recomputation, AdamW and entropies ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ppo_cli.config.models.shape import Shape
@@ -21,9 +22,10 @@ class GpuSpeed:
     gb_per_s: float
 
 
-# The first name that a GPU's own name contains counts.
+# The first name that a GPU's own name has as words counts; laptops and the D have other speeds.
 GPU_SPEEDS = {
-    "B200": GpuSpeed(2250, 8000), "H200 NVL": GpuSpeed(835, 4800), "H200": GpuSpeed(989, 4800),
+    "GB200": GpuSpeed(2500, 8000), "B200": GpuSpeed(2250, 8000), "GH200": GpuSpeed(989, 4000),
+    "H200 NVL": GpuSpeed(835, 4800), "H200": GpuSpeed(989, 4800),
     "H100 PCIe": GpuSpeed(756, 2000), "H100 NVL": GpuSpeed(835, 3900),
     "H100": GpuSpeed(989, 3350), "H20": GpuSpeed(148, 4000), "A100": GpuSpeed(312, 2039),
     "A10G": GpuSpeed(70, 600), "A10": GpuSpeed(125, 600), "L40S": GpuSpeed(362, 864),
@@ -34,7 +36,10 @@ GPU_SPEEDS = {
 
 def find_speed(name: str) -> GpuSpeed | None:
     """Return what a GPU of this name can do; None for one that is not listed."""
-    return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
+    for part, speed in GPU_SPEEDS.items():
+        if re.search(rf"\b{part}\b(?! Laptop| D\b)", name):
+            return speed
+    return None
 
 
 # Shares of the data sheet that large products and long copies usually reach, and the seconds that

@@ -7,6 +7,7 @@ The file has no secrets, no names of the host and the user, and no paths.
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 import re
 import socket
@@ -20,7 +21,7 @@ from ppo_cli.config.models.bundled import MODELS
 from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, plural
 from ppo_cli.machine.device_record import DeviceRecord
 from ppo_cli.machine.machine import Machine
 from ppo_cli.paths import user_path
@@ -31,12 +32,23 @@ from ppo_cli.secrets.redact import redact
 
 FORMAT = 1
 WARM_UP = 1  # steps that compile and allocate, left out of the times
-# A path with more than one part, and the parts before its last one.
-PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\",;:]+/)+")
+# Names of users in paths of their homes.
+HOMES = re.compile(r"(?i:(?<=/home/)|(?<=/users/))[^\s/'\":,;)\]]+")
+# A path without its last part. A part has up to four words, of which none begins another path.
+_WORD = r"(?:[^\s/'\":]|(?<=\w)[':](?=\w))+"
+_PART = rf"{_WORD}(?: +(?![.~$-]){_WORD}){{0,3}}/+"
+PATH = re.compile(
+    r"(?:(?!https?:)\b[a-z][\w+]*://+|\bfile:/+"  # an address
+    r"|(?<![\w.])(?:~[\w.-]*|\.{1,2}|\$\w+|\$\{\w+\})/+"  # from a folder
+    rf"|(?:(?<![\w.:/])|(?<=:)(?!//)|(?<=-[A-Z]))/+(?={_PART}))"
+    rf"(?:{_PART})*"
+)
 
 
-def make_report(record: DeviceRecord, machine: Machine, run: Path | None) -> dict[str, Any]:
-    """Return the report of this machine, with the figures of a run if there is one."""
+def make_report(
+    record: DeviceRecord, machine: Machine, run: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the report of this machine, with the figures of a run (`describe_run`), if any."""
     gpus = [
         {
             "name": gpu.name,
@@ -51,7 +63,7 @@ def make_report(record: DeviceRecord, machine: Machine, run: Path | None) -> dic
         "processor": f"{platform.machine()}, {machine.cores} cores",
         "system": f"{platform.system()}, Python {platform.python_version()}",
         "self_test": asdict(record),
-        "run": describe_run(run, machine) if run is not None else None,
+        "run": run,
     }
     cleaned: dict[str, Any] = remove_names(report)
     return cleaned
@@ -65,12 +77,25 @@ def remove_names(value: Any) -> Any:
         return [remove_names(part) for part in value]
     if not isinstance(value, str):
         return value
-    text = PATH.sub("", redact(value))
-    names = {socket.gethostname(): "HOST", Path.home().name: "USER", getpass.getuser(): "USER"}
-    for name, stand_in in names.items():
+    text = PATH.sub("", HOMES.sub("USER", redact(value)))
+    host, *domains = socket.gethostname().split(".")
+    users = (os.path.basename(os.path.expanduser("~")), find_user())
+    # A longer name of the host is one too.
+    for name, rest, stand_in in (
+        (host, r"(?:\.[\w-]+)*" if domains else "", "HOST"),
+        *((user, "", "USER") for user in users),
+    ):
         if len(name) > 2 and name != "root":
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text)
+            text = re.sub(rf"(?<![^\W_]){re.escape(name)}{rest}(?![^\W_])", stand_in, text)
     return text
+
+
+def find_user() -> str:
+    """Return the user's name; the number of a user without one, as in containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
@@ -78,12 +103,13 @@ def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
 
     Raises UserError for a run without two steps.
     """
-    lines = [line for line in read_metrics(run) if "time/step_s" in line]
+    measured = read_metrics(run)  # with the validation before the first step
+    lines = [line for line in measured if "time/step_s" in line]
     steps = lines[WARM_UP:]
     if not steps:
         raise UserError(
-            f"{run} has {len(lines)} steps: a report needs {WARM_UP + 1} or more. --output_dir "
-            "names the run, --max_steps how many steps it has."
+            f"{run} has {plural(len(lines), 'step')}: a report needs {WARM_UP + 1} or "
+            "more. --output_dir names the run, --max_steps how many steps it has."
         )
     config = run_settings(run)
     seconds = statistics.median(line["time/step_s"] for line in steps)
@@ -109,7 +135,7 @@ def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
         "skipped_steps": int(sum(_column(lines, "actor/skipped_steps"))),
         "loss_scale_halvings": int(sum(_column(lines, "actor/loss_scale_halvings"))),
         "reward": [round(reward, 4) for reward in _column(lines, "reward_mean")],
-        "validation": [round(score, 4) for score in _column(lines, "val/reward_mean")],
+        "validation": [round(score, 4) for score in _column(measured, "val/reward_mean")],
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pwd
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine import device_record
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
 from ppo_cli.planning.resolved import Resolved
+from ppo_cli.run.machine_report import remove_names
+from ppo_cli.run_folder.lines import read_metrics, replace_lines
 from tests.config.settling import device_notes, settle
 from tests.report.page.runs import make_run
 from tests.settings import with_gpus
@@ -87,3 +91,59 @@ def test_a_report_carries_the_record_without_names_of_the_machine(
     assert "<summary>Self-test</summary>" in text and "HOST: x &lt;b&gt;" in text
     assert "node-of-mine" not in text.rpartition("<details>")[2] and SECRET not in text
     assert device_record.read_record() == record
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("error:@alice/secret-project/model", "error:model"),
+        ("PYTHONPATH=/a/b:@alice/secret/x", "PYTHONPATH=b:x"),
+        ("file://@alice/proj/x, file:@alice/y", "x, y"),
+        ("sqlite:///@alice/proj/x.db and unix:///run/alice/y", "x.db and y"),
+        ("../acme-secret/model7/x.json ./acme/y ../../z", "x.json y z"),
+        ("~/acme/x ~alice/acme/y $HOME/acme/z ${HOME}/acme/w", "x y z w"),
+        ("'@alice/My Project/secret/x'", "'x'"),
+        ("@alice/a,b/it's/c:d/x.py:12: wrong", "x.py:12: wrong"),
+        ("@bob", "USER"),
+        ("of /srv/Users/bob/ and (/mnt/users/carol)", "of  and (USER)"),
+        ("gcc -I@alice/acme/include -L/opt/acme/lib", "gcc -Iinclude -Llib"),
+        ("in ['/ext//acme/x', \"/ext/acme/y\"]", "in ['x', \"y\"]"),
+        ("node7: node7.acme.example.org:29500 on node7.", "HOST: HOST:29500 on HOST."),
+        ("alice, ray_alice and malice", "USER, ray_USER and malice"),
+        ("12 tokens/s and/or 3/4 of 1 GiB/s, ratio 1 / 2", None),
+        ("https://pytorch.org/docs/stable and Qwen/Qwen3-0.6B", None),
+    ],
+)
+def test_a_text_to_send_has_no_path_host_and_user(
+    text: str, cleaned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "alice")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7.acme.example.org")
+    text = text.replace("@", "/home" + "/")
+    assert remove_names([{"detail": text}]) == [{"detail": text if cleaned is None else cleaned}]
+
+
+def test_a_user_without_an_entry_sends_a_report_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    device_record.write_record(DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [], []))
+    run = make_run(tmp_path / "run", steps=3)
+    lines = [
+        {"step": 0, "val/reward_mean": 0.25},
+        *({"perf/tokens_per_s": 9.0} | line for line in read_metrics(run)),
+    ]
+    replace_lines(run / "metrics.jsonl", lines)
+    report = tmp_path / "report.json"
+    command = ["doctor", "--json", "--report", str(report), "--output_dir", str(run)]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == str(run)
+    figures = json.loads(report.read_text())["run"]
+    assert (figures["steps"], figures["validation"]) == (3, [0.25, 0.5, 0.5, 0.5])
+    # What the report lacks is said before the self-test, which takes minutes.
+    replace_lines(run / "metrics.jsonl", lines[:2])
+    assert main([*command, "--self_test"]) == 2
+    assert "1 step" in capsys.readouterr().err

@@ -5,6 +5,7 @@ A new set is one function (source -> rows of each split) and one line in RECIPES
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -30,7 +31,7 @@ from ppo_cli.data_sets.files import (
 )
 from ppo_cli.data_sets.rows import find_value, read_plain, read_prompt, read_records
 from ppo_cli.data_sets.sources import read_source, split_sources
-from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address
+from ppo_cli.errors import DataError, did_you_mean, plural, ppo, refuse_out_address, shorten
 from ppo_cli.extras.lab.transcripts import is_transcript, split_transcript
 from ppo_cli.paths import load_json, user_path
 from ppo_cli.records import Message
@@ -385,6 +386,8 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
         ) from None
     splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     sets = list(dict.fromkeys(filter(None, names.split(","))))
+    if not sets:
+        raise DataError(f"{REASONING_GYM}:{names} names no set. Known: {', '.join(DATASETS)}.")
     for name in sets:
         if name not in DATASETS:
             near = did_you_mean(name, DATASETS)
@@ -401,7 +404,14 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
                 continue
             split = SPLITS[index >= train]
             text = f"{entry['question'].rstrip()}\n\n{TAGS_INSTRUCTION}"
-            info = {"split": split, "index": index, "set": name, "entry": write_literal(entry)}
+            try:
+                literal = write_literal(entry)
+            except ValueError as error:
+                raise DataError(
+                    f"{REASONING_GYM}:{name}, row {index}: its entry {error}, so its scorer cannot "
+                    "read it in training. Leave the set out."
+                ) from None
+            info = {"split": split, "index": index, "set": name, "entry": literal}
             splits[split].append(
                 {
                     "data_source": f"{REASONING_GYM}:{name}",
@@ -417,7 +427,7 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
 def write_literal(value: Any) -> str:
     """Return a value as a Python literal: JSON would turn tuples into lists, and keys into texts.
 
-    Values of numpy become Python's.
+    Values of numpy become Python's. Raises ValueError for a value without a literal, as of dates.
     """
 
     def plain(value: Any) -> Any:
@@ -427,7 +437,12 @@ def write_literal(value: Any) -> str:
             return type(value)(map(plain, value))
         return value.tolist() if hasattr(value, "tolist") else value
 
-    return repr(plain(value))
+    literal = repr(plain(value))
+    try:
+        ast.literal_eval(literal)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"has a value without a literal: {shorten(literal, 200)}") from None
+    return literal
 
 
 # Name -> the default source, and the function that builds the splits.

@@ -359,13 +359,13 @@ def test_a_set_with_one_split_is_a_row_of_the_table(
 
 # A set of the package: entries with tuples, keys that are numbers, and no answer.
 PACKAGE = """
-DATASETS = {"sums": None, "maps": None}
+DATASETS = {"sums": None, "maps": None, "ends": None}
 
 def create_dataset(name, size, seed):
     for index in range(size):
         number = (seed + index) % 40
         answer = str(number) if name == "sums" else None
-        metadata = {"pair": (number, {number: 1})}
+        metadata = {"pair": (number, {number: 1}), "end": float("inf") if name == "ends" else 1}
         yield {"question": f"{name} {number}?", "answer": answer, "metadata": metadata}
 
 def get_score_answer_fn(name):
@@ -400,3 +400,6 @@ def test_generated_sets_are_scored_by_the_scorer_of_their_package(
         assert load_rows(str(out / "train.parquet")).rows == rows
     with pytest.raises(DataError, match=r"no set 'sum'.*mean 'sums'"):
         prepare("reasoning_gym:sum", out=str(out))
+    for name, problem in {",": "names no set", "sums,ends": "ends, row 0: .*inf"}.items():
+        with pytest.raises(DataError, match=problem):
+            prepare(f"reasoning_gym:{name}", out=str(out), force=True)

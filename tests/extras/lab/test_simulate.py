@@ -77,9 +77,13 @@ def test_a_prediction_by_hand() -> None:
     # Products that only copy are bound by traffic too.
     copies = Prediction.make(speed, **work | {"product_bytes": 7000e9})
     assert copies.seconds == pytest.approx(10.0 + 2.0)
-    names = {"NVIDIA H100 PCIe": 756, "NVIDIA H100 80GB HBM3": 989, "Tesla T4": 65}
+    names = {
+        "NVIDIA H100 PCIe": 756, "NVIDIA H100 80GB HBM3": 989, "Tesla T4": 65,
+        "NVIDIA A100-SXM4-80GB": 312, "Tesla V100-SXM2-16GB": 125,
+    }  # fmt: skip
     assert {name: find_speed(name).tflops for name in names} == names
-    assert find_speed("NVIDIA GeForce GT 1030") is None
+    for other in ("NVIDIA GeForce GT 1030", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "RTX 4090 D"):
+        assert find_speed(other) is None
 
 
 @pytest.mark.slow
