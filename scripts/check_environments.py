@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.cluster.addresses import free_port
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.environments.base import EnvironmentFailure
 from ppo_cli.environments.pool import EnvironmentPool
@@ -248,10 +249,12 @@ CASES = (
 def make_venv(case: Case, folder: Path) -> Path:
     """Return the virtual environment with the packages of a case; makes it once."""
     venv = folder / re.split(r"[=\[]", case.packages[-1])[0]
-    if not (venv / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    installed, packages = venv / "installed.txt", "\n".join(case.packages)
+    if not installed.exists() or installed.read_text() != packages:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
         install = [venv / "bin" / "pip", "install", "--quiet", *case.packages]
         subprocess.run(install, check=True)
+        installed.write_text(packages)
     return venv
 
 
@@ -261,7 +264,7 @@ def serve(case: Case, python: Path, folder: Path) -> Iterator[str]:
     if not case.server:
         yield ""
         return
-    port = 8000 + os.getpid() % 20000
+    port = free_port("127.0.0.1")
     program = [str(python), "-c", case.server, str(port)]
     if case.server == "template":
         init = "from openenv.cli.__main__ import main; main()"
@@ -281,19 +284,21 @@ def serve(case: Case, python: Path, folder: Path) -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.5)
+        else:
+            raise RuntimeError(f"the server of {case.name} does not answer on port {port}")
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(20)
 
 
-def play(case: Case, settings: dict[str, Any], folder: Path) -> list[str]:
-    """Send the messages of a case; returns what differs from what is known."""
+def play(case: Case, settings: dict[str, Any], folder: Path) -> tuple[int, list[str]]:
+    """Send the messages of a case; returns how many went as known, and what differs."""
     limits = {"isolation": "episode", "max_starts": 4, "max_turn_tokens": 48, "num_workers": 1}
     defaults = {"python": sys.executable, "timeout": 120.0}
     pool = EnvironmentPool(Environment(**{**defaults, **limits, **settings}))
     pool.start()
-    faults = []
+    right, faults = 0, []
     try:
         pool.reset("a", ROW).result(200)
         for message, pattern in case.plays:
@@ -308,11 +313,13 @@ def play(case: Case, settings: dict[str, Any], folder: Path) -> list[str]:
             text = " ".join(m["content"] for m in reply.messages)
             facts = f"{text} {'done' if reply.done else ''} {dict(reply.rewards)}"
             facts += " error" if reply.error else ""
-            if not re.search(pattern, facts, re.DOTALL):
+            if re.search(pattern, facts, re.DOTALL):
+                right += 1
+            else:
                 faults.append(f"{pattern!r} is not in {facts[:300]!r}")
     finally:
         pool.close()
-    return faults
+    return right, faults
 
 
 def train(case: Case, settings: dict[str, Any], venv: Path, folder: Path) -> list[str]:
@@ -347,9 +354,10 @@ def train(case: Case, settings: dict[str, Any], venv: Path, folder: Path) -> lis
     ]
     scores = [row["score"] for row in rows if row["score"] is not None]
     errors = [line.get("environment/tool_error_share") for line in read_metrics(out)]
+    masked = len(rows) - len(scores)
     reasons = sorted({row["failure"][:60] for row in rows if row["failure"]})
     return [
-        f"{len(rows)} responses", f"{len(rows) - len(scores)} masked",
+        f"{len(rows)} responses", f"{'fault: ' * bool(masked)}{masked} masked",
         f"reward {min(scores):.2f} to {max(scores):.2f}" if scores else "no reward",
         "errors " + ", ".join(f"{share:.0%}" for share in errors if share is not None),
         *reasons,
@@ -375,8 +383,8 @@ def check(case: Case, venvs: Path) -> list[str]:
                 return value.format(**words) if isinstance(value, str) else value
 
             settings = {key: fill(value) for key, value in case.settings.items()}
-            faults = play(case, settings, folder) if case.plays else []
-            played = f"{len(case.plays) - len(faults)} of {len(case.plays)} played"
+            right, faults = play(case, settings, folder) if case.plays else (0, [])
+            played = f"{right} of {len(case.plays)} played"
             cells = train(case, settings, venv, folder)
             return [played, *cells, *(f"fault: {fault}" for fault in faults)]
 

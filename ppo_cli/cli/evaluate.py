@@ -411,7 +411,7 @@ add_command(
         make_flag("out", str, None, "Folder for the rows; unset, a folder in ./evals.", "DIR"),
         _JSON,
     ],
-    ("reward.", *_ANSWERS),
+    ("data.val_files", "reward.", *_ANSWERS),
 )  # fmt: skip
 generate_app = App()
 add_command(

@@ -162,6 +162,9 @@ def add_command(
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
     layers = [p for p in _make_shared_parameters() if p.name not in extra_names]
+    for parameter in layers:
+        if parameter.name in EPISODES:
+            parameter.default.hidden = not EPISODES[parameter.name].startswith(shown)
     parameters = [*files, *layers, *others, *flags]
     app.command(run.__name__, cls=SettingsCommand, epilog=example)(
         set_parameters(command, parameters)
@@ -250,7 +253,7 @@ class SettingsCommand(HelpCommand):
     def describe_parameter(self, param: Any, ctx: Any) -> tuple[str, tuple[str, str]] | None:
         """Return a setting with its first sentence and default; with all facts for --help-all."""
         key, every = list_flag_keys().get(param.name), ctx.meta[ALL_FLAGS]
-        if param.name.endswith("episodes") and not every:
+        if param.name in EPISODES and not every:
             return None  # the short help is one screen
         if param.hidden or key is None:
             return super().describe_parameter(param, ctx)

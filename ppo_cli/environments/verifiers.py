@@ -184,7 +184,7 @@ class Episode:
         """
         body = await self._begin(row)
         opening = [read_message(message) for message in body["messages"]]
-        if opening[0]["role"] == "system":
+        if opening and opening[0]["role"] == "system":
             return opening
         return [*(m for m in row["messages"] if m["role"] in ("system", "developer")), *opening]
 

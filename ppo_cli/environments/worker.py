@@ -540,9 +540,14 @@ class Worker:
         environment = self._episodes[episode] = await self._call(self._make, timeout=timeout)
         remaining = max(0.0, ends - time.monotonic())
         value = await self._call(environment.reset, row, timeout=remaining)
-        messages = read_messages(value, "reset") or row["messages"]
+        opening = read_messages(value, "reset")
+        messages = opening or row["messages"]
         if all(message["role"] in ROLES[:2] for message in messages):
-            raise BadReply("reset returned no messages, and the episode has no row to begin with")
+            raise BadReply(
+                "reset returned system messages only; return those of the row or the user as well"
+                if opening
+                else "reset returned no messages, and the episode has no row to begin with"
+            )
         return {"messages": messages}
 
     async def _step(self, episode: str, message: dict[str, Any], timeout: float) -> dict[str, Any]:

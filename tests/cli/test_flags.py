@@ -68,3 +68,7 @@ def test_help_all_has_every_flag_and_its_facts(capsys: pytest.CaptureFixture[str
     common = {key.flag for key in table().values() if key.common}
     assert {flag for flag in common if f"  {flag}" not in screen} == set()
     assert "Prompts per step [256]" in screen and "PPO_BATCH_SIZE" not in screen
+    # Only commands that may open episodes have their numbers.
+    flag = "--val_episodes N"
+    assert flag in out and flag not in screen
+    assert main(["reward", "score", "--help-all"]) == 0 and flag not in capsys.readouterr().out

@@ -413,7 +413,7 @@ def test_a_mistake_is_refused_at_the_start(tmp_path: Path, source: str) -> None:
     [
         ("f\"Game {row['seed']}\"", ""),
         ("None", "reset returned no messages"),
-        ('[{"role": "system", "content": "Play."}]', "reset returned no messages"),
+        ('[{"role": "system", "content": "Play."}]', "reset returned system messages only"),
         ('row["extra_info"]["board"]', "KeyError: 'board' .game.py, line 2.. Name rows with"),
     ],
 )
