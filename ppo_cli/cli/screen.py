@@ -28,7 +28,7 @@ from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.report.catalogue import PHASES
-from ppo_cli.report.judge_card import format_dollars
+from ppo_cli.report.judge_card import Spent, format_dollars, list_spent
 from ppo_cli.report.metrics import (
     format_duration,
     format_explained,
@@ -368,36 +368,30 @@ MIN_WIDTH = 20  # columns of a view, for a name, a number and a curve of one cha
 FREE_COLUMNS = 5
 MAX_TEXT_CHARS = 2000  # characters of a text in the view
 KEPT_LINES = 20  # lines that are printed again after the width has changed
-# Dollars and tokens that each judge may use, by the prefix of its metrics.
-Budgets = Mapping[str, tuple[float | None, int | None]]
 
 
-def format_judges(lines: Sequence[Mapping[str, float]], budgets: Budgets) -> list[str]:
+def format_judges(lines: Sequence[Mapping[str, float]], judges: Sequence[Spent]) -> list[str]:
     """Return rows about a run's judges: calls of the last step, dollars spent, budgets left."""
     last = lines[-1]
 
     def add_up(name: str) -> float:
-        return math.fsum(last.get(f"{judge}/{name}", 0.0) for judge in budgets)
+        return math.fsum(last.get(f"{judge.name}/{name}", 0.0) for judge in judges)
 
     calls, cached, seconds = add_up("calls"), add_up("cached"), last.get("time/step_s")
     if not calls + cached:
         return []
     speed = f" ({calls / seconds:.1f}/s)" if seconds else ""
-    errors = max(last.get(f"{judge}/error_rate", 0.0) for judge in budgets)
-    spent, rests = 0.0, []
-    for judge, (max_usd, max_tokens) in budgets.items():
-        names = [f"{split}{judge}" for split in ("", "val/")]
-        usd = max(line.get(f"{name}/cost_usd_total", 0.0) for line in lines for name in names)
-        kinds = [f"{name}/tokens_{way}" for name in names for way in ("in", "out")]
-        tokens = math.fsum(line.get(kind, 0.0) for line in lines for kind in kinds)
-        spent += usd
-        whose = f" ({judge})" if len(budgets) > 1 else ""
-        if max_usd is not None:
-            rest = format_dollars(max(0.0, max_usd - usd))
-            rests.append(f", {rest} of {format_dollars(max_usd)} left{whose}")
-        if max_tokens is not None:
-            rest = f"{max(0.0, max_tokens - tokens):,.0f}"
-            rests.append(f", {rest} of {max_tokens:,} tokens left{whose}")
+    errors = max(last.get(f"{judge.name}/error_rate", 0.0) for judge in judges)
+    rests = []
+    for judge in judges:
+        whose = f" ({judge.name})" if len(judges) > 1 else ""
+        if judge.max_usd is not None:
+            rest = format_dollars(max(0.0, judge.max_usd - judge.usd))
+            rests.append(f", {rest} of {format_dollars(judge.max_usd)} left{whose}")
+        if judge.max_tokens is not None:
+            left = max(0, judge.max_tokens - judge.tokens)
+            rests.append(f", {left:,} of {judge.max_tokens:,} tokens left{whose}")
+    spent = math.fsum(judge.usd for judge in judges)
     return [
         f"judge     last step: {plural(calls, 'call')}{speed}, "
         f"{cached / (calls + cached):.0%} from the cache, {errors:.1%} errors",
@@ -427,7 +421,7 @@ class TerminalScreen(Screen):
         self._ends: float | None = None  # of the run, on the monotonic clock
         self._phase: tuple[str, int | None, float] | None = None  # label, items, start
         self._done = 0  # items of the phase
-        self._budgets: Budgets = {}
+        self._reward: Reward | None = None
         self._lines: list[Mapping[str, float]] = []  # metrics of the finished steps
         self._curves: dict[str, list[float]] = {}
         self._status: list[str] = []
@@ -447,12 +441,7 @@ class TerminalScreen(Screen):
         self, reward: Reward, total_steps: int, history: Sequence[Mapping[str, float]]
     ) -> None:
         """Show the view of a run, of which the steps in `history` are finished."""
-        self._budgets = {
-            "judge" if judge.part in (None, "judge") else f"judge_{judge.part}":
-            (judge.settings.budget_usd, judge.settings.budget_tokens)
-            for judge in judges_of(reward)
-        }  # fmt: skip
-        self._lines, self._ends = list(history), None
+        self._reward, self._lines, self._ends = reward, list(history), None
         self._steps = (int(history[-1]["step"]) if history else 0, total_steps)
         self._read_lines()
         self._live.start()
@@ -462,7 +451,7 @@ class TerminalScreen(Screen):
         """Show a phase with its progress, until the next one begins."""
         # Other commands have phases whose names can be shown.
         label = PHASES.get(name.replace(" ", "_"), name)
-        if self._budgets:
+        if self._reward is not None and judges_of(self._reward):
             label = label.replace("for rewards", "for the judge")
         self._phase, self._done = (label, total, time.monotonic()), 0
 
@@ -500,7 +489,9 @@ class TerminalScreen(Screen):
         series = {w: [line[n] for line in self._lines if n in line] for n, w in names.items()}
         self._curves = {word: values for word, values in series.items() if values}
         failed = math.fsum(line.get(name, 0.0) for line in self._lines for name in FAILURES)
-        self._status = format_judges(self._lines, self._budgets) if self._lines else []
+        self._status = []
+        if self._lines and self._reward is not None:
+            self._status = format_judges(self._lines, list_spent(self._reward, self._lines))
         self._status.append(f"failures  {plural(failed, 'response')} without a score")
 
     def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, UserError, first_line
+from ppo_cli.report.judge_card import Spent, list_spent
 from ppo_cli.report.tracker import Screen, Summary
-from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.secrets.known import hide_secret
 from ppo_cli.secrets.redact import redact
 from ppo_cli.waits import await_result, run_in_thread
@@ -66,18 +66,19 @@ class AlertScreen(Screen):
         self.close = screen.close  # type: ignore[method-assign]
         self._address = address
         self._run_dir = run_dir
-        self._api = config.reward.api
+        self._reward = config.reward
         self._step = 0
-        self._budget_told = False
+        self._told: set[str] = set()  # judges whose budget is nearly spent
         self._posts: list[Future[str]] = []
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Show a step; post once that a judge's budget is nearly spent."""
         self._step = step
         self._screen.step(step, total_steps, metrics)
-        if not self._budget_told and (text := self._describe_budget(metrics)):
-            self._budget_told = True
-            self.post("budget", text)
+        for judge in list_spent(self._reward, [metrics]):
+            if judge.name not in self._told and (text := _describe_budget(judge)):
+                self._told.add(judge.name)
+                self.post("budget", text)
 
     def health(self, text: str, kind: str = "") -> None:
         """Show a warning, and post it."""
@@ -110,19 +111,15 @@ class AlertScreen(Screen):
         if failure := next(filter(None, failures), ""):
             self._screen.note(f"An alert was not delivered ({redact(failure)}).")
 
-    def _describe_budget(self, metrics: Mapping[str, float]) -> str:
-        """Say that a budget of the judge is nearly spent; empty if it is not."""
-        totals = [value for name, value in metrics.items() if name.endswith("/cost_usd_total")]
-        usd, budget = max(totals, default=0.0), self._api.budget_usd
-        if budget is not None and usd >= BUDGET_SHARE * budget:
-            return f"${usd:.2f} of the judge's budget of ${budget:g} are spent."
-        # No metric has the total of tokens.
-        if (limit := self._api.budget_tokens) is None:
-            return ""
-        calls = paid_calls(self._run_dir)
-        tokens = sum(int(call["input"]) + int(call["output"]) for call in calls)
-        spent = f"{tokens:,} of the judge's budget of {limit:,} tokens are spent."
-        return spent if tokens >= BUDGET_SHARE * limit else ""
+
+def _describe_budget(judge: Spent) -> str:
+    """Say that a budget of a judge is nearly spent; empty if it is not."""
+    if judge.max_usd is not None and judge.usd >= BUDGET_SHARE * judge.max_usd:
+        return f"{judge.name}: ${judge.usd:.2f} of its budget of ${judge.max_usd:g} are spent."
+    if judge.max_tokens is not None and judge.tokens >= BUDGET_SHARE * judge.max_tokens:
+        tokens = f"{judge.tokens:,} of its budget of {judge.max_tokens:,} tokens"
+        return f"{judge.name}: {tokens} are spent."
+    return ""
 
 
 def _post(address: str, body: Mapping[str, Any]) -> str:

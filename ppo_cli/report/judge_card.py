@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,17 +29,55 @@ Row = tuple[str, str]
 _JUDGE_COUNTER = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What a judge has cost in a run, and its budgets; `name` is the prefix of its metrics."""
+
+    name: str
+    usd: float
+    tokens: int
+    max_usd: float | None
+    max_tokens: int | None
+
+
+def list_spent(reward: Reward, lines: Lines) -> list[Spent]:
+    """Return what each judge of a run has cost, by the totals in its metrics."""
+    spent = []
+    for name, judge in _name_judges(reward).items():
+        usd, tokens = (
+            max(
+                (
+                    line.get(f"{split}{name}/{total}", 0.0)
+                    for line in lines
+                    for split in ("", "val/")
+                ),
+                default=0.0,
+            )
+            for total in ("cost_usd_total", "tokens_total")
+        )
+        api = judge.settings
+        spent.append(Spent(name, usd, int(tokens), api.budget_usd, api.budget_tokens))
+    return spent
+
+
+def _name_judges(reward: Reward) -> dict[str, Judge]:
+    """Return a run's judges by the prefix of their metrics.
+
+    As the metrics of a mixture: the judge named `judge`, else the first, has no suffix.
+    """
+    judges = judges_of(reward)
+    names = [judge.part for judge in judges]
+    first = "judge" if "judge" in names else next(iter(names), None)
+    return {"judge" if j.part == first else f"judge_{j.part}": j for j in judges}
+
+
 def describe_judges(run_dir: Path, reward: Reward, history: Lines) -> list[Row]:
     """Return (measure, value) rows about a run's judges; what was not measured has no row."""
     calls = paid_calls(run_dir)
     totals = describe_judge_totals(run_dir, history)
     rows = [("calls", totals)] if totals else []
-    judges = judges_of(reward)
-    names = [judge.part for judge in judges]
-    for judge in judges:
-        # As the metrics of a mixture: the judge named `judge`, else the first, has no suffix.
-        first = judge.part == ("judge" if "judge" in names else names[0])
-        stage = "judge" if first else f"judge_{judge.part}"
+    judges = _name_judges(reward)
+    for stage, judge in judges.items():
         of_judge = f" ({judge.part})" if len(judges) > 1 else ""
         rows += [
             (name + of_judge, text) for name, text in _describe_judge(judge, reward, stage, history)

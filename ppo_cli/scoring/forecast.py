@@ -156,7 +156,12 @@ class Forecast:
         api = self.config.reward.api
         panel = [other.as_dict() for other in self.others]
         cascaded = api.cascade.model is not None
-        others = {"cheaper": panel[0]} if cascaded else {"panel": panel} if panel else {}
+        others: dict[str, Any] = {"cheaper": panel[0]} if cascaded else {"panel": panel}
+        others = others if panel else {}
+        if api.monitor.model is not None:
+            second = monitor_settings(api)
+            asked = {"provider": second.type, "model": second.model}
+            others["second_judge"] = asked | describe_endpoint(second)
         return {
             "provider": api.type,
             "model": api.model,
@@ -168,7 +173,7 @@ class Forecast:
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
             "assumed": self.assumptions(),
-            **describe_endpoint(self.config.reward.api),
+            **describe_endpoint(api),
             **others,
         }
 
@@ -182,13 +187,12 @@ class Forecast:
         if api.cascade.model is not None:
             share = api.cascade.share
             lines[0] += f", if it decides {share:.0%} of the responses (--rm_cascade_share)"
-        if (endpoint := describe_endpoint(api))["address"]:
-            key = f", key in {endpoint['key_variable']}" if endpoint["key_variable"] else ""
-            lines.append(f"asked at {endpoint['address']}{key}")
+        lines += _endpoint_lines(api)
         who = "cheaper judge" if api.cascade.model is not None else "judge of the panel"
         for other in self.others:
             line = _usage_line(other.run or other.a_step, other.price)
             lines.append(f"{who}, asked about all responses: {line}{where}{other._price_note()}")
+            lines += _endpoint_lines(other.config.reward.api)
             lines += other._model_warnings()
         if self.run is not None:
             lines.append(f"a step: {_usage_line(self.a_step, price)}")
@@ -217,6 +221,7 @@ class Forecast:
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} for "
                 f"the second judge {monitor.model} are added"
             )
+            lines += _endpoint_lines(monitor)
         if self.held_out and self.run is not None:
             lines.append(
                 f"{self.held_out:,} of the verdicts are on labelled responses, scored again "
@@ -380,6 +385,13 @@ def first_request(api: ApiReward, prompts: Sequence[Prompt]) -> list[str]:
         note = [f"[{left_out:,} characters are left out here]"] if left_out else []
         lines += [*head.splitlines(), *note, *tail.splitlines(), ""]
     return lines[:-1]
+
+
+def _endpoint_lines(api: ApiReward) -> Iterator[str]:
+    """Yield where a judge is asked, and the variable with its key; nothing if that is unknown."""
+    if (endpoint := describe_endpoint(api))["address"]:
+        key = f", key in {endpoint['key_variable']}" if endpoint["key_variable"] else ""
+        yield f"asked at {endpoint['address']}{key}"
 
 
 def expected_votes(api: ApiReward) -> float:

@@ -136,7 +136,7 @@ metrics = {"kl_divergence": 0.01, "entropy": 0.5, "response_length_mean": 3.5, "
            "clip_fraction": 0.0, "explained_variance": 0.5, "grad_norm": 1.0,
            "response_length/clip_ratio": 0.25, "time/step_s": 10.0, "time/left_s": 65.0,
            "judge/calls": 30.0, "judge/cached": 10.0, "judge/error_rate": 0.05,
-           "judge/cost_usd_total": 0.125, "judge/tokens_in": 900.0, "judge/tokens_out": 100.0,
+           "judge/cost_usd_total": 0.125,
            "score/failed": 2.0}
 long = "two \\x1b[2J" + "wide 好 " * 100
 line = {"prompt": "1 + 1 = ?\\nbe brief " + "x" * 300, "response": long, "score": 0.25,
@@ -155,7 +155,8 @@ for step in range(1, 31):
     with screen.phase("reward_wait", 8):
         if step == 2:
             wait()
-    screen.step(step, 40, {"reward_mean": step / 40, "val/reward_mean": 0.5} | metrics)
+    metrics |= {"reward_mean": step / 40, "val/reward_mean": 0.5, "judge/tokens_total": 1e3 * step}
+    screen.step(step, 40, dict(metrics))
     if step == 10:
         screen.health("the KL is above its range, " + "and this is a long story " * 9)
 screen.close()

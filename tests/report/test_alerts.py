@@ -35,9 +35,10 @@ class Hook(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/hook"
 
-    def settings(self, **flags: str) -> Config:
+    def settings(self, *mix: str, **flags: str) -> Config:
         values = {"trainer.alert": self.url} | flags
-        return settle(flags={key: (value, "flag") for key, value in values.items()}).config
+        flag_values = {key: (value, "flag") for key, value in values.items()}
+        return settle(flags=flag_values, mix=mix).config
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,17 +74,25 @@ def test_warnings_budget_and_end_are_posted(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("HOOK", f"{hook.url}\r\n")
-    config = hook.settings(**{"trainer.alert": "HOOK", "reward.api.budget_usd": "1"})
+    config = hook.settings("judge:style:1", "judge:facts:1", **{
+        "trainer.alert": "HOOK", "reward.api.model": "m", "reward.api.budget_usd": "1",
+        "reward.composite.parts.facts.judge": "{budget_usd: null, budget_tokens: 1000}",
+    })  # fmt: skip
     done = Summary(4, (("reward", 0.1, 0.5),), (), None, tmp_path, 1.0, verdict="Learned")
     with send_alerts(config, tmp_path, Notes()) as screen:
-        screen.step(3, 9, {"judge/cost_usd_total": 0.9})
-        screen.step(4, 9, {"judge/cost_usd_total": 0.95})
+        # The budget of each judge is its own, and is told of once.
+        screen.step(2, 9, {"judge/tokens_total": 5e3, "judge_facts/cost_usd_total": 5.0})
+        for step, usd in ((3, 0.9), (4, 0.95)):
+            spent = {"judge/cost_usd_total": usd, "judge_facts/tokens_total": 1e3 * usd}
+            screen.step(step, 9, spent | {"judge_facts/tokens_in": 9.0})
         screen.health(f"The judge answered {SECRET}.")
         screen.health("Its words do not matter.", "hacking")
         screen.summary(done)
     texts = {body["event"]: body["text"] for body in hook.bodies}
-    assert sorted(texts) == ["alarm", "budget", "ended", "warning"] and len(hook.bodies) == 4
-    assert "$0.90" in texts["budget"] and "learned" in texts["ended"]
+    assert sorted(texts) == ["alarm", "budget", "ended", "warning"] and len(hook.bodies) == 5
+    budgets = " ".join(sorted(body["text"] for body in hook.bodies if body["event"] == "budget"))
+    assert "judge: $0.90 of" in budgets and "judge_facts: 900 of" in budgets
+    assert "learned" in texts["ended"]
     assert SECRET not in json.dumps(hook.bodies)
     assert {body["step"] for body in hook.bodies} == {3, 4}
 

@@ -238,6 +238,29 @@ def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     assert "judge" not in json.loads(capsys.readouterr().out), "without a judge there is none"
 
 
+@pytest.mark.parametrize("kind", ["cascade.model=small", "panel.judges=[small]"])
+def test_the_plan_tells_where_each_judge_is_asked(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("OPENAI_API_KEY", "SMALL_KEY", "WATCH_KEY"):
+        monkeypatch.setenv(variable, "sk-0123456789abcdef")
+    small = "{type: openai, model: s, base_url: 'http://small/v1', key_env: SMALL_KEY}"
+    watch = {"type": "openai", "model": "w", "base_url": "http://watch/v1", "key_env": "WATCH_KEY"}
+    asked = foretell(
+        f"reward.api.{kind}", f"reward.api.judges={{small: {small}}}",
+        *(f"reward.api.monitor.{name}={value}" for name, value in watch.items()),
+    )  # fmt: skip
+    places = [line for line in asked.lines() if line.startswith("asked at")]
+    hosts = [("api.openai.com", "OPENAI_API_KEY"), ("small", "SMALL_KEY"), ("watch", "WATCH_KEY")]
+    assert places == [
+        f"asked at http{'s' * ('.' in host)}://{host}/v1, key in {key}" for host, key in hosts
+    ]
+    output = asked.as_dict()
+    further = output["cheaper"] if "cascade" in kind else output["panel"][0]
+    keys = [judge["key_variable"] for judge in (output, further, output["second_judge"])]
+    assert keys == [key for _, key in hosts]
+
+
 def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
     write("t.jsonl", 12)
     write("v.jsonl", 5)

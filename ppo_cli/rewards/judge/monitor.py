@@ -71,6 +71,7 @@ class StepReport:
             "judge/tokens_out": float(spent.usage.output),
             "judge/cost_usd": spent.usd,
             "judge/cost_usd_total": ledger.total.usd,
+            "judge/tokens_total": float(ledger.total.usage.total),
         }
         if self.spreads:
             metrics["judge/vote_spread"] = float(np.mean(self.spreads))
