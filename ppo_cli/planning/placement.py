@@ -228,14 +228,13 @@ def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> Pl
         ]
     if sampler == "vllm":
         sentences.append(f"new weights are sent by {config.rollout.weight_transfer}")
-    if sampler == "vllm" or config.trainer.async_steps:
-        correction = config.algorithm.rollout_correction
-        reason = why.get("algorithm.rollout_correction.rollout_is", "as set")
-        cap = f", at most {correction.rollout_is_threshold:g}"
-        sentences.append(
-            f"importance weights between sampler and trainer: {correction.rollout_is}"
-            f"{'' if correction.rollout_is == 'off' else cap} ({reason})"
-        )
+    correction = config.algorithm.rollout_correction
+    reason = why.get("algorithm.rollout_correction.rollout_is", "as set")
+    cap = f", at most {correction.rollout_is_threshold:g}"
+    sentences.append(
+        f"importance weights between sampler and trainer: {correction.rollout_is}"
+        f"{'' if correction.rollout_is == 'off' else cap} ({reason})"
+    )
     # The same for programs.
     facts = {
         "engine": engine,

@@ -187,7 +187,7 @@ def _describe_unknown(name: str) -> str:
 def _build_config(draft: _Draft) -> Config:
     """Read all values, fill in defaults that depend on other settings, and validate."""
     # Values first: defaults and validation depend on them.
-    for entry in draft.entries.values():
+    for entry in list(draft.entries.values()):
         _read_value(draft, entry)
     _split_cascade(draft)
     _default_judge_model(draft)
@@ -298,13 +298,16 @@ def _get_value(draft: _Draft, name: str) -> Any:
 
 
 def _read_value(draft: _Draft, entry: Entry) -> None:
-    """Store the typed value of an entry; report one that cannot be read, with the range."""
+    """Store the typed value of an entry; report one that cannot be read, with the range.
+
+    A null of a setting with a rule leaves it unset: it is no entry either.
+    """
     key = find_key(entry.name)
     assert key is not None
     try:
         draft.values[entry.name] = read_entry(entry)
         if draft.values[entry.name] is None and key.rule is not None:
-            del draft.values[entry.name]  # the rule decides
+            del draft.values[entry.name], draft.entries[entry.name]  # unset: the rule decides
     except ValueError as error:
         # The range helps with numbers; choices are in the message already.
         allowed = describe_range(key)

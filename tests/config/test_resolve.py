@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ppo_cli.config.layers import (
     EMBEDDED_NOTE,
     PROMPTS_NOTE,
 )
-from ppo_cli.config.schema.keys import table, value_of
+from ppo_cli.config.schema.keys import nest_values, table, value_of
 from tests.config.settling import problems, settle
 from tests.settings import with_gpus
 
@@ -142,7 +143,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("actor.optim.betas=[0.8,0.9]", "actor.optim.betas", (0.8, 0.9)),
         ("model.target_modules=[q_proj,v_proj]", "model.target_modules", ("q_proj", "v_proj")),
         ("model.target_modules=all-linear", "model.target_modules", "all-linear"),
-        ("actor.clip_ratio_high=none", "actor.clip_ratio_high", None),
+        ("trainer.total_training_steps=none", "trainer.total_training_steps", None),
         ("reward.function_kwargs.k=2", "reward.function_kwargs", {"k": 2}),
         ("reward.function_kwargs={a: b}", "reward.function_kwargs", {"a": "b"}),
         ("+actor.ppo_epochs=2", "actor.ppo_epochs", 2),
@@ -195,6 +196,14 @@ def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
         if variable := table().get(key) and table()[key].env:
             resolved = settle(env={variable: f"{mark}{text}{mark}"})
             assert value_of(resolved.config, per_gpu) == value
+
+
+def test_a_null_leaves_to_its_rule_what_has_one(tmp_path: Path) -> None:
+    keys = {name for name, key in table().items() if key.rule}
+    lines = nest_values(dict.fromkeys(keys))
+    resolved = settle(files=[write(tmp_path / "nulls.yaml", yaml.safe_dump(lines))])
+    assert resolved.config == settle().config
+    assert {resolved.origins[key] for key in keys} == {"default"}
 
 
 def test_quotes_inside_a_text_stay() -> None:
