@@ -40,7 +40,7 @@ _PART = rf"{_WORD}(?: +(?![.~$-]){_WORD}){{0,3}}/+"
 PATH = re.compile(
     r"(?:(?!https?:)\b[a-z][\w+]*://+|\bfile:/+"  # an address
     r"|(?<![\w.])(?:~[\w.-]*|\.{1,2}|\$\w+|\$\{\w+\})/+"  # from a folder
-    rf"|(?:(?<![\w.:/])|(?<=:)(?!//)|(?<=-[A-Z]))/+(?={_PART}))"
+    rf"|(?:(?<![\w.:/])|(?<=:)(?!//)|(?<=-[A-Z])|(?=/(?i:home|users)/))/+(?={_PART}))"
     rf"(?:{_PART})*"
 )
 
@@ -81,12 +81,12 @@ def remove_names(value: Any) -> Any:
     host, *domains = socket.gethostname().split(".")
     users = (os.path.basename(os.path.expanduser("~")), find_user())
     # A longer name of the host is one too.
-    for name, rest, stand_in in (
-        (host, r"(?:\.[\w-]+)*" if domains else "", "HOST"),
-        *((user, "", "USER") for user in users),
-    ):
+    rest = r"(?:\.[\w-]+)*" if domains else ""
+    names = [(host, rf"(?i:{re.escape(host)}){rest}", "HOST")]
+    names += [(user, re.escape(user), "USER") for user in users]
+    for name, pattern, stand_in in names:
         if len(name) > 2 and name != "root":
-            text = re.sub(rf"(?<![^\W_]){re.escape(name)}{rest}(?![^\W_])", stand_in, text)
+            text = re.sub(rf"(?<![^\W_]){pattern}(?![^\W_])", stand_in, text)
     return text
 
 
