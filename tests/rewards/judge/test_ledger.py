@@ -26,11 +26,13 @@ from ppo_cli.rewards.judge.calls import (
     estimate_tokens,
     worst_case,
 )
+from ppo_cli.rewards.judge.connection import connect_judge
 from ppo_cli.rewards.judge.costs import Ledger, Spending
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.spending import in_flight_file
+from tests.settings import complete_judge
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
 
@@ -52,6 +54,19 @@ def attached(path: Path, usd: float | None = None, tokens: int | None = None) ->
 
 async def call(book: Ledger, usage: Usage, outcome: str = "ok") -> float:
     return (await book.reserve(question())).settle(usage, outcome, 0.5)
+
+
+def test_calls_in_batches_are_booked_under_the_same_names(tmp_path: Path) -> None:
+    api = complete_judge(
+        type="openai", model="gpt-4o-mini", batch_wait=9, cache=str(tmp_path / "c.db")
+    )
+    connection = connect_judge(api, {"OPENAI_API_KEY": "sk-0123456789abcdef"})
+    calls = [
+        asyncio.run(client._ledger.reserve(question()))
+        for client in (connection.direct, connection.client)
+    ]
+    names = {"provider": "openai", "model": "gpt-4o-mini"}
+    assert calls[1].shared is not None and [call.model for call in calls] == [names, names]
 
 
 def test_calls_add_up_and_the_new_ones_are_taken() -> None:
