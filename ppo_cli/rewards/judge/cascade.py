@@ -5,47 +5,58 @@ cheaper judge that gives no verdict on a response counts as unsure of it. A resp
 judge then fails has no score: the cheaper verdict is kept as information only.
 
 Training corrects the offset and the scale of the cheaper judge, whose scores would otherwise differ
-from those of the judge beside them: see `fit_correction`.
+from those of the judge beside them: see `fit_correction`. The correction changes during a run, so
+a validation, which is compared with earlier ones, keeps the scores as the judges gave them. What a
+round is shows at its end: until then scores that may be corrected wait.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import LinearRegression, StatisticsError, linear_regression
+from functools import partial
+from statistics import LinearRegression, fmean, linear_regression
 from typing import Any
 
 from ppo_cli.config.mixture import cheaper_judge
 from ppo_cli.config.schema.reward import ApiReward, Cascade, parse_band
-from ppo_cli.records import Score
+from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import RoundKind
 from ppo_cli.rewards.judge.calls import JudgeError, Question
 from ppo_cli.rewards.judge.client import Counters, judge_label
+from ppo_cli.rewards.judge.placing import place_score
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
 _ROUNDING = 1e-9
 MIN_PAIRS = 50  # responses that both judges have scored, before the cheaper one is corrected
 RECENT_PAIRS = 500  # the last ones, from which the correction follows
+SLOPE_SD = 0.1  # by how much slopes of judges differ from 1, before there are pairs
 UNCORRECTED = LinearRegression(slope=1.0, intercept=0.0)
 
 
 def fit_correction(pairs: Sequence[tuple[float, float]]) -> LinearRegression:
     """Return how the cheaper judge's score x becomes the judge's: intercept + slope x.
 
-    Least squares over pairs (x, y): slope = cov(x, y) / var(x) and
-    intercept = mean(y) - slope mean(x).
+    Least squares over pairs (x, y) gives b = cov(x, y) / var(x), with a standard error e. Few pairs
+    of similar x say little about the slope, which decides what becomes of a sure 0 or 1. So it is
+    the posterior mean with a prior of mean 1 and standard deviation SLOPE_SD, written t:
+    slope = (t² b + e²) / (t² + e²), and intercept = mean(y) - slope mean(x). With a large e, or
+    if all x are equal, that is an offset alone.
     Which responses have both scores depends on x (or on its spread), and a regression on x is not
     biased by that. Unchanged without enough pairs, or where the two do not rise together.
     """
     if len(pairs) < MIN_PAIRS:
         return UNCORRECTED
-    try:
-        correction = linear_regression(*zip(*pairs, strict=True))
-    except StatisticsError:  # all scores of the cheaper judge are equal
-        return UNCORRECTED
-    return correction if correction.slope > 0 else UNCORRECTED
+    xs, ys = zip(*pairs, strict=True)
+    slope, mean = 1.0, fmean(xs)
+    if (spread := math.fsum((x - mean) ** 2 for x in xs)) > _ROUNDING:
+        fit, offset = linear_regression(xs, ys)
+        noise = math.fsum((y - offset - fit * x) ** 2 for x, y in pairs) / (len(pairs) - 2)
+        slope += (fit - 1.0) * SLOPE_SD**2 / (SLOPE_SD**2 + noise / spread)
+    return LinearRegression(slope, fmean(ys) - slope * mean) if slope > 0 else UNCORRECTED
 
 
 @dataclass(frozen=True)
@@ -93,11 +104,15 @@ class CascadeReward(JudgeReward):
         """Correct the cheaper judge from now on by the pairs of the steps before."""
         super().begin_step(step)
         self._pairs, self._entries = self._list_pairs(), []
-        self._correction = fit_correction(self._pairs)
+        # What passages of criteria earn is not corrected, so the whole score is not either.
+        if self._api.place != "criterion":
+            self._correction = fit_correction(self._pairs)
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Note the responses of a training step, whose scores become pairs."""
+        """Correct a round that is no validation; the scores of a training step become pairs."""
         self._entries += self._round.entries if kind == "train" else ()
+        if kind != "validation":
+            self._round.revise = partial(self._correct, self._correction)
         super().end_round(kind)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,8 +132,10 @@ class CascadeReward(JudgeReward):
         for entry in sorted(self._entries, key=lambda e: (e.rollout.prompt.uid, e.rollout.sample)):
             cheap, escalated = entry.info.get("cheap_score"), entry.info.get("escalated")
             if escalated and cheap is not None and entry.future.done():
-                score = None if entry.future.exception() else entry.future.result().value
-                new += [] if score is None else [(float(cheap), float(score))]
+                score = None if entry.future.exception() else entry.future.result()
+                # An imputed value is no verdict of the judge.
+                if score is not None and score.judged:
+                    new.append((float(cheap), float(score.value or 0.0)))
         return [*self._pairs, *new][-RECENT_PAIRS:]
 
     async def _ask_judges(
@@ -142,13 +159,23 @@ class CascadeReward(JudgeReward):
             self._escalated += escalated
             self._failed += verdict is None
         if not entry.info["escalated"]:
-            slope, offset = self._correction
-            value = min(max(offset + slope * float(cheap.value or 0.0), 0.0), 1.0)
-            return replace(cheap, value=value, info={**cheap.info, **entry.info}), None
+            return replace(cheap, info={**cheap.info, **entry.info}), None
         score, error = await self.ask_score(entry.rollout, question)
         if score is None:
             return None, error
         return replace(score, info={**_add_costs(cheap.info, score.info), **entry.info}), None
+
+    def _publish(self, entry: PendingScore, score: Score) -> None:
+        """Let a score of the cheaper judge wait for the end of its round, if it is corrected."""
+        if entry.info["escalated"] or self._correction == UNCORRECTED:
+            super()._publish(entry, score)
+        else:
+            entry.score = score
+
+    def _correct(self, correction: LinearRegression, score: Score, rollout: Rollout) -> Score:
+        value = correction.intercept + correction.slope * float(score.value or 0.0)
+        corrected = replace(score, value=min(max(value, 0.0), 1.0))
+        return place_score(corrected, rollout, self._api, None)
 
     def _pop_extra_metrics(
         self, metrics: Mapping[str, float], counters: Sequence[Counters]

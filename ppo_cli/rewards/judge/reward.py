@@ -245,6 +245,10 @@ class JudgeReward(JudgeAsker, Reward):
             info = {**score.info, **MONITOR_PENDING}
             self._monitor.begin(question, float(score.value or 0.0), info)
             score = replace(score, info=info)
+        self._publish(entry, score)
+
+    def _publish(self, entry: PendingScore, score: Score) -> None:
+        """Set the score of an entry; a cascade overrides it."""
         entry.future.set_result(score)
 
     async def _ask_judges(

@@ -31,9 +31,10 @@ TOLERATED_FAILURES = 2
 class PendingScore:
     """A response that waits for its score; `error` is why it has none yet.
 
-    A `score` that other responses of its group may change is set in `future` only at the end of
-    the round. In a cascade, `cheap` is the cheaper judge's score, and `info` tells about it. Of a
-    panel, `verdicts` has the scores of the judges so far.
+    A `score` that may still change, by other responses of its group or by the correction of a
+    cascade, is set in `future` only at the end of the round. In a cascade, `cheap` is the cheaper
+    judge's score, and `info` tells about it. Of a panel, `verdicts` has the scores of the judges
+    so far.
     """
 
     rollout: Rollout
@@ -86,6 +87,8 @@ class JudgingRound:
         place: Callable[[Score, Rollout], Score],
     ) -> None:
         self.entries: list[PendingScore] = []
+        # Applied to scores that waited for the end of the round.
+        self.revise: Callable[[Score, Rollout], Score] | None = None
         self._first_judgings: list[Future[None]] = []
         self._policy = policy
         self._judge = judge
@@ -184,13 +187,14 @@ class JudgingRound:
 
     def _conclude(self) -> None:
         """Set the scores, and treat the failed entries by the policy."""
-        # Scores that waited for their group are published first.
+        # Scores that waited for their group, or for the kind of their round, are published first.
         failed, policy = self._open_entries(), self._policy
         # Imputed scores are the mean of those that the judge gave.
         mean: float | None = None
         for entry in self.entries:
             if entry.score is not None and not entry.future.done():
-                entry.future.set_result(entry.score)
+                score = entry.score
+                entry.future.set_result(self.revise(score, entry.rollout) if self.revise else score)
         if failed and policy.on_failure == "stop":
             raise Interrupted(
                 f"{self._describe_missing()} ({self._describe_causes()}), and --rm_on_failure is "

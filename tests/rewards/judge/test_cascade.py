@@ -13,6 +13,7 @@ import pytest
 from ppo_cli.config.mixture import cheaper_judge, other_judge
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
+from ppo_cli.records import Score
 from ppo_cli.rewards.judge.cascade import CascadeReward, Doubt, fit_correction
 from ppo_cli.run_folder.folder import paid_calls
 from tests.config.settling import problems, settle
@@ -151,6 +152,10 @@ def test_the_cheaper_score_never_stands_in_for_the_judge(
     masked, sure = score_all(make(max_failure_rate=1.0), [sum_rollout(1), sum_rollout(2)])
     assert masked.value is None and masked.failure.startswith("form") and sure.value == 1.0
     assert masked.info["cheap_score"] == pytest.approx(4 / 9) and masked.info["escalated"]
+    # Nor is an imputed mean the judge's: it is no pair.
+    reward = make(max_failure_rate=1.0, on_failure="batch_mean")
+    imputed, sure = score_all(reward, [sum_rollout(1), sum_rollout(2)])
+    assert imputed.imputed and imputed.value == 1.0 and reward.state_dict()["pairs"] == []
     # A judge without a verdict is asked again; the cheaper one, whose verdict is there, is not.
     replies = iter(["no number"] * 3 + [1])
     server.score = lambda system, user: next(replies)
@@ -308,13 +313,13 @@ def test_the_cheaper_score_is_corrected_from_pairs(
     def level(user: str) -> int:
         return int(user.split("What is ")[1].split()[0]) % 4
 
-    # The cheaper judge gives 4 to 7 where the judge gives 1 to 7; it is sure of a 10.
-    cheap.score = lambda system, user: 10 if "What is 99 " in user else 4 + level(user)
+    # The cheaper judge gives 4 to 7 where the judge gives 1 to 7; it is sure of a 9.
+    cheap.score = lambda system, user: 9 if "What is 99 " in user else 4 + level(user)
     server.score = lambda system, user: 1 + 2 * level(user)
     reward, sure = make(), sum_rollout(99)
     reward.begin_step(1)
     first = score_all(reward, [sum_rollout(number) for number in range(60)])
-    assert score_all(reward, [sure])[0].value == 1.0 and not any(
+    assert score_all(reward, [sure])[0].value == pytest.approx(8 / 9) and not any(
         score.value is None for score in first
     )
     state = json.loads(json.dumps(reward.state_dict()))
@@ -325,10 +330,33 @@ def test_the_cheaper_score_is_corrected_from_pairs(
         run.begin_step(2)
         # y = 2 x - 2/3 on [0, 1], cut off at 1.
         assert run.state_dict()["correction"] == pytest.approx([2.0, -2 / 3])
-        (corrected,) = score_all(run, [sure])
-        assert corrected.value == 1.0 and corrected.info["cheap_score"] == 1.0
+        (corrected,) = score_all(run, [sure], "baseline")
+        assert corrected.value == 1.0 and corrected.info["cheap_score"] == pytest.approx(8 / 9)
+        # Validations are compared with earlier ones.
+        assert score_all(run, [sure], "validation")[0].value == pytest.approx(8 / 9)
     metrics = reward.pop_metrics()
     assert metrics["judge/cheap_offset"] == pytest.approx(-2 / 3)
+    # The newest pairs count, those of a step by prompt.
+    resumed.load_state_dict({"pairs": [(0.0, k / 500) for k in range(500)]})
+    score_all(resumed, [sum_rollout(2), sum_rollout(1)])
+    oldest, *_, first_pair, last_pair = resumed.state_dict()["pairs"]
+    assert oldest == (0.0, 2 / 500) and len(resumed.state_dict()["pairs"]) == 500
+    assert (*first_pair, *last_pair) == pytest.approx((4 / 9, 2 / 9, 5 / 9, 4 / 9))
+
+
+def test_pieces_share_the_corrected_score_and_criteria_stay(make: Make, tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.json"
+    rubric.write_text('[{"text": "It greets."}, {"text": "It insults.", "fault": true}]')
+    rows = {"pairs": [(k / 60, 0.2 + k / 120) for k in range(60)]}
+    lines, quoted = make(place="line"), make(place="criterion", rubric=str(rubric))
+    for reward in (lines, quoted):
+        reward.load_state_dict(rows)
+        reward.begin_step(2)
+    assert quoted.state_dict()["correction"] == (1.0, 0.0)
+    score = Score(1.0, info={"pieces": [1.0, 0.5]})
+    corrected = lines._correct(lines._correction, score, sum_rollout(1, "One.\nTwo."))
+    assert corrected.value == pytest.approx(0.7)
+    assert [step.value for step in corrected.steps] == pytest.approx([0.7 * 2 / 3, 0.7 / 3])
 
 
 def test_a_correction_removes_the_offset_of_a_cheaper_judge() -> None:
@@ -349,4 +377,17 @@ def test_a_correction_removes_the_offset_of_a_cheaper_judge() -> None:
         min(max(offset + slope * cheap, 0.0), 1.0) - strong for cheap, strong in decided
     ) / len(decided)
     assert abs(after) < 0.05 < 0.08 < before
-    assert fit_correction(unsure[:49]) == fit_correction([(0.5, 0.1)] * 60) == (1.0, 0.0)
+    assert fit_correction(unsure[:49]) == (1.0, 0.0)
+    # Without spread it is an offset alone, and not where the judges contradict each other.
+    assert fit_correction([(0.5, 0.1)] * 60) == pytest.approx((1.0, -0.4))
+    assert fit_correction([(0.0, 1.0), (1.0, 0.0)] * 30) == (1.0, 0.0)
+
+
+def test_few_pairs_hardly_move_the_sure_scores_of_an_unbiased_judge() -> None:
+    """Simulated: 50 pairs in a narrow band, with noise that makes least squares steep or flat."""
+    dice, moved = random.Random(5), list[float]()
+    for _ in range(100):
+        cheap = [dice.uniform(0.4, 0.6) for _ in range(50)]
+        slope, offset = fit_correction([(x, x + dice.gauss(0.0, 0.15)) for x in cheap])
+        moved += (offset, offset + slope - 1.0)
+    assert sum(abs(x) < 0.05 for x in moved) > 0.9 * len(moved) and max(map(abs, moved)) < 0.1
