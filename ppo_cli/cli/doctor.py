@@ -59,7 +59,7 @@ def doctor(arguments: Arguments) -> None:
         # Before the self-test, which takes minutes.
         check_out(report, resolved.config.trainer.output_dir, "--report")
         run = user_path(resolved.config.trainer.output_dir)
-        figures = describe_run(run, resolved.machine) if read_metrics(run) else None
+        figures = describe_run(run) if read_metrics(run) else None
     if self_test or report is not None:
         machine, model = resolved.machine, resolved.config.model.path
         ok = not self_test or _run_self_test(model, machine, as_json=as_json)

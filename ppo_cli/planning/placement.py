@@ -240,6 +240,7 @@ def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> Pl
         "engine": engine,
         **asdict(placement),
         "sleepers": placement.sleepers,
+        "gpus": [gpu.name for gpu in machine.gpus[: placement.devices_per_node]],
         "sampler": sampler,
         "learner_ranks": learner_ranks(config),
         "data_ranks": data_ranks(config),

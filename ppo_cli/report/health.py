@@ -35,6 +35,7 @@ SAME_CREDIT = 0.05  # mean credit of such a criterion, or its distance from 1
 MANY_TOOL_ERRORS = 0.25  # share of turns with a tool error
 MANY_CUT_EPISODES = 0.1  # share of episodes that a limit cuts
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
+HALVED_STEPS = 5  # steps with a halved loss scale; a scale that only starts too high needs fewer
 SAME_STEPS = 3  # steps of equal rewards after which there is nothing to learn from
 NO_TREND = 0.38  # correlation with time below which 9 of 10 series of 20 random numbers are
 LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
@@ -393,6 +394,19 @@ def _check_not_finite(steps: History, limits: Limits) -> str:
     )
 
 
+def _check_loss_scale(steps: History, limits: Limits) -> str:
+    """Warn if the loss scale of float16 was halved in many steps in a row."""
+    for model in ("actor", "critic"):
+        halvings = _last_values(steps, f"{model}/loss_scale_halvings", HALVED_STEPS)
+        if halvings and min(halvings) > 0:
+            return (
+                f"The {model}'s gradients were not finite in float16 in {HALVED_STEPS} steps in a "
+                "row, though its loss scale was halved each time: if that goes on, it is not the "
+                "scale. Lower --lr and --critic_lr, or use --dtype float32."
+            )
+    return ""
+
+
 def _check_cut_off(steps: History, limits: Limits) -> str:
     """Warn if most responses hit the length limit in three steps."""
     cut = _last_values(steps, "response_length/clip_ratio", 3)
@@ -711,6 +725,7 @@ def _check_memory(steps: History, limits: Limits) -> str:
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     # Policy and critic.
     "collapsed": _check_collapse,
+    "loss_scale": _check_loss_scale,
     "not_finite": _check_not_finite,
     "memory": _check_memory,
     "kl_high": _check_kl_high,

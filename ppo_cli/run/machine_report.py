@@ -24,9 +24,9 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import UserError, plural
 from ppo_cli.machine.device_record import DeviceRecord
 from ppo_cli.machine.machine import Machine
-from ppo_cli.paths import user_path
+from ppo_cli.paths import load_json, read_text, user_path
 from ppo_cli.planning.work import ForwardFlops, find_speed
-from ppo_cli.run_folder.folder import run_settings
+from ppo_cli.run_folder.folder import PLAN_FILE, run_settings
 from ppo_cli.run_folder.lines import read_metrics
 from ppo_cli.secrets.redact import redact
 
@@ -98,7 +98,7 @@ def find_user() -> str:
         return str(os.getuid())
 
 
-def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
+def describe_run(run: Path) -> dict[str, Any]:
     """Return the settings that set the pace of a run, its times, MFU and curves.
 
     Raises UserError for a run without two steps.
@@ -131,7 +131,7 @@ def describe_run(run: Path, machine: Machine) -> dict[str, Any]:
             if (times := [line[key] for line in steps if (key := f"time/{phase}_s") in line])
         },
         "tokens_per_s": round(statistics.median(_column(steps, "perf/tokens_per_s"))),
-        "mfu": _measure_mfu(config, machine, steps),
+        "mfu": _measure_mfu(config, _read_gpu(run), steps),
         "skipped_steps": int(sum(_column(lines, "actor/skipped_steps"))),
         "loss_scale_halvings": int(sum(_column(lines, "actor/loss_scale_halvings"))),
         "reward": [round(reward, 4) for reward in _column(lines, "reward_mean")],
@@ -143,14 +143,24 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [line[name] for line in lines if line.get(name) is not None]
 
 
+def _read_gpu(run: Path) -> str | None:
+    """Return the GPU that the plan of a run names: it may have been made on another machine."""
+    try:
+        gpus = load_json(read_text(run / PLAN_FILE))["placement"].get("gpus")
+    except (OSError, ValueError, KeyError):
+        return None
+    return str(gpus[0]) if gpus else None
+
+
 def _measure_mfu(
-    config: Config, machine: Machine, steps: Sequence[Mapping[str, Any]]
+    config: Config, gpu: str | None, steps: Sequence[Mapping[str, Any]]
 ) -> float | None:
     """Return the MFU of annotations and updates, which one learner does one after the other.
 
-    None without GPUs, for a GPU whose speed is not known, and for models that are not plain.
+    `gpu` is the name of the run's GPU. None without GPUs, for a GPU whose speed is not known, and
+    for models that are not plain.
     """
-    speed = find_speed(machine.gpus[0].name) if machine.gpus else None
+    speed = find_speed(gpu) if gpu else None
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     shape = Shape.from_config(read_config(config.model.path))
     if speed is None or not gpus or shape is None or shape.experts:

@@ -115,6 +115,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "criterion_lost": (10, lambda s: {"rubric/brief": 0.9 if s < 6 else 0.5}, "0.9 to 0.5"),
     "criterion_against": (20, lambda s: {"rubric/brief": 1 - 0.02 * s}, "'brief' falls while"),
     "prompts_cut": (1, always(model__prompts_cut=3.0), "--reward_model_max_length"),
+    "loss_scale": (5, always(critic__loss_scale_halvings=1.0), "--dtype float32"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
 }
 

@@ -19,7 +19,7 @@ from ppo_cli.engine.ranks import ALONE
 from ppo_cli.machine import device_record
 from ppo_cli.machine.device_record import CheckRecord, DeviceKey, DeviceRecord, Feature
 from ppo_cli.planning.resolved import Resolved
-from ppo_cli.run.machine_report import remove_names
+from ppo_cli.run.machine_report import describe_run, remove_names
 from ppo_cli.run_folder.lines import read_metrics, replace_lines
 from tests.config.settling import device_notes, settle
 from tests.report.page.runs import make_run
@@ -135,9 +135,10 @@ def test_a_user_without_an_entry_sends_a_report_too(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     device_record.write_record(DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [], []))
     run = make_run(tmp_path / "run", steps=3)
+    measured = {"perf/tokens_per_s": 9.0, "response_length_mean": 5.0, "time/update_actor_s": 1.0}
     lines = [
         {"step": 0, "val/reward_mean": 0.25},
-        *({"perf/tokens_per_s": 9.0} | line for line in read_metrics(run)),
+        *(measured | line for line in read_metrics(run)),
     ]
     replace_lines(run / "metrics.jsonl", lines)
     report = tmp_path / "report.json"
@@ -146,6 +147,12 @@ def test_a_user_without_an_entry_sends_a_report_too(
     assert json.loads(capsys.readouterr().out)["run"] == str(run)
     figures = json.loads(report.read_text())["run"]
     assert (figures["steps"], figures["validation"]) == (3, [0.25, 0.5, 0.5, 0.5])
+    # The MFU is that of the GPU which the run had, wherever the report is made.
+    (run / "config.yaml").write_text("trainer: {n_gpus_per_node: 1}")
+    assert describe_run(run)["mfu"] is None
+    plan = {"values": {}, "placement": {"gpus": ["NVIDIA H100 80GB HBM3"]}}
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert describe_run(run)["mfu"] is not None
     # What the report lacks is said before the self-test, which takes minutes.
     replace_lines(run / "metrics.jsonl", lines[:2])
     assert main([*command, "--self_test"]) == 2

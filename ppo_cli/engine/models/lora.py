@@ -232,10 +232,11 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
     # Names first, then shapes.
     live = dict(adapter_tensors(model))
     if live.keys() != tensors.keys():
-        odd = sorted(live.keys() ^ tensors.keys())
+        unmatched = sorted(live.keys() ^ tensors.keys())
         raise ModelError(
-            f"The adapter does not fit the model: {odd[0]} and {len(odd) - 1} more are on one "
-            "side only. model.lora_rank and model.target_modules must be those it was made with."
+            f"The adapter does not fit the model: {unmatched[0]} and {len(unmatched) - 1} more are "
+            "on one side only. model.lora_rank and model.target_modules must be those it was made "
+            "with."
         )
     for name, tensor in live.items():
         if tensor.shape != tensors[name].shape:
@@ -314,19 +315,21 @@ def load_adapted(model: Any, folder: Path) -> Any:
         embeddings = model.resize_token_embeddings(rows, mean_resizing=False)
         head = model.get_output_embeddings()
     # Merging into a weight that both ends share would change the end that has no adapter.
-    at_ends = any(name.startswith(tuple(f"{end}." for end in ends.values())) for name in tensors)
-    if at_ends and head is not None and head.weight is embeddings.weight:
+    adapts_ends = any(
+        name.startswith(tuple(f"{end}." for end in ends.values())) for name in tensors
+    )
+    if adapts_ends and head is not None and head.weight is embeddings.weight:
         head.weight = nn.Parameter(embeddings.weight.detach().clone())
     with warnings.catch_warnings():
         # About missing tensors, which are checked below, ranks of experts and shared weights.
         warnings.simplefilter("ignore")
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
         needed, possible = (
-            peft.get_peft_model_state_dict(adapted, save_embedding_layers=both).keys()
-            for both in (False, True)
+            peft.get_peft_model_state_dict(adapted, save_embedding_layers=with_ends).keys()
+            for with_ends in (False, True)
         )
-    if odd := sorted((needed - tensors.keys()) | (tensors.keys() - needed - possible)):
-        raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
+    if unmatched := sorted((needed - tensors.keys()) | (tensors.keys() - needed - possible)):
+        raise ValueError(f"{unmatched[0]} and {len(unmatched) - 1} more are on one side only")
     return adapted
 
 

@@ -235,8 +235,8 @@ def use_float32_head(model: Any, operands: torch.dtype) -> None:
             f"model.float32_head: the output layer of this model is a {type(layer).__name__}, not "
             "a plain linear layer. Leave it out, or leave the layer out of model.target_modules."
         )
-    wide: Any = layer
-    wide.__class__, wide.operands = Float32Head, operands
+    head: Any = layer
+    head.__class__, head.operands = Float32Head, operands
 
 
 def backbone_name(model: Any) -> str:

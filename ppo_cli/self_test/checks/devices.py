@@ -7,11 +7,10 @@ import os
 import torch
 
 from ppo_cli.engine.device import Compute
-from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.machine.gpus import Gpu, has_bfloat16, list_gpus
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.memory import host_memory
 from ppo_cli.planning.memory.devices import GIB
-from ppo_cli.self_test.checks.runs import has_bfloat16
 from ppo_cli.self_test.results import Results, Setup
 
 SAME_MEMORY = 0.05  # NVML counts what the driver reserves, CUDA does not
@@ -34,22 +33,22 @@ def check_devices(setup: Setup, results: Results) -> None:
     results.figures["host_gib"] = round(host_memory() / GIB, 1)
     for index, gpu in enumerate(gpus[:usable]):
         with results.part(f"GPU {index}"):
-            _check_gpu(index, gpu.memory_bytes, results)
+            _check_gpu(index, gpu, results)
 
 
-def _check_gpu(index: int, nvml_bytes: int, results: Results) -> None:
+def _check_gpu(index: int, gpu: Gpu, results: Results) -> None:
     """Check that NVML and CUDA see the same memory, and that a sum works.
 
     The plan of memory counts with NVML's size. Free memory and name go to the figures.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     results.compare(
-        f"memory of GPU {index} by NVML and by CUDA", abs(nvml_bytes / total_bytes - 1),
+        f"memory of GPU {index} by NVML and by CUDA", abs(gpu.memory_bytes / total_bytes - 1),
         SAME_MEMORY,
     )  # fmt: skip
     with torch.cuda.device(index):
         numbers = torch.arange(1000, device="cuda", dtype=torch.float32)
         results.compare(f"sum on GPU {index}", abs(float(numbers.sum()) - 499_500), 0)
-        results.figures[f"gpu_{index}_bfloat16"] = "native" if has_bfloat16("cuda") else "emulated"
+        results.figures[f"gpu_{index}_bfloat16"] = "native" if has_bfloat16([gpu]) else "emulated"
     results.figures[f"gpu_{index}_free_gib"] = round(free_bytes / GIB, 1)
     results.figures[f"gpu_{index}"] = torch.cuda.get_device_name(index)

@@ -21,7 +21,7 @@ from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.planning.memory.model import LOGIT_CHUNK
-from ppo_cli.self_test.checks.runs import has_bfloat16
+from ppo_cli.self_test.checks.runs import uses_bfloat16
 from ppo_cli.self_test.results import Results, Setup
 
 # Common head sizes; the size of the model to train is added.
@@ -117,7 +117,7 @@ def _check_vocabulary(
 
 def check_attention(setup: Setup, results: Results) -> None:
     """Rows end to end, alone and with shared prompts, for each head size and precision."""
-    if setup.device == "cuda" and not has_bfloat16(setup.device):
+    if setup.device == "cuda" and not uses_bfloat16(setup.device):
         results.skip("the kernel for packed rows needs a GPU with bfloat16")
         return
     # On a CPU products of float32 choose between two ways to attend.

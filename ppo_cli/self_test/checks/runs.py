@@ -13,6 +13,7 @@ from ppo_cli.algo.kl import importance_weights
 from ppo_cli.config.models.bundled import EMBEDDED
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
+from ppo_cli.machine.gpus import has_bfloat16, list_gpus
 from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.records import Prompt, Rollout
 
@@ -26,9 +27,9 @@ PROMPTS: Rows = ((21, (5, 12, 1)), (1, (7,)), (9, (3, 9)), (30, (2, 8)))
 LIMITS = {"float32": 1e-4, "bfloat16": 0.3, "float16": 0.05}
 
 
-def has_bfloat16(device: str) -> bool:
-    """Whether a GPU computes in bfloat16 itself; older ones emulate it."""
-    return device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+def uses_bfloat16(device: str) -> bool:
+    """Whether the device is GPUs that compute in bfloat16 themselves."""
+    return device == "cuda" and has_bfloat16(list_gpus())
 
 
 def make_config(device: str, **parts: dict[str, Any]) -> Config:
@@ -36,7 +37,7 @@ def make_config(device: str, **parts: dict[str, Any]) -> Config:
     # The kernel for packed rows needs a GPU with bfloat16. GPUs pack and share prompts unasked
     # only once this test has passed.
     model: dict[str, Any] = {"path": EMBEDDED, "dtype": "float32" if device == "cpu" else "float16"}
-    if has_bfloat16(device):
+    if uses_bfloat16(device):
         model |= {"dtype": "bfloat16", "packing": True, "share_prompts": True}
     base: dict[str, dict[str, Any]] = {
         "model": model,

@@ -26,11 +26,11 @@ from ppo_cli.self_test.checks.kernels import AdamWFormulas
 from ppo_cli.self_test.checks.runs import (
     CAP,
     LIMITS,
-    has_bfloat16,
     largest_gap,
     make_batch,
     make_config,
     score_rows,
+    uses_bfloat16,
 )
 from ppo_cli.self_test.results import Results, Setup
 
@@ -58,7 +58,7 @@ def check_training(setup: Setup, results: Results) -> None:
     """Annotate and step a few times; compare log-probs, values, losses and gradient norms."""
     # On a CPU every other run is in float32.
     runs = RUNS | {"float16": FLOAT16} | ({"float32": FLOAT32} if setup.device == "cuda" else {})
-    if setup.device == "cuda" and not has_bfloat16(setup.device):
+    if setup.device == "cuda" and not uses_bfloat16(setup.device):
         del runs["packed"]
         results.skip("rows are padded: the kernel for packed rows needs a GPU with bfloat16")
     for name, parts in runs.items():
