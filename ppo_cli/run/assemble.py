@@ -64,7 +64,6 @@ from ppo_cli.rewards.base import Host, HostMaker, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.identity import (
-    apply_restraints,
     describe_new_run,
     find_changes,
     is_by_files,
@@ -73,9 +72,14 @@ from ppo_cli.run.identity import (
 )
 from ppo_cli.run.network import find_network
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
-from ppo_cli.run_folder.folder import FORK_LINE, WRITTEN_BY, RunFolder, read_fork
+from ppo_cli.run_folder.folder import FORK_LINE, SPENT, WRITTEN_BY, RunFolder, read_fork
 from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
-from ppo_cli.run_folder.restraints import go_back
+from ppo_cli.run_folder.restraints import (
+    RESTRAINTS_FILE,
+    end_return,
+    go_back,
+    read_restraints,
+)
 from ppo_cli.run_folder.store import mirrored
 from ppo_cli.scoring.sources import read_labelled_rollouts
 from ppo_cli.secrets.redact import redact
@@ -418,8 +422,6 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     """Read prompts and the last checkpoint, and decide whether the run continues or is new."""
     config = plan.settings
     store = CheckpointStore(folder.checkpoints, config.trainer.kept_checkpoints)
-    if config.trainer.resume_mode == "auto":
-        go_back(folder.path, store)
     checkpoint = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     built = checkpoint is not None and not is_by_files(checkpoint)
@@ -427,19 +429,21 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     order = _build_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
-    if checkpoint:
+    # A run that went back to its start has no checkpoint.
+    if checkpoint or (config.trainer.resume_mode == "auto" and read_restraints(folder.path)):
         # What the run decided holds here too; `free` are settings that cannot be kept here.
-        kept, free, notes = keep_decisions(plan, checkpoint)
+        kept, free, notes = keep_decisions(
+            plan, checkpoint.parents[1] if checkpoint else folder.path
+        )
         same = run_identity(kept.settings, prompts, val_prompts)
         bound = {key: value for key, value in same.items() if key not in free}
         changed = find_changes(checkpoint, kept.settings, bound, command)
         if not changed:
-            require_resumable(checkpoint, command)
-            plan, identity = restore_second_judge(kept, checkpoint, screen.note), same
+            if checkpoint:
+                require_resumable(checkpoint, command)
+                kept = restore_second_judge(kept, checkpoint, screen.note)
+            plan, identity = kept, same
             screen.note_all(notes)
-    elif config.trainer.resume_mode == "auto":  # it went back to its start
-        plan, _ = apply_restraints(plan, folder.path)
-        identity = run_identity(plan.settings, prompts, val_prompts)
     trainer = plan.settings.trainer
     return Start(
         folder, store, plan, tokenizer, prompts, val_prompts, order, identity,
@@ -580,15 +584,21 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     """Set an earlier run aside, unless this one continues it; write what describes this one."""
     folder, resume_from = start.folder, start.resume_from
     fork = read_fork(folder.path)
+    resumes = start.config.trainer.resume_mode == "auto" and not start.is_new_run
+    if resumes and (evidence := go_back(folder.path, start.store.delete_after)):
+        screen.note(f"The steps that the run went back from are in {evidence}.")
     if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
         # Without a checkpoint, the same command again is the same run: its spending counts.
-        earlier = folder.set_aside(all_of_it=start.is_new_run)
-        if start.checkpoint and earlier and start.changed:
-            moved = earlier / "checkpoints" / start.checkpoint.name
-            screen.note(describe_new_run(start.changed, moved, start.identity))
+        lasting = (SPENT,) if resume_from else (SPENT, RESTRAINTS_FILE)
+        earlier = folder.set_aside(spared=() if start.is_new_run else lasting)
+        if earlier and start.changed:
+            checkpoint = start.checkpoint
+            moved = earlier / "checkpoints" / checkpoint.name if checkpoint else None
+            screen.note(describe_new_run(start.changed, earlier, moved, start.identity))
         # The run goes on from a checkpoint of another one, or is a new one.
         match = resume_from and STEP_NAME.match(resume_from.name)
         fork = (resume_from.parents[1], int(match[1])) if resume_from and match else None
+    end_return(folder.path)  # somebody has named a checkpoint of this run to go on from
     head = f"{WRITTEN_BY}{describe_machine()}\n" + (FORK_LINE.format(*fork) if fork else "")
     head += "".join(f"# {line}\n" for line in details)
     # The files of the judges may change later, and relative paths to them lead nowhere elsewhere.

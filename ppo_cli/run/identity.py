@@ -141,9 +141,10 @@ def digest_value(value: Any) -> str:
     return digest_text(text, 12)
 
 
-def apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
-    """Return the plan with what a run has restrained, and the settings that this changes.
+def _apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
+    """Return the plan with what a run has restrained, and all settings that this changes.
 
+    Some follow from another: actor.kl_loss_coef from the coefficient in the reward.
     A setting that somebody has changed since keeps their value.
     """
     changes, origin = dict[str, Any](), ""
@@ -151,20 +152,24 @@ def apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
         for key, (before, now) in restraint.changes.items():
             if key in changes or value_of(plan.settings, key) == before:
                 changes[key], origin = now, f"restrained after step {restraint.after}"
-    return (plan.amend(changes, origin) if changes else plan), set(changes)
+    if not changes:
+        return plan, set()
+    restrained = plan.amend(changes, origin)
+    values = ((key, value_of(restrained.settings, key)) for key in table())
+    return restrained, {key for key, value in values if value != value_of(plan.settings, key)}
 
 
-def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], list[str]]:
-    """Return the plan with what the run of a checkpoint has decided, and notes on it.
+def keep_decisions(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str], list[str]]:
+    """Return the plan with what the run that is to go on has decided, and notes on it.
 
     What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
     set has the settings for which that is not possible here, or which the run has restrained: they
     do not make another run.
     """
-    run, restrained = checkpoint.parents[1], set[str]()
+    restrained = set[str]()
     # A fork begins without the restraints of the run before it.
     if run.resolve() == user_path(plan.settings.trainer.output_dir).resolve():
-        plan, restrained = apply_restraints(plan, run)
+        plan, restrained = _apply_restraints(plan, run)
     decided = _read_defaults(run) | read_decisions(run)
     before = {
         key: value
@@ -184,7 +189,7 @@ def keep_decisions(plan: RunPlan, checkpoint: Path) -> tuple[RunPlan, set[str], 
         kept = {key: value for key, value in kept.items() if key not in refused}
     notes = [
         f"{key} is {_format_value(value_of(plan.settings, key))}: {plan.resolved.origins[key]}."
-        for key in sorted(restrained)
+        for key in sorted(restrained & plan.settings.kl_weights.keys())
     ]
     for key, value in before.items():
         if not has_effect(kept_plan.settings, find_declaration(key)):
@@ -233,14 +238,17 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
 
 
 def find_changes(
-    checkpoint: Path, config: Config, identity: Mapping[str, Any], command: str
+    checkpoint: Path | None, config: Config, identity: Mapping[str, Any], command: str
 ) -> str:
     """Describe how the run of a checkpoint differs from this one; empty if `config` resumes it.
 
-    A plan's `identity` lacks the rows, so they are not compared there. Raises UserError for a
-    damaged checkpoint, with `command` in its advice, and for one of another run that --resume
-    names.
+    Without a checkpoint it is the run that went back to its start in the same folder. A plan's
+    `identity` lacks the rows, so they are not compared there. Raises UserError for a damaged
+    checkpoint, with `command` in its advice, and for one of another run that --resume names.
     """
+    if checkpoint is None:
+        restraint = read_restraints(user_path(config.trainer.output_dir))[-1]
+        return describe_changes(restraint.fingerprint, identity)
     # The identity decides whether this is the same run: it has to be intact.
     require_resumable(checkpoint, command, NAMED_IN)
     # A named checkpoint may have other settings, if it can be loaded with them.
@@ -256,10 +264,12 @@ def find_changes(
     return other
 
 
-def describe_new_run(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> str:
+def describe_new_run(
+    other: str, run: Path, checkpoint: Path | None, identity: Mapping[str, Any]
+) -> str:
     """Say why a new run starts, where the earlier one is now, and how to continue that one."""
-    text = f"A new run: the one before had another {other}. It is in {checkpoint.parents[1]}."
-    if find_differences(checkpoint, identity, bound=True):
+    text = f"A new run: the one before had another {other}. It is in {run}."
+    if checkpoint is None or find_differences(checkpoint, identity, bound=True):
         return text
     return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 

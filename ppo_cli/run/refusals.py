@@ -38,6 +38,7 @@ from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
+from ppo_cli.run_folder.restraints import read_restraints
 from ppo_cli.scoring.sources import file_checks, row_checks, sandbox_checks
 from ppo_cli.secrets.redact import redact
 
@@ -153,7 +154,7 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
 
     def check() -> None:
         checkpoint = find_resume(checkpoints_of(config.trainer), mode)
-        if checkpoint is None:
+        if checkpoint is None and not (mode == "auto" and read_restraints(folder)):
             if mode == "never" and (folder / METRICS_FILE).exists():
                 notes.append(f"A new run; the earlier one is moved to a folder in {folder}.")
             return
@@ -166,12 +167,16 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
             setting_values,
         )
 
-        kept, free, kept_notes = keep_decisions(plan, checkpoint)
+        run = checkpoint.parents[1] if checkpoint else folder
+        kept, free, kept_notes = keep_decisions(plan, run)
         identity = {k: v for k, v in setting_values(kept.settings).items() if k not in free}
         if other := find_changes(checkpoint, kept.settings, identity, command):
-            notes.append(describe_new_run(other, checkpoint, identity))
+            notes.append(describe_new_run(other, run, checkpoint, identity))
             return
         notes.extend(kept_notes)
+        if checkpoint is None:
+            notes.append(f"The run in {folder} went back to its start, and begins again.")
+            return
         # auto resumes only what is complete; digests of large checkpoints take minutes.
         if mode != "auto":
             require_resumable(checkpoint, command)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_cli.atomic import (
     atomic_replace,
@@ -27,9 +27,7 @@ from ppo_cli.atomic import (
 from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
 from ppo_cli.paths import load_json, read_text, user_path
-
-if TYPE_CHECKING:
-    pass
+from ppo_cli.run_folder.restraints import find_pending
 
 # Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
 FORMAT = 2
@@ -175,10 +173,10 @@ class CheckpointStore:
         matches = (STEP_NAME.match(p.name) for p in self.directory.iterdir())
         return sorted(int(m.group(1)) for m in matches if m)
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        step = self.newest_step()
-        return None if step is None else self._folder(step)
+    def newest(self, last: int | None = None) -> Path | None:
+        """The newest complete checkpoint up to the step `last`, or None."""
+        steps = [step for step in self.steps() if last is None or step <= last]
+        return self._folder(steps[-1]) if steps else None
 
     def newest_step(self) -> int | None:
         """The step of the newest complete checkpoint, or None."""
@@ -204,12 +202,14 @@ class CheckpointStore:
 def find_resume(store: CheckpointStore, mode: str) -> Path | None:
     """The checkpoint that `--resume auto|never|PATH` means; None for a new run.
 
+    That is the newest one, or while a return is pending the newest one up to where it leads.
     Raises ModelError if PATH is not a checkpoint.
     """
     if mode == "never":
         return None
     if mode == "auto":
-        return store.newest()
+        pending = find_pending(store.directory.parent)
+        return store.newest(pending.to if pending else None)
     path = user_path(mode)
     if not (path / "state").is_dir():
         raise ModelError(

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ppo_cli.run_folder.lines import (
     METRICS_FILE,
     PRETRAINING_FILE,
     ROLLOUTS,
+    make_earlier,
     read_lines,
 )
 from ppo_cli.run_folder.restraints import RESTRAINTS_FILE
@@ -209,26 +210,20 @@ class RunFolder:
         with atomic_replace(self.path / PLAN_FILE) as fresh:
             fresh.write_text(json.dumps(plan, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
-    def set_aside(self, *, all_of_it: bool = True) -> Path | None:
+    def set_aside(self, *, spared: Sequence[str] = ()) -> Path | None:
         """Move an earlier run's files to `earlier_1`, `earlier_2` …; returns the folder, or None.
 
-        Without `all_of_it` spending and restraints stay: they cover all starts of a run. Partial
+        Of spending and restraints, which cover all starts of a run, the `spared` ones stay. Partial
         checkpoints of a run that was killed in its first save are removed.
         """
         for store in (self.checkpoints, *self.path.glob("earlier_*/checkpoints")):
             sweep_unfinished(store)
-        # Everything that a run writes; what covers all of its starts if asked for.
         present = [self.path / name for name in PARTS if (self.path / name).exists()]
-        if all_of_it:
-            present += sorted([*self.path.glob(SPENT), *self.path.glob(RESTRAINTS_FILE)])
+        for pattern in (name for name in (SPENT, RESTRAINTS_FILE) if name not in spared):
+            present += sorted(self.path.glob(pattern))
         if not present:
             return None
-        # The first free number.
-        number = 1
-        while (self.path / f"earlier_{number}").exists():
-            number += 1
-        earlier = self.path / f"earlier_{number}"
-        earlier.mkdir()
+        earlier = make_earlier(self.path)
         for path in present:
             os.replace(path, earlier / path.name)
         return earlier

@@ -40,12 +40,27 @@ def rollout_steps(run_dir: Path, split: str = "train") -> list[int]:
     return sorted(int(m.group(1)) for m in map(_ROLLOUT_NAME.match, names) if m)
 
 
+def rollouts_past(run_dir: Path, step: int) -> list[Path]:
+    """Return the rollout files of later steps."""
+    files = {path: _ROLLOUT_NAME.match(path.name) for path in (run_dir / ROLLOUTS).glob("*")}
+    return [path for path, match in files.items() if match and int(match.group(1)) > step]
+
+
 def drop_rollouts_past(run_dir: Path, step: int) -> None:
     """Delete rollout files of later steps, and unfinished files of killed runs."""
-    for path in (run_dir / ROLLOUTS).glob("*"):
-        match = _ROLLOUT_NAME.match(path.name)
-        if path.name.startswith(UNFINISHED) or (match and int(match.group(1)) > step):
-            path.unlink()
+    unfinished = (run_dir / ROLLOUTS).glob(f"{UNFINISHED}*")
+    for path in (*unfinished, *rollouts_past(run_dir, step)):
+        path.unlink()
+
+
+def make_earlier(run_dir: Path) -> Path:
+    """Make the first free folder of `earlier_1`, `earlier_2` …, for what a run leaves behind."""
+    number = 1
+    while (run_dir / f"earlier_{number}").exists():
+        number += 1
+    earlier = run_dir / f"earlier_{number}"
+    earlier.mkdir()
+    return earlier
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -66,15 +66,18 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
         key: (old, min(max(KL_FACTOR * old, dear), MAX_KL_FACTOR * old))
         for key, old in weights.items()
     }
-    restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm)
+    restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm, dict(job.fingerprint))
     # From here on the run has gone back, also if it is killed now.
     write_restraints(run_dir, [*restraints, restraint])
     if not is_last:
         raise WentBack(f"Going {restraint.describe()} ({len(restraints) + 1} of {MAX_RESTRAINTS}).")
-    go_back(run_dir, job.store)
+    evidence = go_back(run_dir, job.store.delete_after)
     job.tracker.resume_at(to, state.pretraining)
     state.step = to
-    message = f"The reward is exploited again after {MAX_RESTRAINTS} restraints: the run went back."
+    message = (
+        f"The reward is exploited again after {MAX_RESTRAINTS} restraints: the run went back from "
+        f"steps that are in {evidence}."
+    )
     raise make_resumable(job, state, Interrupted(message))
 
 

@@ -271,53 +271,53 @@ def test_a_changed_setting_starts_another_run_and_says_why(tmp_path: Path) -> No
 
 
 def decided(folder: Path, **values: Any) -> Path:
-    """A checkpoint of a run that has decided these values by itself."""
+    """A run that has decided these values by itself."""
     facts = {key: {"value": v, "origin": "default", "why": "here"} for key, v in values.items()}
     (folder / "plan.json").write_text(json.dumps({"values": facts}))
-    return folder / "checkpoints" / "step_000001"
+    return folder
 
 
 def test_a_resume_keeps_what_another_machine_has_decided(tmp_path: Path) -> None:
     then = {"model.dtype": "bfloat16", "model.packing": False, "rollout.seed": 7}
-    checkpoint = decided(tmp_path, **then)
-    kept, free, notes = keep_decisions(make_plan(settle("model.path=embedded")), checkpoint)
+    run = decided(tmp_path, **then)
+    kept, free, notes = keep_decisions(make_plan(settle("model.path=embedded")), run)
     assert {key: value_of(kept.settings, key) for key in then} == then and not free
     assert [note.split()[0] for note in notes] == list(then)
     assert all("as this run began; a new run would have" in note for note in notes)
     # What somebody sets now wins, and is another run if it differs.
     named = make_plan(settle("model.path=embedded", "model.dtype=float32"))
-    assert keep_decisions(named, checkpoint)[0].settings.model.dtype == "float32"
+    assert keep_decisions(named, run)[0].settings.model.dtype == "float32"
 
 
 def test_a_decision_that_cannot_be_kept_here_makes_no_other_run(tmp_path: Path) -> None:
-    checkpoint = decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True})
+    run = decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True})
     with_full_kl = make_plan(settle("model.path=embedded", "algorithm.kl_penalty=full"))
-    kept, free, (note,) = keep_decisions(with_full_kl, checkpoint)
+    kept, free, (note,) = keep_decisions(with_full_kl, run)
     assert not kept.settings.algorithm.rollout_correction.bypass_mode
     assert free == {"algorithm.rollout_correction.bypass_mode"} and "full KL" in note
     # The others are kept all the same.
     decided(tmp_path, **{"algorithm.rollout_correction.bypass_mode": True, "rollout.seed": 7})
-    kept, free, notes = keep_decisions(with_full_kl, checkpoint)
+    kept, free, notes = keep_decisions(with_full_kl, run)
     assert kept.settings.rollout.seed == 7 and len(free) == 1 and len(notes) == 2
 
 
 def test_a_resume_keeps_the_defaults_of_an_older_version(tmp_path: Path) -> None:
     """It wrote them into config.yaml; what a person set there is no decision of the run."""
-    checkpoint = decided(tmp_path)
+    run = decided(tmp_path)
     (tmp_path / "config.yaml").write_text(
         "actor:\n  use_kl_loss: false  # default\n  kl_loss_coef: 0.1  # flag\n"
         "  loss_agg_mode: token-sum  # default\n"
     )
     grpo = ("model.path=embedded", "algorithm.adv_estimator=grpo", "rollout.n=2")
-    kept, free, notes = keep_decisions(make_plan(settle(*grpo)), checkpoint)
+    kept, free, notes = keep_decisions(make_plan(settle(*grpo)), run)
     actor = kept.settings.actor
     assert (actor.use_kl_loss, actor.kl_loss_coef) == (False, 0.001)
     assert actor.loss_agg_mode == "token-sum" and not free and len(notes) == 2
 
 
 def test_a_decision_is_kept_at_every_resume(tmp_path: Path) -> None:
-    checkpoint = decided(tmp_path)
+    run = decided(tmp_path)
     fact = {"value": "bfloat16", "origin": AS_BEGUN}
     (tmp_path / "plan.json").write_text(json.dumps({"values": {"model.dtype": fact}}))
-    kept, _, _ = keep_decisions(make_plan(settle("model.path=embedded")), checkpoint)
+    kept, _, _ = keep_decisions(make_plan(settle("model.path=embedded")), run)
     assert kept.settings.model.dtype == "bfloat16"

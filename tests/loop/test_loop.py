@@ -321,7 +321,7 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
         state = load(stage.job, newest) if newest else stage.state
         with pytest.raises(outcome) as caught:
             run(stage.job, state)
-        go_back(out, stage.job.store)
+        go_back(out, stage.job.store.delete_after)
         restraint = read_restraints(out)[-1]
         assert (restraint.after, restraint.to, restraint.pending) == (at, 2, False)
         assert stage.job.store.steps() == [2]

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppo_cli.config.schema.keys import value_of
+from ppo_cli.planning.run_plan import make_plan
 from ppo_cli.run.assemble import WENT_BACK, _resume_command
-from ppo_cli.run_folder.restraints import read_restraints
+from ppo_cli.run.identity import setting_values
+from ppo_cli.run.refusals import plan_resume
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
+from ppo_cli.run_folder.lines import rollout_file, rollout_steps
+from ppo_cli.run_folder.restraints import Restraint, go_back, read_restraints, write_restraints
 from tests.config.settling import settle
 from tests.forked import Forked
 from tests.loop.runs import command, environment, metrics, rows, stored, train
@@ -75,6 +81,33 @@ def test_the_command_to_go_on_after_a_return_keeps_the_run(monkeypatch: pytest.M
     assert [_resume_command(back, begun=begun)[-13:] for begun in (True, False)] == [
         "--resume auto", "--resume auto",
     ]  # fmt: skip
+
+
+def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
+    here = ("model.path=embedded", f"trainer.output_dir={tmp_path}")
+    plan = make_plan(settle(*here))
+    key, store = "algorithm.kl_ctrl.kl_coef", CheckpointStore(tmp_path / "checkpoints", None)
+    old = value_of(plan.settings, key)
+    (tmp_path / "rollouts").mkdir()
+    for step in (2, 4):
+        (store.directory / f"step_{step:06d}").mkdir(parents=True)
+        rollout_file(tmp_path, step).touch()
+    restraint = Restraint(4, 2, {key: (old, 10 * old)}, "alarm", setting_values(plan.settings))
+    write_restraints(tmp_path, [restraint])
+    assert find_resume(store, "auto") == store.directory / "step_000002" and len(store.steps()) == 2
+    earlier = go_back(tmp_path, store.delete_after)
+    assert store.steps() == [2] and rollout_steps(tmp_path) == [2]
+    assert earlier and rollout_steps(earlier) == [4] and not go_back(tmp_path, store.delete_after)
+    # Without a checkpoint the run begins again as it was restrained; another one does not.
+    store.delete_after(0)
+    notes, problems = plan_resume(plan, "ppo train")
+    assert notes[0].startswith(f"{key} is {10 * old}: restrained after step 4") and not problems
+    (note,), _ = plan_resume(make_plan(settle(*here, "trainer.seed=7")), "ppo train")
+    assert note.startswith("A new run: the one before had another rollout.seed")
+    for damaged in ("[", '[{"to": 2}]', "[null]"):
+        (tmp_path / "restraints.json").write_text(damaged)
+        _, (problem,) = plan_resume(plan, "ppo train")
+        assert "restraints.json is damaged" in problem
 
 
 @pytest.mark.slow

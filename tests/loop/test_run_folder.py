@@ -17,7 +17,7 @@ import pytest
 
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
-from ppo_cli.run_folder.folder import LOCK, RunFolder, is_active
+from ppo_cli.run_folder.folder import LOCK, SPENT, RunFolder, is_active
 
 
 def test_a_file_in_the_way_and_a_folder_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
 def test_what_a_judge_cost_stays_with_a_run_that_begins_again(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "judge_calls.jsonl", "judge_calls_safety.jsonl"):
         (tmp_path / name).write_text(name)
-    RunFolder(tmp_path).set_aside(all_of_it=False)
+    RunFolder(tmp_path).set_aside(spared=[SPENT])
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
         "judge_calls.jsonl", "judge_calls_safety.jsonl",
     ]  # fmt: skip
