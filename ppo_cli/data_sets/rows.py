@@ -355,14 +355,14 @@ class Columns:
 class RowFacts:
     """What a run needs to know of each row before it is rendered, in 13 bytes a row.
 
-    `kinds` has the first row of each kind: rows of one kind have the same roles, data source, type
-    of ground truth and keys of extra_info. `kind` and `size` have the number of a row's kind, and
-    an upper bound of the bytes of its contents, normalised by any tokenizer. `marked` rows have a
-    character with which control tokens begin.
+    `first` has the first row of each kind: the prompts of one kind are texts, or messages with the
+    same roles and keys. `kind` and `size` have the number of a row's kind, and an upper bound of
+    the bytes of its contents, normalised by any tokenizer. `marked` rows have a character with
+    which control tokens begin.
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[tuple[Any, ...], int] = {}
+        self.kinds: dict[Any, int] = {}
         self.first: list[Row] = []
         self.kind, self.size, self.marked = array("i"), array("q"), array("b")
 
@@ -374,14 +374,29 @@ class RowFacts:
         else:
             shape = tuple((m["role"], *sorted(m.keys() - {"role", "content"})) for m in prompt)
             text = "".join([m["content"] for m in prompt])
-        kind = (shape, row.data_source, type(row.ground_truth), *row.extra_info)
-        number = self.kinds.setdefault(kind, len(self.first))
+        number = self.kinds.setdefault(shape, len(self.first))
         if number == len(self.first):
             self.first.append(row)
         self.kind.append(number)
         # Composed characters that a normaliser takes apart become at most three times as long.
         self.size.append(len(text) if text.isascii() else 3 * len(text.encode()))
         self.marked.append("<" in text or "[" in text)
+
+
+class EpisodeRows(Sequence[Row]):
+    """Rows without a prompt, for an environment that opens the episodes by their numbers."""
+
+    def __init__(self, source: str, tasks: range) -> None:
+        self.source, self.tasks = source, tasks
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        task = self.tasks[index]
+        if isinstance(task, range):
+            return EpisodeRows(self.source, task)
+        return Row(Place(self.source, task + 1), (), None, "", {"task": task})
 
 
 class StoredRows(Sequence[Row]):
@@ -403,9 +418,14 @@ class StoredRows(Sequence[Row]):
         return [self[i] for i in range(*index.indices(len(self)))]
 
     def __iter__(self) -> Iterator[Row]:
-        if len(self) < len(self.raw.records):
-            return map(self.__getitem__, range(len(self)))
-        return (self._read(place, record) for place, record in self.raw.records)
+        usable = iter(self._usable)
+        following = next(usable, None)
+        for index, (place, record) in enumerate(self.raw.records):
+            if following is None:
+                return
+            if index == following:
+                yield self._read(place, record)
+                following = next(usable, None)
 
     def limit(self, count: int) -> StoredRows:
         """Return the first rows."""
@@ -483,8 +503,7 @@ def load_rows(
 ) -> RowSet:
     """Read one file or hub set as rows; bad rows are collected as problems."""
     if episodes := count_episodes(source):
-        numbers = range(1, min(episodes, at_most or episodes) + 1)
-        opened = tuple(Row(Place(source, n), (), None, "", {"task": n - 1}) for n in numbers)
+        opened = EpisodeRows(source, range(min(episodes, at_most or episodes)))
         return RowSet(source, "episodes", opened, (), Columns(prompt_key, "", source_key, ()))
     # A source without records has no columns to find.
     raw = read_source(source, at_most)

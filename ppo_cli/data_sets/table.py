@@ -11,8 +11,8 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from dataclasses import asdict, replace
+from itertools import chain, compress, islice
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,21 @@ from ppo_cli.data_sets.prompts import (
     render_prompts,
     unique_labels,
 )
-from ppo_cli.data_sets.rows import Row, RowFacts, RowSet, StoredRows, load_sets
+from ppo_cli.data_sets.rows import (
+    EpisodeRows,
+    Row,
+    RowFacts,
+    RowSet,
+    StoredRows,
+    load_sets,
+    prompt_of,
+)
 from ppo_cli.errors import UserError
 from ppo_cli.records import Message, Prompt
 
 FIRST_ROWS = 1000  # that are rendered at the start
 BATCH_ROWS = 4096  # that are rendered at once
+MAX_KINDS = 500  # more take longer than to render all rows
 # Tokens that a tokenizer may add to those of the bytes, at the start of a text and of its parts.
 SPARE_TOKENS = 16
 BY_FILES = "files-"  # begins the fingerprint of prompts that are not all rendered
@@ -70,6 +79,12 @@ class JoinedRows:
             rows.append(row)
         return uids, rows
 
+    def stream(self) -> Iterator[Prompt]:
+        """Yield the prompts of all rows, not yet rendered and tokenised."""
+        for label, row_set in zip(self.labels, self.sets, strict=True):
+            for row in row_set.rows:
+                yield prompt_of(label, row)
+
     def sample(self) -> list[int]:
         """Return the first rows, and the first row of each kind."""
         indices = set(range(min(FIRST_ROWS, len(self))))
@@ -83,17 +98,17 @@ def _facts_of(rows: Sequence[Row]) -> RowFacts:
     if isinstance(rows, StoredRows):
         return rows.facts
     facts = RowFacts()
-    for row in rows:
+    # All episodes are like the first.
+    for row in rows[:1] if isinstance(rows, EpisodeRows) else rows:
         facts.add(row)
+    if isinstance(rows, EpisodeRows):
+        for values in (facts.kind, facts.size, facts.marked):
+            values *= len(rows)
     return facts
 
 
 class PromptTable(Sequence[Prompt]):
-    """Prompts that are built each time that they are read.
-
-    `sample` has those that were built at the start: what the reward and the template take of them,
-    they take of the others, which are of the same kinds.
-    """
+    """Prompts that are built each time that they are read."""
 
     def __init__(
         self,
@@ -104,8 +119,6 @@ class PromptTable(Sequence[Prompt]):
     ) -> None:
         self._rows, self._indices, self._build = rows, indices, build
         self.fingerprint = fingerprint
-        sampled = set(rows.sample())
-        self.sample = self.pick(i for i, index in enumerate(indices) if index in sampled)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -123,6 +136,37 @@ class PromptTable(Sequence[Prompt]):
         """Return prompts in this order; DataError with the rows that the template refuses."""
         return self._build(*self._rows.read(self._indices[index] for index in indices))
 
+    def stream(self) -> Iterator[Prompt]:
+        """Yield the prompts in order, not yet rendered and tokenised."""
+        chosen = np.zeros(len(self._rows), dtype=bool)
+        chosen[self._indices] = True
+        return compress(self._rows.stream(), chosen)
+
+
+class StartPrompts(Sequence[Prompt]):
+    """The prompts of a table and those of the validation, with which a reward starts.
+
+    Checks of rows iterate over them: that does not render and tokenise those of the table. Prompts
+    that are read by their numbers are built.
+    """
+
+    def __init__(self, table: PromptTable, others: Sequence[Prompt]) -> None:
+        self._table, self._others = table, others
+
+    def __len__(self) -> int:
+        return len(self._table) + len(self._others)
+
+    def __getitem__(self, index: Any) -> Any:
+        count = len(self._table)
+        chosen = range(len(self))[index]
+        if isinstance(chosen, int):
+            return self._table[chosen] if chosen < count else self._others[chosen - count]
+        built = iter(self._table.pick(i for i in chosen if i < count))
+        return [next(built) if i < count else self._others[i - count] for i in chosen]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return chain(self._table.stream(), self._others)
+
 
 def pick(prompts: Sequence[Prompt], indices: Iterable[int]) -> Sequence[Prompt]:
     """Return prompts in this order, built together where they are not built yet."""
@@ -131,9 +175,11 @@ def pick(prompts: Sequence[Prompt], indices: Iterable[int]) -> Sequence[Prompt]:
     return [prompts[index] for index in indices]
 
 
-def sample_of(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return the prompts with which a reward is tried: all, or those built at the start."""
-    return prompts.sample if isinstance(prompts, PromptTable) else prompts
+def join_prompts(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return the prompts with which a reward starts, those of a table not yet built."""
+    return (
+        StartPrompts(prompts, others) if isinstance(prompts, PromptTable) else [*prompts, *others]
+    )
 
 
 def fingerprint_of(prompts: Sequence[Prompt]) -> str:
@@ -150,19 +196,19 @@ def load_prompts(
     answer_key: str | None = None,
     keep_columns: bool = False,
     max_samples: int = -1,
-    built: bool = True,
+    render_all: bool = True,
     **how: Any,
 ) -> PromptSet:
     """Read files or hub sets as prompts; DataError with all bad rows if there are any.
 
-    `max_samples` keeps the first rows over all sources, before overlong ones are dropped. Unless
-    all have to be `built`, more than EAGER_ROWS become a table. For the rest see `render_prompts`.
+    `max_samples` keeps the first rows over all sources, before overlong ones are dropped. Without
+    `render_all`, more than EAGER_ROWS become a table. For the rest see `render_prompts`.
     """
     keys: dict[str, Any] = {
         "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
     }  # fmt: skip
     sets = load_sets(sources, **keys, keep_columns=keep_columns, max_samples=max_samples)
-    large = not built and sum(len(rows.rows) for rows in sets) > EAGER_ROWS
+    large = not render_all and sum(len(rows.rows) for rows in sets) > EAGER_ROWS
     table = open_table(JoinedRows(sets), tokenizer, **how) if large else None
     return table or render_prompts(sets, tokenizer, **how)
 
@@ -178,9 +224,11 @@ def open_table(
 ) -> PromptSet | None:
     """Return the prompts of rows as a table, with the notes and errors of `render_prompts`.
 
-    None if all have to be rendered: a token may be unknown to the model, or the template refuses a
-    row, which is then reported with all others.
+    None if all have to be rendered: a token may be unknown to the model, the rows are of too many
+    kinds, or the template refuses a row, which is then reported with all others.
     """
+    if sum(len(facts.first) for facts in rows.facts) > MAX_KINDS:
+        return None
     renderer = Renderer(tokenizer, **{k: v for k, v in how.items() if v is not None})
     size = renderer.vocabulary_size
     if size is not None and max(tokenizer.get_vocab().values()) >= size:
@@ -203,8 +251,8 @@ def open_table(
     def build(uids: Sequence[str], chosen: Sequence[Row]) -> Sequence[Prompt]:
         rendered, problems = renderer.render(chosen)
         raise_problems(problems, renderer.check_flags)
-        beyond = [item for item in rendered if len(item.token_ids) > max_prompt_length]
-        limit_lengths(beyond, len(rendered) + 1, filter_overlong=False, **limits)
+        overlong = [item for item in rendered if len(item.token_ids) > max_prompt_length]
+        limit_lengths(overlong, len(rendered) + 1, filter_overlong=False, **limits)
         return build_prompts(list(zip(uids, rendered, strict=True)), tokenizer, **limits)
 
     digest = _digest_files(rows, [len(indices), how, limits, filter_overlong], renderer)
@@ -279,7 +327,8 @@ def _digest_files(rows: JoinedRows, settings: Sequence[Any], renderer: Renderer)
             for path in row_set.rows.raw.files:
                 with path.open("rb") as file:
                     facts.append(hashlib.file_digest(file, "blake2b").hexdigest())
-        else:
-            facts.append([repr(row) for row in row_set.rows])
+        elif not isinstance(row_set.rows, EpisodeRows):  # whose number says all
+            # Not the path, which may be written in several ways.
+            facts.append([asdict(row) | {"place": row.place.number} for row in row_set.rows])
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     return BY_FILES + digest.hexdigest()

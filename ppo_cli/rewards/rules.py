@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean, shorten
@@ -365,6 +366,7 @@ ROUTES: tuple[tuple[str, str], ...] = (
 )
 
 
+@lru_cache(1024)
 def find_rule(data_source: str) -> Rule | None:
     """Return the rule that serves a data_source, or None."""
     source = data_source.casefold()
@@ -388,7 +390,9 @@ def get_rule(name: str) -> Rule:
 
 def runs_code(rule: Rule | None, prompts: Sequence[Prompt]) -> bool:
     """Whether this rule, or the rule of any prompt's data_source, runs the responses as code."""
-    return any((rule or find_rule(prompt.data_source)) is RULES["code"] for prompt in prompts)
+    if rule is not None:
+        return rule is RULES["code"]
+    return any(find_rule(prompt.data_source) is RULES["code"] for prompt in prompts)
 
 
 def _leave_to_worker(reply: str, truth: Any, extra: Facts, **settings: Any) -> None:
@@ -409,24 +413,24 @@ def score_immediately(rule: Rule, call: Call, settings: Facts) -> Score | None:
 def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:
     """Raise RewardError if a rule has nothing to compare with in any of its prompts."""
     # One scorable prompt of a rule is enough: others fail alone.
-    by_rule: dict[str, list[Prompt]] = {}
+    scorable: set[str] = set()
+    failures: dict[str, tuple[int, str]] = {}  # how many, and the last
     for prompt in prompts:
-        if chosen := rule or find_rule(prompt.data_source):
-            by_rule.setdefault(chosen.name, []).append(prompt)
-    for name, rule_prompts in by_rule.items():
-        failure = ""
-        for prompt in rule_prompts:
-            call = Call(prompt.data_source, "", prompt.ground_truth, dict(prompt.extra_info))
-            returned = score_immediately(rule or RULES[name], call, settings)
-            if returned is None or not returned.failure:
-                break
-            failure = returned.failure
+        chosen = rule or find_rule(prompt.data_source)
+        if chosen is None or chosen.name in scorable:
+            continue
+        call = Call(prompt.data_source, "", prompt.ground_truth, dict(prompt.extra_info))
+        returned = score_immediately(chosen, call, settings)
+        if returned is None or not returned.failure:
+            scorable.add(chosen.name)
         else:
+            failures[chosen.name] = failures.get(chosen.name, (0, ""))[0] + 1, returned.failure
+    for name, (count, failure) in failures.items():
+        if name not in scorable:
             raise RewardError(
-                f"None of {len(rule_prompts)} prompts for the rule {name} can be scored: "
-                f"{failure}. Name the column with what the rule compares with (--answer_key), add "
-                "it to the rows, or choose another reward with --rule NAME or "
-                "--reward_function FILE:NAME."
+                f"None of {count} prompts for the rule {name} can be scored: {failure}. Name the "
+                "column with what the rule compares with (--answer_key), add it to the rows, or "
+                "choose another reward with --rule NAME or --reward_function FILE:NAME."
             )
 
 

@@ -28,7 +28,7 @@ from ppo_cli.config.models.folder import vocabulary_size
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet
-from ppo_cli.data_sets.table import fingerprint_of, load_prompts, pick, sample_of
+from ppo_cli.data_sets.table import fingerprint_of, join_prompts, load_prompts, pick
 from ppo_cli.digests import require_resumable
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.device import require_gpus
@@ -424,8 +424,8 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     store = CheckpointStore(folder.checkpoints, config.trainer.kept_checkpoints)
     checkpoint = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    built = checkpoint is not None and not is_by_files(checkpoint)
-    prompts, val_prompts = load_prompt_sets(config, tokenizer, screen, built=built)
+    render_all = checkpoint is not None and not is_by_files(checkpoint)
+    prompts, val_prompts = load_prompt_sets(config, tokenizer, screen, render_all=render_all)
     order = _build_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
@@ -523,7 +523,7 @@ def _open_job(
     """Start the reward and the engine, then claim the run folder; `closing` ends all of them."""
     config, folder = start.config, start.folder
     # The reward first: a wrong key or address is cheap to find.
-    all_prompts = [*sample_of(start.prompts), *start.val_prompts]
+    all_prompts = join_prompts(start.prompts, start.val_prompts)
     host = engines.host if engines.hosts_rewards() else None
     reward = make_reward(config.reward, all_prompts, host)
     closing.callback(reward.close)
@@ -664,17 +664,17 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
 
 
 def load_prompt_sets(
-    config: Config, tokenizer: Any, screen: Screen, *, built: bool = True
+    config: Config, tokenizer: Any, screen: Screen, *, render_all: bool = True
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Read training and validation prompts, and show the notes on them.
 
-    Unless they have to be `built`, many training prompts become a table.
+    Without `render_all`, many training prompts become a table.
     """
 
     def read(split: DataSplit) -> Sequence[Prompt]:
         files, max_rows = split_files(config.data, split)
-        in_full = built or split == "val"
-        prompt_set = read_prompts(config, tokenizer, files, max_rows, built=in_full)
+        in_full = render_all or split == "val"
+        prompt_set = read_prompts(config, tokenizer, files, max_rows, render_all=in_full)
         screen.note_all(prompt_set.notes)
         return prompt_set.prompts
 
@@ -682,7 +682,7 @@ def load_prompt_sets(
 
 
 def read_prompts(
-    config: Config, tokenizer: Any, files: Sequence[str], max_rows: int, *, built: bool = True
+    config: Config, tokenizer: Any, files: Sequence[str], max_rows: int, *, render_all: bool = True
 ) -> PromptSet:
     """Read at most `max_rows` rows of prompt files, as the settings say; -1 is all."""
     return load_prompts(
@@ -691,7 +691,7 @@ def read_prompts(
         **config.data.keys,
         keep_columns=any(rules.function for rules in rules_of(config.reward)),
         max_samples=max_rows,
-        built=built,
+        render_all=render_all,
         vocabulary_size=vocabulary_size(config.model.path),
         **prompt_settings(config.data),
     )

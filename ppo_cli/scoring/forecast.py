@@ -422,7 +422,7 @@ def _usage_per_call(
     api = config.reward.api
     # One request per rubric, or one per criterion if each is asked separately.
     materials = [build_material(prompt, "") for prompt in prompts]
-    check_rows(api, template, materials)
+    check_rows(api, template, prompts)
     of = rubric_reader(api)
     rubrics = [of(material) for material in materials]
     rubrics_of_calls = [

@@ -134,8 +134,7 @@ def _check_held_out(settings: ApiReward, file: str) -> None:
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
     from ppo_cli.rewards.judge import prompt as judge
 
-    materials = [judge.build_material(prompt, "") for prompt in prompts]
-    judge.check_rows(settings, judge.load_template(settings), materials)
+    judge.check_rows(settings, judge.load_template(settings), prompts)
 
 
 def sources_without_rule(sources: Collection[str]) -> tuple[list[str], list[str]]:

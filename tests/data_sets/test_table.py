@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from ppo_cli.data_sets import files, table
 from ppo_cli.data_sets.prompts import PromptSet
-from ppo_cli.data_sets.table import PromptTable, load_prompts
+from ppo_cli.data_sets.table import PromptTable, join_prompts, load_prompts
 from ppo_cli.errors import DataError
 from ppo_cli.run.identity import run_identity
 from tests.settings import complete
@@ -72,10 +73,12 @@ def sources(tmp_path: Path) -> Mapping[str, str]:
 def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
     tokenizer: Any, sources: Mapping[str, str], names: list[str], options: dict[str, Any]
 ) -> None:
-    def load(built: bool) -> PromptSet | str:
+    def load(render_all: bool) -> PromptSet | str:
         how = {"max_prompt_length": 400} | options
         try:
-            return load_prompts([sources[n] for n in names], tokenizer, built=built, **how)
+            return load_prompts(
+                [sources[n] for n in names], tokenizer, render_all=render_all, **how
+            )
         except DataError as error:
             return str(error)
 
@@ -88,17 +91,33 @@ def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
     assert (list(prompts), later.notes) == (list(together.prompts), together.notes)
     order = [5, 0, len(prompts) - 1]
     assert prompts.pick(order) == [together.prompts[i] for i in order]
+    # A reward's start: rows are checked unrendered, and those read by number are built.
+    joined, whole = join_prompts(prompts, together.prompts[:2]), together.prompts
+    assert joined[-3:] == [whole[-1], *whole[:2]]
+    unbuilt = [
+        replace(prompt, messages=(), rendered="", token_ids=(), opened="") for prompt in whole
+    ]
+    assert [replace(prompt, messages=()) for prompt in joined][:-2] == unbuilt
 
 
 def test_a_large_set_counts_by_the_content_of_its_files(
-    make_tokenizer: Callable[..., Any], sources: Mapping[str, str]
-) -> None:
-    def identify(name: str, **options: Any) -> Any:
+    make_tokenizer: Callable[..., Any], sources: Mapping[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def identify(*names: str, folder: Path = Path(), **options: Any) -> Any:
+        files = [str(folder / name) for name in names]
         rows = load_prompts(
-            [sources[name]], make_tokenizer(), max_prompt_length=400, built=False, **options
+            files, make_tokenizer(), max_prompt_length=400, render_all=False, **options
         )
         return run_identity(complete({}), rows.prompts, ())["data.train_files"]
 
+    monkeypatch.chdir(tmp_path)
+    Path("some.jsonl").write_text(json.dumps(TEXT[0]))  # too few to stay as they are stored
+    names = "text.jsonl", "some.jsonl"
+    before = identify(*names)
+    with monkeypatch.context() as patch:
+        patch.chdir("/")
+        assert identify(*names, folder=tmp_path) == before
     before = identify("text.jsonl")
     assert before == identify("text.jsonl") != identify("text.jsonl", system_prompt="Think.")
     file = Path(sources["text.jsonl"])
@@ -109,7 +128,7 @@ def test_a_large_set_counts_by_the_content_of_its_files(
 def test_a_file_that_changes_during_a_run_is_an_error(
     tokenizer: Any, sources: Mapping[str, str]
 ) -> None:
-    rows = load_prompts([sources["text.jsonl"]], tokenizer, max_prompt_length=400, built=False)
+    rows = load_prompts([sources["text.jsonl"]], tokenizer, max_prompt_length=400, render_all=False)
     Path(sources["text.jsonl"]).write_text("{}\n")
     with pytest.raises(DataError, match="line 41: the file was changed"):
         rows.prompts[COUNT - 1]

@@ -57,7 +57,7 @@ class JudgeAsker:
 
     def check_rows(self, prompts: Sequence[Prompt]) -> None:
         """Raise RewardError for rows that lack what the prompt asks for."""
-        check_rows(self._api, self.template, [build_material(prompt, "") for prompt in prompts])
+        check_rows(self._api, self.template, prompts)
 
     def try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
         """Show by first calls that key, model and reply format are right, and check the answers.
@@ -66,11 +66,12 @@ class JudgeAsker:
         context the shortest one: if even that does not fit, the judge cannot be used.
         """
         error: JudgeError | None = None
-        shortest = min(prompts, key=lambda prompt: len(prompt.text))
-        for prompt in (*prompts[:MAX_REFUSED_PROMPTS], shortest):
-            if prompt is shortest and error is not None and error.cause != "too_long":
+        _, shortest = min((len(prompt.text), number) for number, prompt in enumerate(prompts))
+        for number in (*range(len(prompts))[:MAX_REFUSED_PROMPTS], shortest):
+            if number == shortest and error is not None and error.cause != "too_long":
                 break
             # In pieces, as training will ask: the judge shows that it can score them.
+            prompt = prompts[number]
             answer = str(prompt.ground_truth or UNKNOWN_ANSWER)
             question = self.question(prompt, show_example(answer, self._api, UNKNOWN_ANSWER))
             try:

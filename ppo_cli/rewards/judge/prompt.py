@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -151,6 +151,8 @@ class Template:
         """Raise a RewardError when rows lack variables other than the response."""
         # The prompt is always there; the response comes later.
         required = [name for name in self.variables if name not in ("prompt", "response")]
+        if not required:
+            return
         lacking: dict[str, list[int]] = {name: [] for name in required}
         total, seen = 0, set[str]()
         for total, material in enumerate(materials, start=1):
@@ -622,19 +624,21 @@ def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
 
 
 def check_each_row(
-    what: str, of: Callable[[Material], object], materials: Sequence[Material]
+    what: str, of: Callable[[Material], object], materials: Iterable[Material]
 ) -> None:
     """Raise a RewardError that names the first rows for which `of` raises one."""
     # Check all rows before raising: one message names several.
-    wrong = []
+    number, count, wrong = 0, 0, []
     for number, material in enumerate(materials, start=1):
         try:
             of(material)
         except RewardError as error:
-            wrong.append(f"row {number}: {first_line(error)}.")
+            count += 1
+            if count <= MAX_LISTED_ROWS:
+                wrong.append(f"row {number}: {first_line(error)}.")
     if wrong:
-        head = f"The {what} of {len(wrong)} of {len(materials)} rows cannot be used:"
-        raise RewardError("\n".join([head, *wrong[:MAX_LISTED_ROWS]]))
+        head = f"The {what} of {count} of {number} rows cannot be used:"
+        raise RewardError("\n".join([head, *wrong]))
 
 
 def reference_answer(api: ApiReward, material: Material) -> str:
@@ -642,12 +646,18 @@ def reference_answer(api: ApiReward, material: Material) -> str:
     return as_text(_required_value(material, api.compare))
 
 
-def check_rows(api: ApiReward, template: Template, materials: Sequence[Material]) -> None:
+def check_rows(api: ApiReward, template: Template, prompts: Sequence[Prompt]) -> None:
     """Raise RewardError when rows lack values for the prompt, the criteria or the comparisons."""
-    template.check(materials)
-    check_each_row("criteria", rubric_reader(api), materials)
+
+    # One at a time: there may be millions.
+    def read() -> Iterator[Material]:
+        return (build_material(prompt, "") for prompt in prompts)
+
+    template.check(read())
+    if api.rubric is not None:
+        check_each_row("criteria", rubric_reader(api), read())
     if api.mode == "compare" and not api.of_the_run:
-        check_each_row("reference answers", partial(reference_answer, api), materials)
+        check_each_row("reference answers", partial(reference_answer, api), read())
 
 
 def _custom_scoring(api: ApiReward, base: Template) -> Template:

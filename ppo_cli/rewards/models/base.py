@@ -270,8 +270,10 @@ def get_messages(prompt: Prompt) -> tuple[Message, ...]:
 
 def first_of_each_kind(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
     """Return the first prompt of each sequence of roles: a template may refuse some."""
-    kinds = {tuple(m["role"] for m in get_messages(p)): p for p in reversed(prompts)}
-    return tuple(kinds.values())
+    kinds: dict[tuple[str, ...], int] = {}
+    for number, prompt in enumerate(prompts):
+        kinds.setdefault(tuple(m["role"] for m in get_messages(prompt)), number)
+    return tuple(prompts[number] for number in kinds.values())
 
 
 def prompt_like(prompts: Sequence[Prompt], question: str, number: int = 0) -> Prompt:
