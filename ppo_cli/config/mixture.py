@@ -725,6 +725,12 @@ def rules_of(reward: Reward) -> tuple[Reward, ...]:
     return () if reward.api.enable or reward.model.path is not None else (reward,)
 
 
+def is_watched(reward: Reward) -> bool:
+    """Whether the alarm of exploits watches a reward: its own rules alone are not."""
+    functions = any(rules.function for rules in rules_of(reward))
+    return bool(judges_of(reward) or models_of(reward) or functions)
+
+
 def describe_reward(reward: Reward) -> str:
     """Return what scores the responses, such as `judge qwen-plus, rule gsm8k`."""
     sources = [f"judge {judge.settings.model}" for judge in judges_of(reward)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import correlation, fmean, median, pvariance
 
-from ppo_cli.config.mixture import judges_of, mixture_of, models_of, rules_of
+from ppo_cli.config.mixture import is_watched, judges_of, mixture_of, models_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
@@ -74,11 +74,7 @@ def make_limits(config: Config) -> Limits:
         reward_advice=_reward_advice(config.reward),
         run_dir=shlex.quote(config.trainer.output_dir),
         lr=actor.optim.lr,
-        can_be_gamed=bool(
-            judges_of(config.reward)
-            or models_of(config.reward)
-            or any(rule.function for rule in rules_of(config.reward))
-        ),
+        can_be_gamed=is_watched(config.reward),
         has_judge=bool(judges_of(config.reward)),
         total_steps=batch_arithmetic(config)["total_steps"],
         folder=user_path(config.trainer.output_dir),

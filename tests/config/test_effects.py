@@ -33,6 +33,7 @@ NEEDED = {
     "not_in_pairs": f"{JUDGE} reward.api.mode=compare reward.api.compare=list",
     "own_prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
     "hedge_after_timeout": f"{JUDGE} reward.api.timeout=1",
+    "all_kept": f"{JUDGE} trainer.on_hacking=restrain algorithm.use_kl_in_reward=true",
     "nothing_to_share": "model.packing=false",
     "nothing_in_float32": "model.dtype=bfloat16",
     "nothing_to_spread": "model.dtype=float32",

@@ -412,7 +412,7 @@ class Trainer(Section):
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(
         3, "Newest checkpoints to keep, in addition to the best; --on_hacking restrain keeps all.",
-        absent="all", ge=1,
+        absent="all", ge=1, unused="all_kept",
     )  # fmt: skip
     patience: int | None = setting(
         None, "Stop after this number of validations without a new best.", absent="never",
@@ -422,10 +422,10 @@ class Trainer(Section):
         Chosen(choose_on_hacking, "stop with --stop_on_hacking, else warn"),
         "When the model begins to exploit its reward: warn, stop, or restrain: go back to the last "
         "checkpoint before, and on with a higher KL coefficient; at most twice, then stop.",
-        flag="--on_hacking",
+        flag="--on_hacking", unused="not_watched",
     )  # fmt: skip
     stop_on_hacking: bool = setting(
-        False, "The same as --on_hacking stop.", flag="--stop_on_hacking"
+        False, "The same as --on_hacking stop.", flag="--stop_on_hacking", unused="not_watched"
     )
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...

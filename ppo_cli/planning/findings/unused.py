@@ -9,7 +9,14 @@ from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.layers import DEFAULT
-from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
+from ppo_cli.config.mixture import (
+    has_mixture,
+    is_watched,
+    judges_of,
+    mixture_of,
+    models_of,
+    rules_of,
+)
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.finding import Finding, Kind
 from ppo_cli.config.schema.keys import Key, table, value_of
@@ -359,6 +366,15 @@ UNUSED: Final[dict[str, Unused]] = {
         "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
         "leave it out",
         lambda c: c.algorithm.rollout_correction.rollout_is == "off",
+    ),
+    "not_watched": Unused(
+        "built-in rules are not watched for exploits, only judges, reward models and functions; "
+        "leave it out",
+        lambda c: not is_watched(c.reward),
+    ),
+    "all_kept": Unused(
+        "--on_hacking restrain keeps all checkpoints, to go back to; leave it out",
+        lambda c: c.trainer.on_hacking == "restrain",
     ),
     "no_validation": Unused(
         "there are no validation prompts; name them with --val_files, or leave it out",
