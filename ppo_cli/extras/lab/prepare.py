@@ -385,6 +385,7 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
             f"The package {error.name} is not installed: pip install reasoning-gym."
         ) from None
     splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    repeated: list[RowProblem] = []
     sets = list(dict.fromkeys(filter(None, names.split(","))))
     if not sets:
         raise DataError(f"{REASONING_GYM}:{names} names no set. Known: {', '.join(DATASETS)}.")
@@ -401,6 +402,8 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
         asked = {entry["question"] for entry in entries[:train]}
         for index, entry in enumerate(entries):
             if index >= train and entry["question"] in asked:
+                place = Place(f"{REASONING_GYM}:{name}", index)
+                repeated.append(RowProblem(place, "", "repeats a training question"))
                 continue
             split = SPLITS[index >= train]
             text = f"{entry['question'].rstrip()}\n\n{TAGS_INSTRUCTION}"
@@ -421,7 +424,8 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
                     "extra_info": info,
                 }
             )
-    return BuiltSet({split: written for split, written in splits.items() if written})
+    filled = {split: written for split, written in splits.items() if written}
+    return BuiltSet(filled, tuple(repeated))
 
 
 def write_literal(value: Any) -> str:

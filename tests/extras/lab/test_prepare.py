@@ -403,3 +403,5 @@ def test_generated_sets_are_scored_by_the_scorer_of_their_package(
     for name, problem in {",": "names no set", "sums,ends": "ends, row 0: .*inf"}.items():
         with pytest.raises(DataError, match=problem):
             prepare(f"reasoning_gym:{name}", out=str(out), force=True)
+    (train,) = prepare("reasoning_gym:sums", out=str(out), rows=80, force=True)
+    assert train.rows == 80 and train.note.startswith("8 rows left out")  # none is new
