@@ -63,7 +63,7 @@ def read_restraints(run: Path) -> list[Restraint]:
     path = run / RESTRAINTS_FILE
     try:
         return TypeAdapter(list[Restraint]).validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValidationError) as error:
         cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
