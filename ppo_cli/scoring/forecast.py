@@ -154,10 +154,10 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as a JSON object; pairs are (low, high)."""
         api = self.config.reward.api
-        panel = [other.as_dict() for other in self.others]
-        cascaded = api.cascade.model is not None
-        others: dict[str, Any] = {"cheaper": panel[0]} if cascaded else {"panel": panel}
-        others = others if panel else {}
+        others: dict[str, Any] = {}
+        if asked_too := [other.as_dict() for other in self.others]:
+            cascaded = api.cascade.model is not None
+            others = {"cheaper": asked_too[0]} if cascaded else {"panel": asked_too}
         if api.monitor.model is not None:
             second = monitor_settings(api)
             asked = {"provider": second.type, "model": second.model}
