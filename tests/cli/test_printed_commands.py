@@ -27,6 +27,7 @@ LEFT_OUT = {
     "--self_test": "needs a record of the self-test: tests/self_test",
     "--tasks": "needs lm-eval",
     "--nnodes": "needs another machine",
+    "earlier_1": "needs a run that went back: tests/loop/test_restraints.py",
     "bridge": "needs GPUs: tests/extras/migrate/bridge",
     "prompts rubric": "needs a judge that drafts criteria: tests/extras/lab/test_prompts.py",
     "NAME": "names nothing",

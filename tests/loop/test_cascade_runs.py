@@ -71,8 +71,10 @@ def test_a_run_says_who_decided_and_keeps_both_keys(
     assert {line["decided_by"] for line in scored} == {"s (openai)", "judge-1 (openai)"}
     for line in scored:
         unsure = line["cheap_score"] == pytest.approx(4 / 9)
-        assert line["escalated"] is unsure and line["score"] in (0.0, 1.0)
-        assert unsure or line["score"] == line["cheap_score"]
+        assert line["escalated"] is unsure
+        # What the cheaper judge decides is moved by its offset and scale, not to the other side.
+        moved = abs(line["score"] - line["cheap_score"])
+        assert line["score"] in (0.0, 1.0) if unsure else moved < 0.5
     lines = read_metrics(out)
     assert 0.1 < lines[1]["judge/escalated"] < 0.6 and undocumented(out) == set()
     assert lines[1]["judge/cheap_calls"] > lines[1]["judge/strong_calls"] > 0
