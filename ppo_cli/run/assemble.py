@@ -624,7 +624,7 @@ def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
         named, how = ("Ctrl-C", "Press") if name == "SIGINT" else (name, "Send it")
         screen.note(
             f"{named}: will save and stop; a step that is not sampled and scored within "
-            f"{LEAVE_S:g} s is undone. {how} again to stop immediately."
+            f"{LEAVE_S:g} s is undone, an update ends first. {how} again to stop immediately."
         )
 
     return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
