@@ -334,8 +334,14 @@ def test_the_cheaper_score_is_corrected_from_pairs(
         assert corrected.value == 1.0 and corrected.info["cheap_score"] == pytest.approx(8 / 9)
         # Validations are compared with earlier ones.
         assert score_all(run, [sure], "validation")[0].value == pytest.approx(8 / 9)
+    # A run that goes on within a step has the correction of that step.
+    later = make()
+    later.load_state_dict(reward.state_dict())
+    assert later.state_dict() == reward.state_dict()
+    assert score_all(later, [sure])[0].value == 1.0
     metrics = reward.pop_metrics()
     assert metrics["judge/cheap_offset"] == pytest.approx(-2 / 3)
+    assert metrics["judge/cheap_scale"] == pytest.approx(2.0)
     # The newest pairs count, those of a step by prompt.
     resumed.load_state_dict({"pairs": [(0.0, k / 500) for k in range(500)]})
     score_all(resumed, [sum_rollout(2), sum_rollout(1)])
@@ -379,8 +385,11 @@ def test_a_correction_removes_the_offset_of_a_cheaper_judge() -> None:
     assert abs(after) < 0.05 < 0.08 < before
     assert fit_correction(unsure[:49]) == (1.0, 0.0)
     # Without spread it is an offset alone, and not where the judges contradict each other.
-    assert fit_correction([(0.5, 0.1)] * 60) == pytest.approx((1.0, -0.4))
+    assert fit_correction([(0.5, 0.1)] * 50) == pytest.approx((1.0, -0.4))
     assert fit_correction([(0.0, 1.0), (1.0, 0.0)] * 30) == (1.0, 0.0)
+    # By hand: b = 2, e² = (52 * 0.04 / 50) / (52 * 0.01) = 0.08, t² = 0.01; means 0.5 and 0.6.
+    noisy = [(x, 2 * x - 0.4 + noise) for x in (0.4, 0.6) for noise in (-0.2, 0.2)] * 13
+    assert fit_correction(noisy) == pytest.approx((10 / 9, 0.6 - 5 / 9))
 
 
 def test_few_pairs_hardly_move_the_sure_scores_of_an_unbiased_judge() -> None:

@@ -315,20 +315,28 @@ def bent(text): return [text.upper()]
 def drawn(text, calls=[]): calls.append(0); k = len(calls) % 9; return [text[:k], text[k:]]
 def boom(text): return text.split(None, 1)[1].index("§")
 def numbers(text): return [1]
+def whole(text): return text
+def nothing(text): return None
+def lines(text): yield from re.findall("[^,]*,?", text)
+class Words: ...
 """
 
 
 def test_pieces_of_a_function_are_the_text_in_order_or_a_mistake(tmp_path: Path) -> None:
     file = tmp_path / "split.py"
     file.write_text(OWN_SPLIT)
-    pieces = cut("One, two. Three, four.", f"{file}:clauses")
-    assert pieces == ["One,", " two. Three,", " four."]
+    for function in ("clauses", "lines"):
+        pieces = cut("One, two. Three, four.", f"{file}:{function}")
+        assert pieces == ["One,", " two. Three,", " four."]
     problems = {
         "half": "no piece has the end of the text, .* (split.py, line 4)",
         "bent": "piece 1 is 'ONE .* (split.py, line 5)",
         "drawn": "a second call .* returns other pieces (split.py, line 6)",
         "boom": "fails on 'One .*ValueError: .* (split.py, line 7)",
         "numbers": "piece 1 is of type int (split.py, line 8)",
+        "whole": "it returns a value of type str (split.py, line 9)",
+        "nothing": "it returns a value of type NoneType (split.py, line 10)",
+        "Words": "has no function 'Words'",
         "clause": "has no function 'clause'. Did you mean 'clauses'",
     }
     for function, problem in problems.items():
