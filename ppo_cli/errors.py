@@ -155,6 +155,8 @@ def exit_code_of(error: BaseException | None) -> int:
         return EXIT_USER
     if is_out_of_memory(error):
         return EXIT_USER
+    if describe_device_fault(error):
+        return EXIT_RESUMABLE
     if isinstance(error, KeyboardInterrupt):
         return EXIT_STOPPED
     if isinstance(error, SystemExit):
@@ -246,6 +248,9 @@ _UNMAPPED = (
 )  # fmt: skip
 
 
+_DEVICE_FAULT = re.compile(r"^(CUDA|HIP)( driver)? error|(CUBLAS|CUDNN)_STATUS|uncorrectable ECC")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a smaller batch could work."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -264,6 +269,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         "Failed to CUDA",  # NCCL, of its buffers: calloc, malloc, host alloc
     )  # fmt: skip
     return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "ALLOC_FAILED"))
+
+
+def describe_device_fault(error: BaseException) -> str:
+    """Return what to say of a GPU that failed, other than for want of memory; empty else."""
+    is_fault = isinstance(error, RuntimeError) and _DEVICE_FAULT.search(str(error))
+    if not is_fault or is_out_of_memory(error):
+        return ""
+    return (
+        f"its GPU failed: {first_line(error)}. With CUDA_LAUNCH_BLOCKING=1 the traceback names the "
+        "operation; a line with Xid in the kernel's log (dmesg) is a fault of the device or driver."
+    )
 
 
 def address_space() -> int | None:

@@ -22,6 +22,7 @@ from ppo_cli.errors import (
     DISK_ERRNOS,
     EXIT_BUG,
     EXIT_DONE,
+    EXIT_RESUMABLE,
     EXIT_STOPPED,
     EXIT_USER,
     FULL_DISK_ERRNOS,
@@ -32,6 +33,7 @@ from ppo_cli.errors import (
     WorkerLost,
     address_space,
     describe_address_space,
+    describe_device_fault,
     did_you_mean,
     first_line,
     is_out_of_memory,
@@ -87,6 +89,10 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
         if isinstance(bug, WorkerLost):
             _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
         return bug.exit_code
+    if fault := describe_device_fault(bug):
+        _print_stderr(f"error: this process cannot go on: {fault}")
+        _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
+        return EXIT_RESUMABLE
     # A file that cannot be written.
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS

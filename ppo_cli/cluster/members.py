@@ -81,10 +81,12 @@ USE_MEMORY = " Use rollout.weight_transfer=memory."
 
 
 def unpack_failure(member: WorkerHandle, failure: Failure) -> Exception:
-    """Return a user's mistake as it was raised; any other error with the worker's traceback."""
+    """Return a user's mistake as it was raised, a fault of its GPU, or the worker's traceback."""
     if failure.pickled is not None:
         error: Exception = pickle.loads(failure.pickled)
         return error
+    if failure.device:
+        return WorkerLost(f"{member} failed: {failure.device} Its log: {member.log}.")
     return WorkerFault(f"{member} failed:\n{failure.traceback.rstrip()}")
 
 

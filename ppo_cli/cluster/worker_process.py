@@ -31,7 +31,14 @@ import ray
 
 from ppo_cli.cluster.addresses import free_port
 from ppo_cli.engine.leftovers import create_folder
-from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, MissingPart, PpoError, is_picklable
+from ppo_cli.errors import (
+    FULL_DISK_ERRNOS,
+    ConfigError,
+    MissingPart,
+    PpoError,
+    describe_device_fault,
+    is_picklable,
+)
 from ppo_cli.machine.gpus import pin_gpu_order
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.processor import count_cores
@@ -45,10 +52,14 @@ FLUSH_S = 0.02  # results that finish within this time are sent together
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker: its traceback, and the pickled error if a user caused it."""
+    """An exception of a worker: its traceback, and the pickled error if a user caused it.
+
+    `device` says what is wrong with its GPU, where that failed.
+    """
 
     pickled: bytes | None
     traceback: str
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,8 @@ def _failure(error: BaseException) -> Failure:
     # A missing permission may concern a device or a socket instead of a file, so it stays a bug.
     full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
     can_travel = (isinstance(error, PpoError) or full) and is_picklable(error)
-    return Failure(pickle.dumps(error) if can_travel else None, text)
+    pickled = pickle.dumps(error) if can_travel else None
+    return Failure(pickled, text, redact(describe_device_fault(error)))
 
 
 # Lines of a log's end that a message shows, and bytes that are read for them.

@@ -206,6 +206,10 @@ def explain_collective_errors(rank: int, advice: str = LEAVE_MEMORY) -> Iterator
     except Exception as error:
         nccl = isinstance(error, dist.DistBackendError)
         log = " NCCL_DEBUG=INFO logs what NCCL does." if nccl else ""
+        if nccl and "shared memory" in str(error):
+            log = (
+                f" Containers have little of it: start them with --shm-size 8g or --ipc=host.{log}"
+            )
         if is_out_of_memory(error):
             what = f"ran out of memory inside of a collective: {_nccl_words(error)}. {advice}{log}"
         elif nccl:

@@ -272,6 +272,9 @@ def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
         output = capsys.readouterr().err
         assert output.startswith("error: out of memory") and "a smaller model" in output
     assert print_error(RuntimeError("could not create a primitive")) == 1
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
+    assert print_error(fault) == node_exit_code(fault) == 3
+    assert "bug" not in capsys.readouterr().err.rpartition("error: ")[2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from ppo_cli.cluster import driver, driver_process, worker_process, workers
 from ppo_cli.cluster import engine as cluster_engine
 from ppo_cli.cluster.driver import Answer, DriverEngine
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.cluster.members import Call, Cluster, WorkerHandle, unpack_failure, worker_lost
+from ppo_cli.cluster.members import (
+    Call,
+    Cluster,
+    WorkerFault,
+    WorkerHandle,
+    unpack_failure,
+    worker_lost,
+)
 from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import Outcome, Worker, _failure
 from ppo_cli.config.models.bundled import model_folder
@@ -28,7 +35,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
-from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS
+from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, WorkerLost, exit_code_of
 from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.channel import PART
 from ppo_cli.records import Prompt
@@ -281,6 +288,18 @@ def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
         n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None
     }
     assert travelling == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
+
+
+def test_a_fault_of_a_gpu_is_no_bug_of_ours(tmp_path: Path) -> None:
+    fault = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be …")
+    member = WorkerHandle("learner rank 1", tmp_path / "rank.log", None)
+    error = unpack_failure(member, _failure(fault))
+    assert isinstance(error, WorkerLost) and exit_code_of(fault) == error.exit_code
+    for words in ("learner rank 1", "device-side assert", "rank.log", "CUDA_LAUNCH_BLOCKING"):
+        assert words in str(error)
+    assert "kernel errors" not in str(error)
+    wrong_shape = unpack_failure(member, _failure(RuntimeError("shape '[2]' is invalid")))
+    assert isinstance(wrong_shape, WorkerFault)
 
 
 def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:

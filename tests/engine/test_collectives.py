@@ -151,6 +151,7 @@ MEMORY = "Failed to CUDA calloc 10485760 bytes: Cuda failure 2 'out of memory'"
         (MEMORY, "rank 0 ran out of memory .*calloc.*nvidia-smi.*NCCL_DEBUG=INFO"),
         ("Failed to CUDA calloc async 608 bytes", "rank 0 ran out of memory .*calloc async 608"),
         ("Cuda failure 'invalid'", "rank 0 failed .*unhandled cuda error; Cuda failure 'invalid'"),
+        ("Error while creating shared memory segment /dev/shm/nccl-1 (size 9)", "--shm-size"),
     ],
 )
 def test_nccl_that_fails_when_ranks_meet_ends_the_rank(
