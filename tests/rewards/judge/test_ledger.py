@@ -302,9 +302,15 @@ def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> 
     for in_flight in (2, 0):  # settled once
         resumed = attached(path, usd=1.0)
         assert (resumed.total.calls, resumed.interrupted.calls) == (3, in_flight)
+        assert resumed.unreported.calls == 2
+        assert resumed.unreported.usd == pytest.approx(2 * worst)
         assert resumed.total.usd == pytest.approx(spent)
     assert [line["outcome"] for line in lines(path)] == ["ok", "killed", "killed"]
     assert sum(call["usd"] for call in paid_calls(tmp_path)) == pytest.approx(spent)
+    asyncio.run(resumed.reserve(question())).settle(Usage(10, 1), "timeout", note="upper bound")
+    resumed.budget_usd = resumed.total.usd
+    with pytest.raises(Interrupted, match="tokens of that are an upper bound for 3 calls"):
+        asyncio.run(resumed.reserve(question()))
 
 
 def test_a_reservation_is_in_the_file_before_the_call_is_sent(tmp_path: Path) -> None:

@@ -9,19 +9,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, pstdev
 
+import numpy as np
 import pytest
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Rollout
 from ppo_cli.report import health
-from ppo_cli.rewards.judge.calls import Question, Scale, Usage
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.costs import Ledger, SharedLedger, Spending
-from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
+from ppo_cli.rewards.judge.monitor import Canaries, LabelledCheck, Monitor, call_metrics
 from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
@@ -200,6 +203,32 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
     else:
         assert later["judge/label_drift"] == later["judge/label_noise"] == 0.0
         assert trouble == {}
+
+
+def test_each_labelled_response_is_compared_with_its_own_first_score() -> None:
+    """Labels 1, 0, 1, 0; the third response has no verdict at first."""
+    readings = (0.5, 0.0, None, 0.2), (0.7, 0.1, 0.9, 0.2), (None,) * 4
+    scores = iter([score for reading in readings for score in reading])
+
+    async def judge(rollout: Rollout) -> float:
+        if (score := next(scores)) is None:
+            raise JudgeError(Failure.UNPARSED, "form", "no number")
+        return score
+
+    check = LabelledCheck(labelled(4), judge, Scale(1, 10), every=3)
+    first, second, third = (asyncio.run(check.read()) or check.pop_metrics() for _ in readings)
+    agreement = second.pop("judge/label_correlation")
+    assert agreement == pytest.approx(np.corrcoef([1, 0, 1, 0], [0.7, 0.1, 0.9, 0.2])[0, 1])
+    for metrics, failed, gap, moved in (
+        (first, 1, (0.7 - 1) / 3, [0.0] * 3), (second, 0, (1.9 - 2) / 4, [0.2, 0.1, 0.0, 0.0])
+    ):  # fmt: skip
+        output = {
+            "failed": failed, "gap": gap, "drift": fmean(moved),
+            "noise": pstdev(moved) / len(moved) ** 0.5,
+        }  # fmt: skip
+        found = {name: metrics[f"judge/label_{name}"] for name in output}
+        assert found == pytest.approx(output, abs=1e-9)
+    assert third == {"judge/label_failed": 4.0} and check.pop_metrics() == {}
 
 
 def test_readings_fail_in_silence_and_stay_out_of_validations(
