@@ -57,11 +57,6 @@ def can_write(folder: Path) -> bool:
     return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
-def is_existing(text: str) -> bool:
-    """Whether a text is the path of a file or a folder; any other text is not."""
-    return not path_problem(text) and os.path.exists(os.path.expanduser(text))
-
-
 def find_special_file(folder: Path) -> Path | None:
     """Return a pipe, a socket or a device in a folder, which nobody can copy; None without one."""
     for directory, _, names in os.walk(folder):

@@ -187,7 +187,8 @@ class HelpGroup(_Examples, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that was called; an unknown one fails with the most similar name."""
         name = args[0]
-        point = find_plugin("commands", _entry_point(ctx, name), self._built_in_points(ctx))
+        points = {_entry_point(ctx, own) for own in (*self.built_in, *self.commands)}
+        point = find_plugin("commands", _entry_point(ctx, name), points)
         if name in self.commands:
             return super().resolve_command(ctx, args)
         if name not in self.built_in and point is None:
@@ -196,9 +197,6 @@ class HelpGroup(_Examples, TyperGroup):
         command: Any = typer.main.get_command(import_name(declared.app))
         command.name = name
         return name, command, args[1:]
-
-    def _built_in_points(self, ctx: Any) -> set[str]:
-        return {_entry_point(ctx, name) for name in (*self.built_in, *self.commands)}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, then the flags."""

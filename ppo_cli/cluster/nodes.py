@@ -460,7 +460,10 @@ class Membership:
                 self._report("it left on a signal.")
             return EXIT_RESUMABLE
         except RpcError as error:
-            raise self._head_lost() from error
+            raise WorkerLost(
+                f"node 0 ({self._store.address}) does not answer, and no run continues without "
+                "it: start the same command again on all nodes."
+            ) from error
         finally:
             if self._ray is not None:
                 self._ray.close()
@@ -559,12 +562,6 @@ class Membership:
                 f"node 0 ({self._store.address}) ended with exit code {code}; so does this one"
             )
         return code
-
-    def _head_lost(self) -> WorkerLost:
-        return WorkerLost(
-            f"node 0 ({self._store.address}) does not answer, and no run continues without "
-            "it: start the same command again on all nodes."
-        )
 
 
 def set_token(trainer: Trainer, environ: Mapping[str, str]) -> None:

@@ -89,9 +89,8 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
             f"{label}: the file is empty. Write settings such as '{example}' into it."
         )
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(
-            f"{label}: expected settings such as '{example}', found {_describe_node(root)}."
-        )
+        shown = "a list" if isinstance(root, yaml.SequenceNode) else f"'{root.value}'"
+        raise ConfigError(f"{label}: expected settings such as '{example}', found {shown}.")
     # All problems of the file at once.
     problems: list[str] = []
     entries = _flatten_yaml(root, "", label, problems)
@@ -190,10 +189,6 @@ def _raw_value(node: yaml.Node) -> Any:
     # A quoted text stays a text: "null" in quotes is not empty.
     style = node.style if isinstance(node, yaml.ScalarNode) else None
     return Quoted(node.value) if style in ("'", '"', "|", ">") else node.value
-
-
-def _describe_node(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"'{node.value}'"
 
 
 REWARD_FILE = "reward.config_file"

@@ -72,7 +72,7 @@ class WrittenModel:
     """Size and files of an exported model.
 
     `base` is the model that an adapter was merged into, `merged` in what form, and `checked` what
-    was compared.
+    was compared. A `critic` gives a value for each token.
     """
 
     parameters: int
@@ -82,6 +82,7 @@ class WrittenModel:
     base: str | None = None
     merged: str | None = None
     checked: str = ""
+    critic: bool = False
 
 
 def write_model(
@@ -161,7 +162,7 @@ def write_model(
         checked = compare_outputs(
             out, exact, expected, critic=critic, trust_remote_code=trust_remote_code
         )
-    return replace(written, checked=checked)
+    return replace(written, checked=checked, critic=critic)
 
 
 def _round(model: Any, dtype: torch.dtype | None, exact: Tensor) -> Tensor:

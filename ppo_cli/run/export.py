@@ -397,9 +397,6 @@ def draw_curve(series: Mapping[str, Points]) -> str:
     ])  # fmt: skip
 
 
-CRITIC_HEAD = "ForTokenClassification"
-
-
 def export(
     source: Path,
     out: Path,
@@ -459,7 +456,7 @@ def export(
             write_card(run, fresh, name=name, step=step, critic=critic, checked=checked)
     return {
         "out": str(out),
-        "use_as": "--critic_model" if _is_critic(user_path(out), folder) else "--model",
+        "use_as": "--critic_model" if written.critic else "--model",
         "source": str(folder),
         "step": step,
         "choice": choice,
@@ -564,13 +561,6 @@ def _upload(folder: Path, name: str, *, public: bool) -> str:
             "another name."
         )
     return str(repository)
-
-
-def _is_critic(out: Path, source: Path) -> bool:
-    """Whether a written model is a critic, by its head or its source folder."""
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    heads = config.get("architectures") or []
-    return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
 def _check_target(out: Path, source: Path, *, force: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from ppo_cli.data_sets.rows import (
 )
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
-from ppo_cli.paths import user_path
+from ppo_cli.paths import can_write, user_path
 from ppo_cli.records import Message, Prompt, Rollout, Turn
 from ppo_cli.run_folder.lines import rollout_file, rollout_steps
 
@@ -290,7 +289,7 @@ def check_out(out: Path, source: str, flag: str = "--out") -> None:
         raise UserError(f"{flag} {out} is a folder; name a file in it.")
     if not out.parent.is_dir():
         raise UserError(f"{flag} {out}: there is no folder {out.parent}.")
-    if not os.access(out.parent, os.W_OK):
+    if not can_write(out.parent):
         raise UserError(f"{flag} {out}: the folder {out.parent} cannot be written.")
     if out.exists() and user_path(source).exists() and out.samefile(source):
         raise UserError(f"{flag} {out} is the input file; choose another name.")

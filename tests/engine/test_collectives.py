@@ -16,13 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from ppo_cli.config.schema.algorithm import Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.models.policy import split_model
-from ppo_cli.engine.models.value_models import build_value_model
 from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import load as sharding
 from ppo_cli.engine.sharding.load import load_sharded
@@ -86,7 +85,7 @@ def load(path: str, *, empty: bool = False) -> Policy:
 
 CONFIG = LlamaConfig(
     vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS,
-    num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
+    num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False, num_labels=1,
 )  # fmt: skip
 
 
@@ -133,9 +132,10 @@ def test_a_critic_gathers_an_embedding_that_it_trains_by_itself(trained: bool) -
         critic.head.requires_grad_(True)
         return critic
 
+    model = LlamaForTokenClassification(CONFIG)
     critic = load_sharded(
-        lambda path, *, empty: build_value_model(CONFIG), "made up", lay_out(SIZE), Sharding(),
-        Compute(torch.device("cpu"), torch.float32), prepare=freeze,
+        lambda path, *, empty: ValueModel(model, model.model, model.score), "made up",
+        lay_out(SIZE), Sharding(), Compute(torch.device("cpu"), torch.float32), prepare=freeze,
     )  # fmt: skip
     embedding = critic.model.get_input_embeddings()
     assert isinstance(embedding, FSDPModule) is trained

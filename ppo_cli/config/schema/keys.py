@@ -234,7 +234,7 @@ def describe_range(key: Key) -> str:
     comparisons = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     # pydantic keeps limits in metadata objects with one attribute each.
     limits = [
-        f"{comparisons[name]} {_format_limit(limit)}"
+        f"{comparisons[name]} {f'{limit:g}' if isinstance(limit, float) else limit}"
         for name, limit in key.limits
         if name in comparisons
     ]
@@ -254,10 +254,6 @@ def range_remarks(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
         low, high = key.usual
         if not low <= value <= high:
             yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
-
-
-def _format_limit(limit: float) -> str:
-    return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
 def _collect_keys(

@@ -112,19 +112,6 @@ def _rename_head(builder: Any, config: Any, options: dict[str, Any]) -> dict[str
     return {} if head in (None, HEAD) else {"key_mapping": {rf"^{HEAD}\.": f"{head}."}}
 
 
-def build_value_model(config: Any, **options: Any) -> ValueModel:
-    """Build a value model from a config, with random weights."""
-    text = config.get_text_config(decoder=True)
-    source = config if type(text) is type(config) else text
-    source.num_labels = 1
-    builder = _choose_class(source, config, options)
-    model = builder.from_config(source, dtype=torch.float32, **options)
-    name = value_head(model)
-    if name is None:
-        raise ModelError(f"A {config.model_type} model has no plain value head.")
-    return ValueModel(model=model, backbone=model.base_model, head=getattr(model, name))
-
-
 def value_head(model: Any) -> str | None:
     """Return the attribute of the value head; None if the model has none."""
     names = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.device_roles import read_placement
 from ppo_cli.config.layers import Entry
-from ppo_cli.config.schema.keys import table
+from ppo_cli.config.schema.keys import find_key, table
 from ppo_cli.config.schema.values import NO, YES, is_unset, parse_list, read_switch
 from ppo_cli.machine.machine import Machine
 
@@ -171,7 +171,8 @@ def _register_translation(
     """Declare a function that translates these names; PART stands for actor and critic.
 
     The function receives what `read` makes of the raw value; a ValueError of `read` is a problem of
-    the entry. Without `null`, a null value sets nothing.
+    the entry. Without `null`, a null value sets nothing. A null of our own files, such as the
+    config.yaml of a run, leaves a setting to its rule; what verl means by it counts in its lines.
     """
 
     def declare(turn: Translation) -> Translation:
@@ -180,6 +181,10 @@ def _register_translation(
         def take(state: TranslationState, entry: Entry) -> None:
             """Read the raw value and translate it, or record a problem of the entry."""
             if is_unset(entry.raw) and not null:
+                return
+            key = find_key(entry.name)
+            if is_unset(entry.raw) and not state.verl and key is not None and key.rule is not None:
+                state.put(entry, entry.name, None)
                 return
             try:
                 value = read(entry.raw)
@@ -569,10 +574,8 @@ def _translate_packing(state: TranslationState, entry: Entry, on: bool) -> None:
 def _translate_frequency(state: TranslationState, entry: Entry, raw: Any) -> None:
     """Read `False`, and verl's 0, as never."""
     word = str(raw).strip().lower()
-    # verl's 0 is "never", ours is refused, or "at the end". Our null of save_freq leaves it to its
-    # rule, as in the config.yaml of a run.
-    is_open = entry.name == "trainer.save_freq" and not state.verl
-    never = word == "false" or (word == "0" and state.verl) or (is_unset(word) and not is_open)
+    # verl's 0 is "never", ours is refused, or "at the end".
+    never = word == "false" or (word == "0" and state.verl) or is_unset(word)
     state.put(entry, entry.name, "-1" if never else raw)
 
 
@@ -709,10 +712,9 @@ def _translate_importance_weights(state: TranslationState, entry: Entry, raw: An
     state.correction["rollout_is"] = raw
 
     def compute_level(value: Lookup) -> Any:
-        # verl's null is off; responses of older weights get weights here all the same. A null in
-        # our own config.yaml is not set.
-        unset = value("trainer.async_steps") if state.verl else raw is None
-        if value(f"{CORRECTION}.bypass_mode") or (is_unset(raw) and unset):
+        # verl's null is off; responses of older weights get weights here all the same.
+        is_open = is_unset(raw) and value("trainer.async_steps")
+        if value(f"{CORRECTION}.bypass_mode") or is_open:
             return None
         return "off" if is_unset(raw) else raw
 
