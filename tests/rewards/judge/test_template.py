@@ -91,6 +91,10 @@ def test_the_form_of_the_answer_is_a_setting(tmp_path: Path) -> None:
     assert load_template(file).output == "text"
     template = file.model_copy(update={"output": "json"})
     assert load_template(template).question(material).output == "json"
+    # Rubrics and comparisons are answered in JSON, and each criterion or response gets 0 or 1.
+    for setting in ({"rubric": "extra_info.rubric"}, {"mode": "compare"}):
+        template = load_template(file.model_copy(update=setting))
+        assert (template.output, template.scale) == ("json", Scale(0, 1)), setting
 
 
 @given(HOSTILE, HOSTILE, HOSTILE)
