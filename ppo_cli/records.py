@@ -6,8 +6,8 @@ Plain Python and numpy: every room can use them, and they are pickled between pr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,7 +63,8 @@ class Prompt:
     judge or a rule reads (a string prompt, or the last user message). `rendered` is the text of
     `token_ids`, chat template applied; `opened` is the mark of a thought at its end, if the
     template opens one for the model. `tools` has a line for each tool that the model may call.
-    `columns` has those of the row as they are, for functions that read them.
+    `columns` has those of the row as they are, for functions that read them. A `validation` prompt
+    is only measured: a judge is asked about held-out criteria too.
     """
 
     uid: str
@@ -77,6 +78,12 @@ class Prompt:
     opened: str = ""
     tools: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    validation: bool = False
+
+
+def mark_validation(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return prompts as those of a validation."""
+    return [replace(prompt, validation=True) for prompt in prompts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +206,10 @@ class Rollout:
     def key(self) -> tuple[str, int]:
         """Identity of the rollout within a step."""
         return self.prompt.uid, self.sample
+
+
+# Parts of a validation's score: mean credits of held-out criteria, and of those trained on.
+HELD_OUT, TRAINED = "held_out_criteria", "trained_criteria"
 
 
 @dataclass(frozen=True)

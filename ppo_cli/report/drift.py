@@ -13,7 +13,10 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward, parse_scale_bounds
 from ppo_cli.errors import DataError
 from ppo_cli.planning.findings.rewards import scale_labels
+from ppo_cli.records import HELD_OUT, TRAINED
 from ppo_cli.report.labels import read_labels_with_scores
+from ppo_cli.report.validation import MIN_PROMPTS, read_prompt_scores
+from ppo_cli.run_folder.lines import rollout_steps
 
 History = Sequence[Mapping[str, Any]]
 # Scores of the judge and of its watcher (people, a second judge or a rule), for the same response
@@ -51,6 +54,11 @@ class Drift(NamedTuple):
         return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
 
     @property
+    def falling(self) -> bool:
+        """Whether the watcher has fallen beyond chance."""
+        return self.rise < -max(DRIFTED, 2 * self.noise)
+
+    @property
     def confirming(self) -> bool:
         """Whether the watcher has risen too, beyond chance, and by more than the drift."""
         return self.rise > max(DRIFTED, 2 * self.noise, self.amount)
@@ -85,6 +93,30 @@ def measure_judge_drift(
     second = any(key.endswith("/monitor_gap") for line in steps for key in line)
     watcher = f"the rule '{watched[1]}'" if watched and not second else "its second judge"
     return _measure_drift(pairs[:few], pairs[-few:], watcher)._replace(noise=noise)
+
+
+def measure_held_out(folder: Path | None, last: int) -> Drift | None:
+    """Return the drift from a judge's held-out criteria, from the first validation to the last one.
+
+    A criterion that was met by nearly all from the start cannot rise: the gain of those that are
+    trained on counts at most as far as the held-out ones could have risen. The noise is the
+    standard error over the prompts. None without two validations on the disk.
+    """
+    steps = [step for step in rollout_steps(folder, "val") if step <= last] if folder else []
+    if folder is None or len(steps) < 2:
+        return None
+    ends = (steps[0], steps[-1])
+    trained, trained_last = (read_prompt_scores(folder, step, TRAINED) for step in ends)
+    held_out, held_out_last = (read_prompt_scores(folder, step, HELD_OUT) for step in ends)
+    uids = held_out.keys() & held_out_last.keys()
+    if len(uids) < MIN_PROMPTS:
+        return None
+    gains = [trained_last[uid] - trained[uid] for uid in uids]
+    rises = [held_out_last[uid] - held_out[uid] for uid in uids]
+    rise, room = fmean(rises), 1 - fmean(held_out[uid] for uid in uids)
+    gaps = [gain - other for gain, other in zip(gains, rises, strict=True)]
+    noise = math.sqrt(pvariance(gaps) / len(gaps))
+    return Drift(min(fmean(gains), room) - rise, rise, noise, "its held-out criteria")
 
 
 def read_opinions(run_dir: Path, reward: Reward) -> tuple[Opinion, ...]:

@@ -16,7 +16,13 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.errors import ppo
-from ppo_cli.report.drift import Drift, History, measure_judge_drift, pair_scores
+from ppo_cli.report.drift import (
+    Drift,
+    History,
+    measure_held_out,
+    measure_judge_drift,
+    pair_scores,
+)
 from ppo_cli.report.exploits import measure_feature
 from ppo_cli.report.features import FEATURES
 from ppo_cli.report.limits import Limits
@@ -39,6 +45,10 @@ def find_hacking(steps: History, limits: Limits) -> str:
     if not limits.can_be_gamed:
         return ""
     drift = measure_judge_drift(steps, limits.watched, limits.people)
+    held_out = measure_held_out(limits.folder, steps[-1]["step"]) if limits.holds_out else None
+    # Held-out criteria that do not rise are a finding; an exploit makes them worse.
+    if drift is None and held_out is not None and (held_out.confirming or held_out.falling):
+        drift = held_out
     watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
     if not watched and len(steps) < MIN_STEPS:
         return ""

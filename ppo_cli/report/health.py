@@ -21,7 +21,7 @@ from ppo_cli.errors import plural, ppo
 from ppo_cli.moments import TINY
 from ppo_cli.paths import user_path
 from ppo_cli.planning.batches import batch_arithmetic
-from ppo_cli.report.drift import DRIFTED, History, Opinion
+from ppo_cli.report.drift import DRIFTED, History, Opinion, measure_held_out
 from ppo_cli.report.episode_card import CUT_SHARE, count_tool_errors
 from ppo_cli.report.exploits import describe_failures
 from ppo_cli.report.hacking import find_hacking, reward_rises
@@ -79,6 +79,7 @@ def make_limits(config: Config) -> Limits:
         total_steps=batch_arithmetic(config)["total_steps"],
         folder=user_path(config.trainer.output_dir),
         watched=first_judge_and_rule(config.reward),
+        holds_out=any(j.settings.rubric_held_out is not None for j in judges_of(config.reward)),
     )
 
 
@@ -612,9 +613,10 @@ def _check_lost_criterion(steps: History, limits: Limits) -> str:
     validations = [line for line in steps if "val/reward_mean" in line]
     for key in validations[-1] if len(validations) > 1 else ():
         series = [float(line.get(key) or 0.0) for line in validations]
-        if not key.startswith("val/rubric/") or key.endswith("/hurdle_missed"):
-            continue
         name = key.removeprefix("val/rubric/")
+        # Training does not ask about a held-out criterion, so its weight would change nothing.
+        if name == key or key.endswith("/hurdle_missed") or f"rubric/{name}" not in steps[-1]:
+            continue
         if max(series) < SAME_CREDIT:
             texts.append(f"'{name}' (never met in validation)")
         elif series[0] - series[-1] > 2 * LOST_CREDIT:
@@ -624,6 +626,20 @@ def _check_lost_criterion(steps: History, limits: Limits) -> str:
     return (
         f"Criteria that are met less than before, or never: {', '.join(texts)}. Raise their "
         "weight in --rm_rubric, give them levels, or make them a must."
+    )
+
+
+def _check_held_out(steps: History, limits: Limits) -> str:
+    """Warn if validations credit criteria that training asks about, and not the held-out ones."""
+    drift = measure_held_out(limits.folder, steps[-1]["step"]) if limits.holds_out else None
+    if drift is None or not drift.alarming:
+        return ""
+    moved = f"fell by {-drift.rise:.2f}" if drift.rise < 0 else f"rose by only {drift.rise:.2f}"
+    look = ppo(f"show {limits.run_dir} --val")
+    return (
+        f"In validation the credit of the criteria that training asks about has risen by "
+        f"{drift.amount + drift.rise:.2f}, while {drift.watcher} {moved}: the model may learn the "
+        f"words of the rubric, not what is meant. Read the responses: `{look}`."
     )
 
 
@@ -754,6 +770,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "criterion_stuck": _check_stuck_criterion,
     "criterion_against": _check_opposed_criterion,
     "criterion_lost": _check_lost_criterion,
+    "held_out": _check_held_out,
     # Reward models.
     "prompts_cut": _check_cut_prompts,
 }

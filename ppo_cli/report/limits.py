@@ -39,3 +39,4 @@ class Limits:
     folder: Path | None = None  # with the rollouts, for causes and examples
     watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
     people: tuple[Opinion, ...] = ()  # labels given in the page
+    holds_out: bool = False  # a judge has criteria that training does not ask about

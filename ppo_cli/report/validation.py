@@ -59,7 +59,7 @@ def estimate_score(run_dir: Path, line: Line) -> Estimate:
 
     Without the responses on the disk there is no interval.
     """
-    scores = list(_read_prompt_scores(run_dir, int(line["step"])).values())
+    scores = list(read_prompt_scores(run_dir, int(line["step"])).values())
     value = float(line["val/reward_mean"])
     if not scores:
         return Estimate(value)
@@ -73,7 +73,7 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     The interval pairs the responses to the same prompt. If they are not on the disk, it follows
     from the spread of the scores in the two lines.
     """
-    before, after = (_read_prompt_scores(run_dir, int(line["step"])) for line in (first, last))
+    before, after = (read_prompt_scores(run_dir, int(line["step"])) for line in (first, last))
     both = [uid for uid in before if uid in after]
     if both:
         return _compare_prompts([[after[uid] - before[uid] for uid in both]])
@@ -95,7 +95,7 @@ def compare_best(config: Config, run_dir: Path, validations: Sequence[Line]) -> 
     `estimate_best` corrects it with the responses on the disk; without those it is not corrected,
     and the basis says so.
     """
-    scores = [_read_prompt_scores(run_dir, int(line["step"])) for line in validations]
+    scores = [read_prompt_scores(run_dir, int(line["step"])) for line in validations]
     both = [uid for uid in scores[0] if all(uid in later for later in scores[1:])]
     if both:
         return _compare_prompts([[s[uid] - scores[0][uid] for uid in both] for s in scores[1:]])
@@ -115,23 +115,30 @@ def _compare_prompts(gains: Sequence[Sequence[float]]) -> Comparison:
     return Comparison(change, f"on the same {count:,} prompts")
 
 
-def _read_prompt_scores(run_dir: Path, step: int) -> Mapping[str, float]:
-    """Return the mean score of each prompt of a validation; empty without its responses."""
+def read_prompt_scores(run_dir: Path, step: int, part: str = "") -> Mapping[str, float]:
+    """Return the mean score, or `part` of it, of each prompt of a validation.
+
+    Empty without its responses.
+    """
     file = rollout_file(run_dir, step, "val")
     if not file.exists():
         return {}
     state = file.stat()
-    return _read_scores(file, (state.st_mtime_ns, state.st_size))
+    return _read_scores(file, part, (state.st_mtime_ns, state.st_size))
 
 
 # A page compares the same validations several times, and again after each step of a live run.
 @lru_cache(maxsize=64)
-def _read_scores(file: Path, version: tuple[int, int]) -> Mapping[str, float]:
+def _read_scores(file: Path, part: str, version: tuple[int, int]) -> Mapping[str, float]:
     """Return the mean score of each prompt in one version (time, size) of a rollout file."""
     scores: dict[str, list[float]] = defaultdict(list)
     for line in read_lines(file):
-        if isinstance(line.get("score"), int | float):
-            scores[str(line.get("uid"))].append(float(line["score"]))
+        values = {"": line.get("score")}
+        # What a judge reports in a mixture has the name of its part in front.
+        for name, value in (line.get("parts") or {}).items() if part else ():
+            values[name.rpartition(".")[2]] = value["raw"]
+        if isinstance(value := values.get(part), int | float):
+            scores[str(line.get("uid"))].append(float(value))
     return {uid: fmean(values) for uid, values in scores.items()}
 
 

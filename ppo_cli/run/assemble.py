@@ -56,7 +56,7 @@ from ppo_cli.planning.placement import placement_of
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, mark_validation
 from ppo_cli.report.alerts import send_alerts
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
@@ -676,7 +676,7 @@ def load_prompt_sets(
         in_full = render_all or split == "val"
         prompt_set = read_prompts(config, tokenizer, files, max_rows, render_all=in_full)
         screen.note_all(prompt_set.notes)
-        return prompt_set.prompts
+        return prompt_set.prompts if split == "train" else mark_validation(prompt_set.prompts)
 
     return read("train"), read("val") if config.data.val_files else ()
 

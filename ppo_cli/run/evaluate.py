@@ -40,7 +40,7 @@ from ppo_cli.environments.episodes import Episodes
 from ppo_cli.errors import ConfigError, Interrupted, UserError, first_line
 from ppo_cli.machine.machine import Machine
 from ppo_cli.paths import load_json, read_text, user_path
-from ppo_cli.records import Message, Prompt, Rollout, Scored
+from ppo_cli.records import Message, Prompt, Rollout, Scored, mark_validation
 from ppo_cli.report.tracker import Screen, make_episode_fields, make_rollout_line
 from ppo_cli.run.assemble import prompt_settings, read_prompts
 from ppo_cli.run.episodes import start_episodes
@@ -123,11 +123,11 @@ class SampledModel:
         return Renderer(self.tokenizer, None, data.apply_chat_template).uses_template
 
     def read(self, files: Sequence[str]) -> tuple[Sequence[Prompt], Sequence[str]]:
-        """Read prompt files; return prompts and notes on them."""
+        """Read prompt files, as those of a validation; return prompts and notes on them."""
         prompt_set = read_prompts(
             self.config, self.tokenizer, files, self.config.data.val_max_samples
         )
-        return prompt_set.prompts, prompt_set.notes
+        return mark_validation(prompt_set.prompts), prompt_set.notes
 
     def prompt(self, conversation: str | Sequence[Message]) -> Prompt:
         """Build a prompt from a text or a conversation; DataError if the model cannot read it."""

@@ -306,6 +306,7 @@ def _list_criteria(api: ApiReward, request: Mapping[str, Any]) -> Iterator[str]:
         yield f"  - {gone if request['problem'] else 'the criteria of each row'}"
     for row in request["criteria"]:
         facts = [f"weight {row['weight']}", *(["must"] if row.get("must") else [])]
+        facts += ["held out: not trained on"] if row.get("held_out") else []
         facts += [f"levels 0 to {row['levels']}"] if "levels" in row else []
         yield f"  - {row['name']} ({', '.join(facts)}): {' '.join(row['text'].split())}"
 

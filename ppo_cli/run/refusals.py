@@ -35,7 +35,7 @@ from ppo_cli.planning.findings.models import damaged_models
 from ppo_cli.planning.findings.rules import list_texts
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, mark_validation
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
 from ppo_cli.run_folder.lines import METRICS_FILE
 from ppo_cli.run_folder.restraints import read_restraints
@@ -67,7 +67,8 @@ class FirstRows:
 
     def _build_prompts(self, split: DataSplit) -> list[Prompt]:
         """Return the prompts of a split, not yet rendered."""
-        return [prompt_of(rows.label, row) for rows in self.read(split) for row in rows.rows]
+        prompts = [prompt_of(rows.label, row) for rows in self.read(split) for row in rows.rows]
+        return prompts if split == "train" else mark_validation(prompts)
 
     def notes(self) -> list[str]:
         """Return notes about the rows of both splits; bad rows are refused elsewhere."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -35,6 +35,7 @@ from ppo_cli.rewards.judge.prompt import (
     Template,
     build_material,
     check_rows,
+    load_fixed_rubric,
     load_template,
     reference_answer,
     rubric_reader,
@@ -113,6 +114,7 @@ class Forecast:
     sampled: int
     held_out: int = 0  # verdicts on labelled responses
     repeated: int = 0  # verdicts that measure the noise
+    criteria_bill: UsageRange | None = None  # of the criteria that only validations ask about
     others: tuple[Forecast, ...] = ()  # of a cascade's cheaper judge, or of a panel's others
 
     def stops_at(self) -> tuple[int, int] | None:
@@ -232,6 +234,7 @@ class Forecast:
                 f"{self.repeated:,} of the verdicts are repeated ones, which show the judge's "
                 "noise (--rm_noise_responses 0: none)"
             )
+        lines += self._held_out_lines()
         if api.asks_on:
             lines.append(
                 f"votes: up to {api.max_votes} a response are counted as calls and in the high "
@@ -239,6 +242,22 @@ class Forecast:
                 f"in {DIFFERING:.1%} of cases (arXiv 2606.13685)"
             )
         return [*lines, f"assumed: {self.assumptions()}"]
+
+    def _held_out_lines(self) -> Iterator[str]:
+        """Yield which criteria are held out, and what validations cost more by them."""
+        api = self.config.reward.api
+        if api.rubric_held_out is None or api.rubric is None:
+            return
+        what = f"{api.rubric_held_out:.0%} of the criteria of each row"
+        if not api.rubric.startswith("extra_info."):
+            criteria = load_fixed_rubric(api).criteria
+            names = [criterion.name for criterion in criteria if criterion.held_out]
+            what = f"{', '.join(names)} ({len(names)} of {len(criteria)} criteria)"
+        cost = ", which this run does not have"
+        if self.criteria_bill is not None:
+            bill = _usage_line(self.criteria_bill, self.price).removeprefix("0 calls, ")
+            cost = f", for {bill} more"
+        yield f"held out: {what}; validations alone ask about them{cost}"
 
     def _price_note(self) -> str:
         """Return model and price in brackets, or an empty text without a price."""
@@ -334,14 +353,21 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     a_call = _usage_per_call(template, chosen, config, of_list)
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
     # The run: training calls, validation, labelled responses and format checks.
-    run = None
+    run, criteria_bill = None, None
     if calls is not None and validation is not None:
         # Training calls without validation's, since the two read different rows.
         trained = (calls - validation) * requests
         run = a_call.times(trained * expected, trained * most_votes)
         if validation:
             bill = _usage_per_call(template, chosen_val, config, alone)
-            run += bill.times(validation * expected * alone, validation * most_votes * alone)
+            counts = (validation * expected * alone, validation * most_votes * alone)
+            run += bill.times(*counts)
+            if api.rubric_held_out is not None:
+                trained_only = [replace(prompt, validation=False) for prompt in chosen_val]
+                less = _usage_per_call(template, trained_only, config, alone)
+                criteria_bill = UsageRange(
+                    bill.calls - less.calls, bill.low - less.low, bill.high - less.high
+                ).times(*counts)
     labelled = len(read_held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
     # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
@@ -363,6 +389,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
         repeated=repeated,
+        criteria_bill=criteria_bill,
         others=tuple(_forecast_other(config, other, train, val) for other in other_judges(api)),
     )
 

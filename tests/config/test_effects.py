@@ -21,7 +21,7 @@ NEEDED = {
         ("no_monitor", "no_labels", "no_cascade", "no_other_judge", "judge_elsewhere", "no_rule"),
         JUDGE,
     ),
-    **dict.fromkeys(("no_rubric", "no_comparison"), JUDGE),
+    **dict.fromkeys(("no_rubric", "no_comparison", "none_held_out"), JUDGE),
     **dict.fromkeys(("decision_endpoint", "fixed_output"), DECISION),
     **dict.fromkeys(
         ("every_rule_its_own", "every_model_its_own"), "reward.parts=[judge:1] reward.api.model=m"
@@ -63,7 +63,7 @@ VALUES = {
     "reward.model.device": "cpu", "reward.model.template": "{response}", "reward.rule": "exact",
     "reward.parts": "judge:1", "reward.composite.weights": "{judge: 1}",
     "reward.composite.parts": "{judge: 1}", "reward.api.cascade.band": "0-1",
-    "reward.api.cascade.spread": "0.1",
+    "reward.api.cascade.spread": "0.1", "reward.api.rubric_held_out": "0.5",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ppo_cli.report.health import (
     make_limits,
 )
 from ppo_cli.report.limits import Limits
+from ppo_cli.run_folder.lines import replace_lines, rollout_file
 from tests.settings import complete
 
 GOOD = {
@@ -41,6 +43,37 @@ def always(**values: Any) -> Change:
 
 def kinds(count: int, change: Change, limits: Limits | None = None) -> set[str]:
     return set(find_troubles(history(count, change), limits or Limits()))
+
+
+def validate(folder: Path, step: int, trained: float, held_out: float) -> None:
+    """Write the responses of a validation with the credits of two kinds of criteria."""
+    parts = {"q.trained_criteria": {"raw": trained}, "q.held_out_criteria": {"raw": held_out}}
+    lines = [{"uid": f"{n}", "score": trained, "parts": parts} for n in range(12)]
+    replace_lines(rollout_file(folder, step, "val"), lines)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "kinds_found"),
+    [
+        ((0.3, 0.3), (0.8, 0.35), {"held_out"}),  # trained criteria alone
+        ((0.3, 0.3), (0.8, 0.7), set()),  # both
+        ((0.3, 0.98), (0.8, 0.98), set()),  # nothing was left to gain
+        ((0.3, 0.5), (0.35, 0.5), set()),  # nothing was learned
+        ((0.3, 0.6), (0.8, 0.3), {"held_out", "hacking"}),  # at their cost
+    ],
+)
+def test_held_out_criteria_are_a_second_opinion(
+    tmp_path: Path,
+    first: tuple[float, float],
+    last: tuple[float, float],
+    kinds_found: set[str],
+) -> None:
+    limits = Limits(folder=tmp_path, holds_out=True)
+    validate(tmp_path, 0, *first)
+    assert kinds(8, always(), limits) == set()
+    validate(tmp_path, 8, *last)
+    assert kinds(7, always(), limits) == set(), "the validation is later"
+    assert kinds(8, always(), limits) == kinds_found
 
 
 FLAT = {"reward_mean": 0.3}
@@ -121,7 +154,8 @@ FIRING: dict[str, tuple[int, Change, str]] = {
 
 
 def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() -> None:
-    assert set(FIRING) == set(health._CHECKS), "every kind of trouble is tried here"
+    tried = {*FIRING, "held_out"}  # that one by validations, above
+    assert tried == set(health._CHECKS), "every kind of trouble is tried here"
     warnings = []
     for kind, (count, change, flag) in FIRING.items():
         findings = find_troubles(history(count, change), Limits())

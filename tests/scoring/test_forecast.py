@@ -69,6 +69,22 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     assert (forecast.rows, forecast.sampled) == (17, 17)
 
 
+def test_held_out_criteria_are_named_and_priced_in_validation_alone() -> None:
+    write("v.jsonl", 4)
+    rubric = [{"name": name, "text": f"It is {name}."} for name in ("red", "green", "blue")]
+    Path("r.yaml").write_text(json.dumps(rubric))
+    settings = ["reward.api.rubric=r.yaml", "data.val_files=v.jsonl", "trainer.test_freq=1"]
+    without, forecast = (foretell(*settings, *s) for s in ([], ["reward.api.rubric_held_out=0.3"]))
+    bill, run = forecast.criteria_bill, whole_run(forecast)
+    assert bill is not None and bill.calls == 0 and run.calls == whole_run(without).calls
+    # The eight calls of two validations cost more, all others less; the rows are the same.
+    saved = without.a_step.low - forecast.a_step.low
+    assert (saved > 0).all() and bill.low == pytest.approx(saved)
+    assert whole_run(without).low - run.low == pytest.approx(saved * (run.calls - 8) / 8)
+    (line,) = (line for line in forecast.lines() if line.startswith("held out: "))
+    assert "(1 of 3 criteria)" in line and any(row["name"] in line for row in rubric)
+
+
 def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
     write("t.jsonl", 40)
     rows = [{"prompt": "1 + 1?", "response": f"{n}", "label": n % 2} for n in range(9)]

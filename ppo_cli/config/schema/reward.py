@@ -388,6 +388,15 @@ class ApiReward(Section):
         "and judge.", flag="--rm_rubric_order",
         unused="no_rubric",
     )  # fmt: skip
+    rubric_held_out: float | None = setting(
+        None, "Share of the criteria that training does not ask about and validations report: a "
+        "second opinion.", absent="all are trained on", flag="--rm_rubric_held_out", gt=0.0,
+        lt=1.0, unused="no_rubric",
+    )  # fmt: skip
+    rubric_seed: int = setting(
+        Follows("trainer.seed"), "Seed that draws the criteria to hold out.", ge=0,
+        unused="none_held_out",
+    )  # fmt: skip
     scale: Annotated[str | None, checked(parse_scale_bounds)] = setting(
         Chosen(choose_scale, "the prompt's, else 1-10"), "Lowest and highest score, LOW-HIGH.",
         flag="--rm_scale", unused="fixed_scale",

@@ -145,6 +145,10 @@ UNUSED: Final[dict[str, Unused]] = {
         "no criteria are given; set --rm_rubric, or leave it out",
         _all_judges(lambda api: api.rubric is None),
     ),
+    "none_held_out": Unused(
+        "no criteria are held out; set --rm_rubric_held_out, or leave it out",
+        _all_judges(lambda api: api.rubric_held_out is None),
+    ),
     "votes_show_noise": Unused(
         "the votes on each response (reward.api.votes) show how much verdicts differ; leave it out",
         _all_judges(lambda api: not api.repeats),

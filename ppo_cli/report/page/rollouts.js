@@ -335,7 +335,7 @@ function gradeOf(credit, criterion) {
   return grade === 0 || grade === 1 ? `${grade ? "" : "not "}${isFault(criterion) ? "present" : "met"}` : `credit ${digits(credit)}`;
 }
 
-const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${isFault(known) ? ", a fault" : ""}` : "–");
+const weightOf = (known) => (known ? `${known.weight}${known.must ? ", must be met" : ""}${known.held_out ? ", held out: only reported" : ""}${isFault(known) ? ", a fault" : ""}` : "–");
 
 async function choose(place) {
   await read(now.rows[place].id);

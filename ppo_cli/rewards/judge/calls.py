@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import Interrupted
-from ppo_cli.records import Part, Score
+from ppo_cli.records import HELD_OUT, TRAINED, Part, Score
 from ppo_cli.rewards.remote.failures import Failure, RemoteError
 from ppo_cli.secrets.redact import redact
 from ppo_cli.spending import UPPER_BOUND
@@ -365,6 +365,20 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
     )
 
 
+def list_criteria_parts(
+    rubric: Rubric, credits: Mapping[str, float], value: float
+) -> dict[str, Part]:
+    """Return what of a rubric becomes a metric: the criteria that every row has, and held-out ones.
+
+    The mean credit of held-out criteria is next to the `value` of those that training asks about.
+    """
+    parts = {f"rubric/{name}": Part(c, None) for name, c in credits.items() if rubric.fixed}
+    held_out = rubric.held_out_credit(credits)
+    if held_out is not None:
+        parts |= {HELD_OUT: Part(held_out, None), TRAINED: Part(value, None)}
+    return parts
+
+
 def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     """Return the mean of the verdicts on one response as its score.
 
@@ -398,13 +412,10 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
     if question.rubric is not None:
         rubric, votes = question.rubric.restore(), [v.info["grades"] for v in verdicts]
         pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
-        info["criteria"] = means = {c.name: fmean(map(c.credit, grades)) for c, grades in pairs}
+        info["criteria"] = {c.name: fmean(map(c.credit, grades)) for c, grades in pairs}
         if rubric.quoted:
             info["quotes"] = list(typical.info["quotes"])
-        # Criteria that every row has are metrics.
-        parts |= {
-            f"rubric/{name}": Part(mean, None) for name, mean in means.items() if rubric.fixed
-        }
+        parts |= list_criteria_parts(rubric, info["criteria"], value)
         if any(criterion.must for criterion in rubric.criteria):
             missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
             parts["rubric/hurdle_missed"] = Part(missed, None)

@@ -102,6 +102,13 @@ class _Pending:
     waiters: int = 0
 
 
+def _weigh(verdict: Verdict, question: Question) -> Verdict:
+    """Return a verdict with the weights of this question's criteria, which no key has."""
+    if question.rubric is None:
+        return verdict
+    return replace(verdict, value=question.rubric.value(verdict.info["grades"]))
+
+
 class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
     """Asks one judge, as fast as it allows and as long as it takes."""
 
@@ -137,7 +144,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         # The cache first, then a call for the same question that is in flight.
         key = cache_key(self._provider.identity, question)
         if (verdict := self._look_up(key)) is not None:
-            return verdict
+            return _weigh(verdict, question)
         pending = self._pending.get(key)
         if pending is None:
             return await self._join(self._start(key, question, key))
@@ -145,7 +152,8 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         self._counts.shared += 1
         # As one from the cache, it cost this caller nothing.
         info = {**verdict.info, "shared": True}
-        return replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
+        verdict = replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
+        return _weigh(verdict, question)
 
     async def probe(self, question: Question) -> Verdict:
         """Make one call, past cache, queue and breaker; raises its JudgeError unchanged."""

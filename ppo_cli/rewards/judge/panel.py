@@ -18,7 +18,7 @@ from ppo_cli.config.mixture import panel_judges
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.asker import JudgeAsker
-from ppo_cli.rewards.judge.calls import JudgeError, Question
+from ppo_cli.rewards.judge.calls import JudgeError, Question, list_criteria_parts
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.monitor import PlacedVerdict
 from ppo_cli.rewards.judge.reward import JudgeReward
@@ -117,8 +117,7 @@ class PanelReward(JudgeReward):
                 criterion.name: median(verdict[criterion.name] for verdict in verdicts)
                 for criterion in rubric.criteria
             }
-            if rubric.fixed:
-                parts |= {f"rubric/{name}": Part(c, None) for name, c in info["criteria"].items()}
+            parts |= list_criteria_parts(rubric, info["criteria"], value)
         if question.placing is not None:
             pieces = zip(*(score.info["pieces"] for score in scores.values()), strict=True)
             info["pieces"] = [median(piece) for piece in pieces]

@@ -91,6 +91,7 @@ class Material:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     compared: tuple[Response, ...] = ()
+    validation: bool = False
 
 
 def build_material(prompt: Prompt, response: Response, *others: Response) -> Material:
@@ -109,6 +110,7 @@ def build_material(prompt: Prompt, response: Response, *others: Response) -> Mat
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         compared=(response, *others) if others else (),
+        validation=prompt.validation,
     )
 
 
@@ -524,15 +526,16 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
     """Return the function that gives the rubric of a row; None without rubrics.
 
     RewardError for a wrong rubric file is raised at once; the function raises it for a row with
-    missing or wrong criteria.
+    missing or wrong criteria. Held-out ones are in those of validations alone.
     """
     if api.rubric is None:
         return lambda material: None
     # One rubric for all rows.
     quoted = api.place == "criterion"
     if not api.rubric.startswith(f"{EXTRA}."):
-        fixed = replace(load_rubric(user_path(api.rubric)), quoted=quoted)
-        return lambda material: _check_values(fixed, material)
+        fixed = replace(load_fixed_rubric(api), quoted=quoted)
+        trained = fixed.drop_held_out()
+        return lambda material: _check_values(fixed if material.validation else trained, material)
     # A rubric in each row.
     name = api.rubric
     if not EXTRA_NAME.fullmatch(name):
@@ -542,6 +545,8 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
 
     def of_row(material: Material) -> Rubric:
         rubric = replace(read_rubric(_required_value(material, name), name), quoted=quoted)
+        rubric = _hold_out(rubric, api)
+        rubric = rubric if material.validation else rubric.drop_held_out()
         return _check_values(_escape_unknown(rubric, name), material)
 
     return of_row
@@ -593,6 +598,17 @@ def load_rubric(path: Path) -> Rubric:
     return rubric
 
 
+def load_fixed_rubric(api: ApiReward) -> Rubric:
+    """Read the rubric file of a judge, some criteria held out if the settings say so."""
+    assert api.rubric is not None
+    return _hold_out(load_rubric(user_path(api.rubric)), api)
+
+
+def _hold_out(rubric: Rubric, api: ApiReward) -> Rubric:
+    share, seed = api.rubric_held_out, api.rubric_seed
+    return rubric if share is None else rubric.hold_out(share, seed)
+
+
 def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
     """Return what a judge of a run is asked, for people: model, summary, criteria and texts.
 
@@ -610,7 +626,7 @@ def describe_request(api: ApiReward, started: float) -> dict[str, Any]:
         if of_row:
             summary = f"the criteria of each row ({api.rubric})"
         elif api.rubric is not None:
-            criteria = load_rubric(paths[-1]).as_rows()
+            criteria = load_fixed_rubric(api).as_rows()
             summary = f"{len(criteria)} criteria"
         changed = [path for path in paths if path.stat().st_mtime > started]
         problem = f"{changed[0]} is newer than the run: its text may differ." if changed else ""

@@ -88,7 +88,8 @@ class Criterion:
     The `text` may have the variables of a scoring prompt; `filled` is the text of one request. With
     `levels` 1 the verdict is yes or no, otherwise a whole number from 0 to `levels`. A `fault`
     is a property to avoid. With `weight` 0 the criterion is only reported. A `must` is a hurdle: a
-    response that more likely misses it (or has the fault) than not scores 0.
+    response that more likely misses it (or has the fault) than not scores 0. A criterion that is
+    held out has the weight 0, and its own one as `held_out`: only validations ask about it.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Criterion:
     fault: bool = False
     must: bool = False
     levels: int = 1
+    held_out: float = 0.0
     filled: str = ""
 
     @property
@@ -215,6 +217,38 @@ class Rubric:
             for criterion in self.criteria
         ]
 
+    def hold_out(self, share: float, seed: int) -> Rubric:
+        """Return the rubric with a share of its criteria held out, drawn by seed and texts.
+
+        A hurdle is never drawn: the others are worth nothing without it. RewardError unless a
+        criterion is left to train on, and one to hold out.
+        """
+        counted = [criterion for criterion in self.criteria if criterion.weight]
+        drawable = [i for i, c in enumerate(self.criteria) if c.weight and not c.must]
+        if len(counted) < 2 or not drawable:
+            raise RewardError(
+                "to hold criteria out (--rm_rubric_held_out), at least two with a weight are "
+                f"needed, one of them without `must`; there are {len(counted)} and {len(drawable)}"
+            )
+        count = min(max(1, round(share * len(counted))), len(counted) - 1, len(drawable))
+        texts = [criterion.text for criterion in self.criteria]
+        drawn = random.Random(f"{seed}/{texts}").sample(drawable, count)
+        criteria = (
+            replace(c, weight=0.0, held_out=c.weight) if i in drawn else c
+            for i, c in enumerate(self.criteria)
+        )
+        return replace(self, criteria=tuple(criteria))
+
+    def drop_held_out(self) -> Rubric:
+        """Return the rubric that training asks about."""
+        return replace(self, criteria=tuple(c for c in self.criteria if not c.held_out))
+
+    def held_out_credit(self, credits: Mapping[str, float]) -> float | None:
+        """Return the mean credit of held-out criteria by their weights; None without any."""
+        total = math.fsum(criterion.held_out for criterion in self.criteria)
+        earned = math.fsum(c.held_out * credits[c.name] for c in self.criteria)
+        return earned / total if total else None
+
     def fill(self, fill: Callable[[str], str]) -> Rubric:
         """Return the rubric of one request: `fill` puts values in place of variables."""
         criteria = (replace(c, filled=fill(c.plain_text)) for c in self.criteria)
@@ -224,12 +258,14 @@ class Rubric:
         """Return the criteria in the form of a file or a data row."""
         rows = []
         for criterion in self.criteria:
-            weight = -criterion.weight if criterion.fault else criterion.weight
+            weight = criterion.weight or criterion.held_out
+            weight = -weight if criterion.fault else weight
             weight = int(weight) if weight == int(weight) else weight
             row: dict[str, Any] = {"name": criterion.name, "text": criterion.text, "weight": weight}
             # A weight of 0 cannot show by its sign that this is a fault.
             row |= {"fault": True} if criterion.fault and not weight else {}
             row |= {"must": True} if criterion.must else {}
+            row |= {"held_out": True} if criterion.held_out else {}
             rows.append(row | ({"levels": criterion.levels} if criterion.levels > 1 else {}))
         return rows
 

@@ -202,6 +202,52 @@ def test_criteria_of_a_run_are_metrics(make: Make, tmp_path: Path) -> None:
     assert metrics["reward/judge"] == pytest.approx(metrics["reward_mean"])
 
 
+def held_out_names(rubric: Rubric) -> list[str]:
+    return [criterion.name for criterion in rubric.criteria if criterion.held_out]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.99])
+def test_a_share_of_the_criteria_is_held_out_and_one_is_trained(share: float) -> None:
+    for count in range(2, 9):
+        rubric = Rubric(tuple(Criterion(w, w, 2.0, must=w == "amber") for w in WORDS[:count]))
+        names = [held_out_names(rubric.hold_out(share, seed)) for seed in range(9)]
+        assert {len(drawn) for drawn in names} == {min(max(1, round(share * count)), count - 1)}
+        assert names == [held_out_names(rubric.hold_out(share, seed)) for seed in range(9)]
+        assert not any("amber" in drawn for drawn in names)
+    assert share > 0.5 or names != names[:1] * 9
+    for criteria in (rubric.criteria[:1], [replace(c, must=True) for c in rubric.criteria]):
+        with pytest.raises(RewardError, match="held_out"):
+            Rubric(tuple(criteria)).hold_out(share, 1)
+
+
+@pytest.mark.parametrize("calls", ["one", "each"])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_held_out_criteria_are_asked_in_validation_and_never_scored(
+    make: Make, server: JudgeServer, tmp_path: Path, fixed: bool, calls: str
+) -> None:
+    rows = [{"name": w, "text": f"The response has {w}.", "points": 1 + len(w)} for w in WORDS[:4]]
+    (tmp_path / "r.yaml").write_text(json.dumps(rows))
+    source = {"rubric": str(tmp_path / "r.yaml")} if fixed else {}
+    make = partial(make, rubric_calls=calls, rubric_held_out=0.5, **source)
+    training = [rollout(n, t, rows) for n, t in enumerate(("amber cedar", "birch dune", "cedar"))]
+    validation = [replace(r, prompt=replace(r.prompt, validation=True)) for r in training]
+    for seed in (1, 2):
+        names = held_out_names(read_rubric(rows, "", fixed=True).hold_out(0.5, seed))
+        scores, measured = (score_all(make(rubric_seed=seed), r) for r in (training, validation))
+        for response, score, other in zip(training, scores, measured, strict=True):
+            met = {w: float(w in response.text) for w in WORDS[:4]}
+            weights = {w: 1 + len(w) for w in met}
+            trained = [w for w in met if w not in names]
+            worth = sum(met[w] * weights[w] for w in trained) / sum(weights[w] for w in trained)
+            assert score.value == other.value == pytest.approx(worth)
+            assert list(score.info["criteria"]) == trained and other.info["criteria"] == met
+            credit = sum(met[w] * weights[w] for w in names) / sum(weights[w] for w in names)
+            assert other.parts["held_out_criteria"].raw == pytest.approx(credit)
+            assert "held_out_criteria" not in score.parts
+    # Another seed trains on other criteria; what validations ask is the same, and paid for once.
+    assert server.count <= (5 * 3 if calls == "one" else 3 * 4 + 12)
+
+
 def test_rows_without_criteria_are_named_before_anything_is_asked(
     make: Make, server: JudgeServer
 ) -> None:
