@@ -234,6 +234,11 @@ def test_importance_weights_correct_the_sampler() -> None:
         assert step.batch.loss_mask_BT.tolist() == [kept]  # exp(k1): 0.667 and 0.111
         assert step.metrics["rollout/rejected_share"] == 1 - sum(kept) / 2
     assert step.batch.scores_B.tolist() == [1.0]
+    single = annotate(rollouts([1]))
+    single.old_logprobs_BT[:] = 8.0
+    for score, share in ((1.0, 1.0), (None, 0.0)):
+        step = shape(rollouts([1]), [score], annotated=single, rollout_correction=limits)
+        assert step.metrics["rollout/rejected_share"] == share
     stale = complete({"trainer": {"async_steps": 1}})  # by token, unless set
     step = shape_step(stale, annotated, score_all(created, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))

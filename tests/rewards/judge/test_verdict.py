@@ -241,6 +241,9 @@ def test_a_cut_verdict_is_never_read(score: int, cut: int, output: Output) -> No
 
 @pytest.mark.timeout(300)
 def test_hostile_lengths_take_no_time_and_never_kill_a_run() -> None:
+    # A longer last line is no score line.
+    assert read(f"Score: {8:>193}", "text") == 8
+    refused(f"Score: {8:>194}", "text")
     for text in (
         "{" * 20_000, '{"a":' * 10_000, "[{" * 10_000, "<think>" * 20_000, " x" * 20_000,
         '{"score":' + "[" * 50_000, "<think>" * 4000 + "</think>" * 4000, "a" + " " * 40_000 + "b",
