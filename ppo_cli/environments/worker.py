@@ -389,6 +389,7 @@ class Worker:
         self._relays, self._is_fork = False, False  # it relays requests to forks, or is one
         self._awaits = False  # the environment has async methods
         self._forks: dict[str, Any] = {}
+        self._spares: list[Any] = []  # forks of no episode yet
 
     async def serve(self, channel: Any) -> None:
         """Answer requests until the channel ends, then close the environments."""
@@ -402,11 +403,12 @@ class Worker:
         await asyncio.wait_for(asyncio.gather(*closing), CLOSE_TIMEOUT_S)
 
     def fork(self, answer: Callable[[bytes], Any], *, awaits: bool) -> Any:
-        """Return a fork of this process."""
-        return forks.Fork(
+        """Return a fork of this process; `answer` and `awaits` are alike for all episodes."""
+        self._spares = self._spares or forks.make_forks(
             answer, awaits=awaits, files=USER_FILES, memory=self._memory,
             max_answer=MAX_ANSWER_BYTES, channel=channels, reaper=reaper,
         )  # fmt: skip
+        return self._spares.pop()
 
     async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
         """Let the fork of an episode answer a request; its reset makes the fork."""

@@ -23,17 +23,20 @@ MARK, PART, GIVEN_UP = b"\0ppo", b"\0prt", b"\0end"
 class Channel:
     """Receives numbered requests and sends their answers, in any order, until the parent closes.
 
-    `given_up` has the numbers of requests whose answers are not needed any more.
+    `given_up` has the numbers of requests whose answers are not needed any more. A fork names its
+    `connection`; that of a program is its standard input.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket | None = None) -> None:
         self.given_up: set[int] = set()
-        self._socket = socket.socket(fileno=os.dup(0))
-        self._file = self._socket.makefile("rb")
-        # Code that reads its standard input must not take requests away.
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        if connection is None:
+            connection = socket.socket(fileno=os.dup(0))
+            # Code that reads its standard input must not take requests away.
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
+            os.close(nothing)
+        self._socket = connection
+        self._file = connection.makefile("rb")
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the data of each request."""

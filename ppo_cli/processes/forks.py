@@ -23,6 +23,7 @@ LOOK_S = 0.5  # between two looks at a fork that does not answer
 EXIT_S = 0.5  # from the end of a channel to that of the fork
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 500
+TOGETHER = 8  # forks of one moment: what their parent writes between two forks is copied for each
 
 
 class ForkEnded(Exception):
@@ -34,58 +35,76 @@ def open_files() -> set[int]:
     return {int(name) for name in os.listdir("/dev/fd")}
 
 
-class Fork:
-    """A fork that answers requests, one after another.
+def make_forks(
+    answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool, files: set[int],
+    memory: int, max_answer: int, channel: Any, reaper: Any,
+) -> list[Fork]:  # fmt: skip
+    """Return TOGETHER forks, fewer if the system has no more.
 
-    `answer` runs in the fork, on an event loop if it `awaits`: one takes a megabyte. `files` of the
+    `answer` runs in a fork, on an event loop if it `awaits`: one takes a megabyte. `files` of the
     user's code stay open in it. `memory` are the bytes that it may use beyond those of its parent,
     `max_answer` those of an answer. `channel` and `reaper` are modules of this package.
     """
+    forks = [Fork(max_answer, channel, reaper) for _ in range(TOGETHER)]
+    limit, above = resource.RLIM_INFINITY, max(open_files()) + 1
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        # What it uses now is shared with the parent.
+        limit = int(file.read().split()[5]) * resource.getpagesize() + memory
+    sys.stdout.flush()
+    failure = None
+    try:
+        for fork in forks:
+            fork.pid = os.fork()
+            if not fork.pid:
+                fork.run(answer, awaits, files, limit, above)
+    except OSError as error:  # no process or no memory is left
+        failure = error
+    for fork in forks:
+        fork.attach()
+    if failure and not forks[0].pid:
+        raise failure
+    return [fork for fork in forks if fork.pid]
 
-    def __init__(
-        self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool,
-        files: set[int], memory: int, max_answer: int, channel: Any, reaper: Any,
-    ) -> None:  # fmt: skip
+
+class Fork:
+    """A fork that answers requests, one after another; `pid` is its process, 0 without one."""
+
+    def __init__(self, max_answer: int, channel: Any, reaper: Any) -> None:
         self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
         self._ended, self._exit, self._printed, self._tail = "", "", 0, b""
-        self._socket, child_end = socket.socketpair()
-        self._prints, prints = os.pipe()
-        sys.stdout.flush()
-        try:
-            self._pid = os.fork()
-        except OSError:  # no process or no memory is left
+        self._socket, self._child_end = socket.socketpair()
+        self._prints, self._child_prints = os.pipe()
+        self.pid = 0
+
+    def attach(self) -> None:
+        """Close the child's ends in its parent, and read what it prints."""
+        self._child_end.close()
+        os.close(self._child_prints)
+        if not self.pid:
             os.close(self._prints)
-            os.close(prints)
-            raise
-        if not self._pid:
-            self._become(answer, awaits, child_end.fileno(), prints, files, memory)
-        child_end.close()
-        os.close(prints)
+            return
         self._socket.setblocking(False)
         os.set_blocking(self._prints, False)
         asyncio.get_running_loop().add_reader(self._prints, self._pass_on)
 
-    def _become(
-        self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], awaits: bool, channel: int,
-        prints: int, files: set[int], memory: int,
+    def run(
+        self, answer: Callable[[bytes], Coroutine[Any, Any, bytes]], awaits: bool,
+        files: set[int], limit: int, above: int,
     ) -> None:  # fmt: skip
-        """Run the fork: never returns."""
+        """Answer requests in the fork: never returns. Files up to `above` may be open."""
         try:
             os.setsid()
-            for source, target in ((channel, 0), (prints, 1), (prints, 2)):
-                os.dup2(source, target)
-            kept = sorted(files | {0, 1, 2})
-            for number, above in zip(kept, [*kept[1:], max(open_files()) + 1]):  # noqa: B905
-                os.closerange(number + 1, above)
-            # What it uses now is shared with the parent.
-            with open("/proc/self/statm") as file:
-                used = int(file.read().split()[5]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
-        except (OSError, ValueError):  # a system without /proc, or a lower limit of its own
+            os.dup2(self._child_prints, 1)
+            os.dup2(self._child_prints, 2)
+            kept = sorted(files | {0, 1, 2, self._child_end.fileno()})
+            for number, following in zip(kept, [*kept[1:], above]):  # noqa: B905
+                os.closerange(number + 1, following)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        except (OSError, ValueError):  # a lower limit of its own
             pass
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            requests = self._channel.Channel()
+            requests = self._channel.Channel(self._child_end)
             if awaits:
                 asyncio.new_event_loop().run_until_complete(requests.serve(answer))
             for number, data in requests:
@@ -154,15 +173,15 @@ class Fork:
         if self._ended:
             return
         self._ended = reason
-        children = f"/proc/{self._pid}/task/{self._pid}/children"
+        children = f"/proc/{self.pid}/task/{self.pid}/children"
         with contextlib.suppress(OSError), open(children) as file:
             if file.read():  # some may have left its session
-                self._reaper.kill_below(self._pid)
+                self._reaper.kill_below(self.pid)
         for end in (os.killpg, os.kill):  # it may not lead its session yet
             with contextlib.suppress(OSError):
-                end(self._pid, signal.SIGKILL)
+                end(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
         self._pass_on()
         asyncio.get_running_loop().remove_reader(self._prints)
         os.close(self._prints)
@@ -186,12 +205,12 @@ class Fork:
         if self._ended or self._exit:
             return self._ended or self._exit
         if hasattr(os, "waitid"):  # its id stays taken until `kill`
-            dead = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            dead = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if dead is None:
                 return ""
             code = dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status
         else:  # macOS before Python 3.13
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if not pid:
                 return ""
             code = os.waitstatus_to_exitcode(status)

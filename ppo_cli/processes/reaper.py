@@ -9,9 +9,7 @@ descendants, so that none can escape.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +97,8 @@ def run_until_parent_exits(parent: int, folder: str, command: list[str]) -> int:
     code = child.poll()
     terminate_all(child)
     if folder and os.getppid() != parent:
+        import shutil  # its libraries would be in each fork of a process that has this module
+
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if code is None else code & 0xFF
 
@@ -142,6 +142,8 @@ def _die_with_parent() -> None:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform.startswith("linux"):
+        import ctypes
+
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

@@ -372,7 +372,7 @@ def test_nothing_survives_a_killed_run(game: Path, tmp_path: Path) -> None:
         finally:
             os.kill(run.pid, signal.SIGKILL)
     # Two reapers, two workers, four episodes, a process in a session of its own and a fork.
-    assert len(family) == 10
+    assert len(family) >= 10
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
 
 
