@@ -59,6 +59,9 @@ def cut(text: str, place: str, *, opened: str = "", reasoning: str = "strip") ->
          ["It is 3.14 m, e.g. here. ", "Dr. No left."]),
         ("So says Dr.\nNo left.\n        12. Last.", "sentence",
          ["So says Dr.\n", "No left.\n        ", "12. Last."]),
+        # Behind more than ten blanks it is no number of a list.
+        (f"No left.\n{' ' * 10}12. Last.", "sentence", ["No left.\n          ", "12. Last."]),
+        (f"No left.\n{' ' * 11}12. Last.", "sentence", ["No left.\n           ", "12. ", "Last."]),
         ("彼は来た。彼女も来た。", "sentence", ["彼は来た。", "彼女も来た。"]),
         ("দুই। চার॥ ہاں۔ نعم؟ ሁለት። Երկու։ နှစ်။ ពីរ។ x", "sentence",
          ["দুই। ", "চার॥ ", "ہاں۔ ", "نعم؟ ", "ሁለት። ", "Երկու։ ", "နှစ်။ ", "ពីរ។ ", "x"]),
