@@ -1,7 +1,7 @@
 """How early, and how often falsely, a run warns that its policy exploits the reward.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/hacking.py --out DIR [--seeds 6 7] [--only NAME ...]
-     (finished runs are kept; --draw docs/hacking.svg draws them)
+     (finished runs are kept; --draw FILE.svg draws them)
 Each exploit is planted in a judge on loopback, and wins whatever the answer. Honest runs pay for
 right answers, true facts or a wanted form, by a judge, a function or a rule. A run takes half a
 minute of one core. The true score is a rule on the answer, which no run sees. A second judge reads
