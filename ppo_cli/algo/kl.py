@@ -96,9 +96,6 @@ def penalise(token_rewards_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, coef: flo
     return torch.where(mask_BT, token_rewards_BT - coef * kl_BT, 0.0)
 
 
-LEVELS = ("token", "sequence")
-
-
 @dataclass(frozen=True, eq=False)
 class Mismatch:
     """Sampler minus trainer log-prob, summed over tokens (scalars, without gradient)."""
@@ -127,16 +124,11 @@ def importance_weights(
     level "token": a ratio for each token. "sequence": the product over the row's tokens, the
     same for each of them. Log-ratios (sequence: their sum) are held within 20. `normalize`
     divides by the mean weight, over tokens or over rows that count, so call it on the whole
-    rollout batch. Raises ValueError for an unknown level, a threshold that is not positive, and
-    shapes that differ.
+    rollout batch.
     """
     require_same_shape(
         old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
     )
-    if level not in LEVELS:
-        raise ValueError(f"unknown level {level!r}, known are {', '.join(LEVELS)}")
-    if not threshold > 0:
-        raise ValueError(f"threshold must be positive, not {threshold}")
     log_ratio_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
     # One ratio per token, or the product over the row.
     if level == "sequence":

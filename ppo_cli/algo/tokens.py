@@ -93,9 +93,8 @@ def gather_logprobs_entropy(
     gradients on, the backward pass recomputes a chunk's logits unless `keep` is set.
     Returns fp32 (logprobs_N, entropy_N), differentiable in `hidden_NH` and the head's weights;
     entropy is zeros without `with_entropy`. N may be 0. Logits must be finite.
-    Raises ValueError for a temperature or chunk that is not positive, or N that differ.
+    Raises ValueError for N that differ.
     """
-    _check_chunking(temperature, chunk)
     if hidden_NH.shape[0] != targets_N.shape[0]:
         raise ValueError(f"{hidden_NH.shape[0]} hidden states for {targets_N.shape[0]} targets")
 
@@ -126,9 +125,8 @@ def full_kl(
 
     Both sides are softmax(logits / temperature), in fp32, `chunk` tokens at a time. Returns fp32
     kl_N, differentiable in the actor only; the two hidden sizes may differ. N may be 0.
-    Raises ValueError for a bad temperature or chunk, and for N or vocabularies that differ.
+    Raises ValueError for N or vocabularies that differ.
     """
-    _check_chunking(temperature, chunk)
     if hidden_NH.shape[0] != ref_hidden_NH.shape[0]:
         raise ValueError(
             f"{hidden_NH.shape[0]} hidden states of the actor, "
@@ -153,13 +151,6 @@ def full_kl(
         _recomputed(one_chunk, hidden_NH[at], ref_hidden_NH[at])
         for at in _chunks(hidden_NH.shape[0], chunk)
     ])  # fmt: skip
-
-
-def _check_chunking(temperature: float, chunk: int) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, not {temperature}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, not {chunk}")
 
 
 def _chunks(n: int, chunk: int) -> Iterator[slice]:

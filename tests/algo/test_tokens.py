@@ -164,13 +164,8 @@ def test_full_kl_and_its_gradient(chunk: int) -> None:
 def test_bad_arguments_are_named() -> None:
     hidden, weight = random_head(8)
     targets, head = torch.arange(9), project(weight)
-    for message, targets_N, temperature, chunk in (
-        ("temperature must be positive, not 0", targets, 0, 4),
-        ("chunk must be at least 1, not 0", targets, 1, 0),
-        ("9 hidden states for 8 targets", targets[1:], 1, 4),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tokens.gather_logprobs_entropy(hidden, head, targets_N, temperature, chunk)
+    with pytest.raises(ValueError, match="9 hidden states for 8 targets"):
+        tokens.gather_logprobs_entropy(hidden, head, targets[1:], 1, 4)
     for message, ref_hidden, ref_head in (
         ("9 hidden states of the actor, 8 of the reference", hidden[1:], head),
         ("13 tokens in its vocabulary, the reference 12", hidden, project(weight[1:])),

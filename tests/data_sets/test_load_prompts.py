@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,21 +132,6 @@ def test_episodes_are_prompts_without_text(tokenizer: Any, tmp_path: Path) -> No
     assert [p.extra_info["task"] for p in prompts] == [0, 1]
     assert {(p.text, p.token_ids, p.messages[0]["content"]) for p in prompts} == {("", (), "Play.")}
     assert "no such file" in refusal(tokenizer, "episodes:0")
-
-
-def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    a = write_rows(tmp_path / "a.jsonl", *asks("1", *[""] * 7))
-    b = tmp_path / "b.jsonl"
-    b.write_text("no\n")
-    lines = refusal(tokenizer, a, str(b)).splitlines()
-    check = f"`ppo data check {shlex.quote(a)} {shlex.quote(str(b))}`"
-    assert lines == [
-        "8 bad rows:",
-        f"{a} line 2, column prompt: is empty (also line 3, 4, 5, 6 and 2 more)",
-        f"{b} line 1: not JSON (Expecting value at character 1)",
-        f"Correct or remove them; {check} names them all.",
-    ]
-    assert refusal(tokenizer, str(b)).startswith(f"{b} line 1: not JSON")
 
 
 def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Path) -> None:

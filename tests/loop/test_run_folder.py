@@ -20,16 +20,6 @@ from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import LOCK, SPENT, RunFolder, is_active
 
 
-def test_a_file_in_the_way_and_a_folder_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("x")
-    with pytest.raises(UserError, match=r"--output_dir .*out: a file is in the way"):
-        RunFolder(tmp_path / "out").prepare()
-    with pytest.raises(UserError, match="a file is in the way"):
-        RunFolder(tmp_path / "out" / "deeper").prepare()
-    with pytest.raises(UserError, match=r"--output_dir /proc/ppo cannot be written"):
-        RunFolder(Path("/proc/ppo")).prepare()
-
-
 def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Path) -> None:
     with (
         RunFolder(tmp_path).alone(),

@@ -11,7 +11,6 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.reward import ApiReward
-from ppo_cli.errors import DataError
 from ppo_cli.extras.lab.prompts import render_row
 from ppo_cli.records import Score, Scored
 from ppo_cli.report.tracker import make_rollout_line
@@ -47,12 +46,6 @@ def test_what_show_prints_is_a_file_of_ones_own(
     other_prompts = rendered(capsys, rows, "--rm_prompt_preset", "math")
     mine = rendered(capsys, rows, "--rm_prompt_file", "mine.yaml")
     assert mine["system"] == other_prompts["system"]
-
-
-def test_rows_are_counted_from_1(rows: str) -> None:
-    assert "\n2 + 2 = ?\n" in render_row(ApiReward(), rows, 1).question.user
-    with pytest.raises(DataError, match="no row 0"):
-        render_row(ApiReward(), rows, 0)
 
 
 def test_a_line_of_an_episode_is_rendered_as_the_judge_reads_it(tmp_path: Path) -> None:

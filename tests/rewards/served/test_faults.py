@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -309,9 +308,3 @@ def test_no_proxy_exempts_the_server_from_a_socks_proxy(
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", entries)
     assert bench.score_all(bench.make(), lone(bench))[0].value is not None
-
-
-@pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
-def test_a_socks_proxy_needs_a_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    assert "pip install httpx[socks]" in start_error(bench)
