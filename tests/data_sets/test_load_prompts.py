@@ -170,7 +170,8 @@ def test_a_run_reads_both_of_its_sets_by_its_settings(
         load(tokenizer, file, max_samples=limit, **options)
         for file, limit in zip(files, (5, 3), strict=True)
     ]
-    assert prompt_set == (expected[0].prompts, expected[1].prompts)
+    held_out = [replace(prompt, validation=True) for prompt in expected[1].prompts]
+    assert prompt_set == (expected[0].prompts, held_out)
     assert screen.notes == [note for file_b in expected for note in file_b.notes] != []
 
 
