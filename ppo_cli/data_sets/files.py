@@ -121,8 +121,8 @@ def count_episodes(source: str) -> int | None:
 SHOWN_FILES = 5
 # What `ppo data prepare` writes.
 SETS = (
-    "aime", "big_math", "dapo", "deepmath", "gsm8k", "hh_rlhf", "humaneval", "math", "math_500",
-    "polaris", "skywork", "ultrafeedback",
+    "aime", "big_math", "dapo", "deepmath", "gsm8k", "hh_rlhf", "humaneval", "kodcode", "math",
+    "math_500", "polaris", "skywork", "ultrafeedback",
 )  # fmt: skip
 SPLITS = ("train", "test")
 NO_DATA_FILE = "it contains no JSON, JSONL, parquet or Arrow file"

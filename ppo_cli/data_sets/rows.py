@@ -662,11 +662,14 @@ def _is_conversation(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) > 1 and isinstance(value[-1], Mapping)
 
 
-def _holds_answer(raw: Records, name: str) -> bool:
-    """Whether a column has a text, a number or a list in some row."""
+def _holds_answer(raw: Records, name: str, besides: type = bool) -> bool:
+    """Whether a column has a text, a number or a list in some row.
+
+    Yes and no may judge a response that the row has, so they are not taken unasked.
+    """
     values = (find_value(record, name) for _, record in raw.records)
     return any(
-        (isinstance(v, str) and bool(v)) or not isinstance(v, str | bool | Mapping | None)
+        (isinstance(v, str) and bool(v)) or not isinstance(v, str | besides | Mapping | None)
         for v in values
     )
 
@@ -685,7 +688,7 @@ def list_answer_like(raw: Records, columns: Columns) -> Iterator[str]:
     """Yield the columns that look like an answer, and are not read."""
     for name in _list_paths(raw):
         unread = name not in (columns.prompt, "ground_truth", "reward_model.ground_truth")
-        if unread and ANSWER_LIKE.fullmatch(name) and _holds_answer(raw, name):
+        if unread and ANSWER_LIKE.fullmatch(name) and _holds_answer(raw, name, str):
             yield name
 
 

@@ -321,6 +321,7 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     "openai_humaneval", "openai/openai_humaneval", "humaneval*", "evalplus/*", "mbpp*",
     "google-research-datasets/mbpp", "codecontests", "code_contests", "deepmind/code_contests",
     "apps", "codeparrot/apps", "taco", "baai/taco", "livecodebench*",
+    "kodcode*",
     has_answer=False,
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:

@@ -51,6 +51,10 @@ HUMANEVAL_INSTRUCTION = (
     "Complete the following Python function. Answer with the whole function, with the imports "
     "that it needs, in one ```python block."
 )
+KODCODE_INSTRUCTION = (
+    "Answer with one ```python block that holds the whole program, with the imports that it needs. "
+    "It defines what is tested:"
+)
 HH_RLHF = "Anthropic/hh-rlhf"
 SIDES = ("chosen", "rejected")
 # Share of bad rows to leave out: the published HH-RLHF files have a few dialogues that end with the
@@ -340,6 +344,26 @@ class OneSplit:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TestedSplit(OneSplit):
+    """A set of questions about code, whose tests import the response as `solution`."""
+
+    def read_row(self, place: Place, record: Record) -> dict[str, Any]:
+        """Return the verl-style row of a record; the rule `code` reads its ground truth."""
+        _require_text(record, (self.prompt, self.answer), "KodCode")
+        declared = [str(test["function_declaration"]) for test in record.get("test_info") or ()]
+        text = "\n".join([f"{record[self.prompt]}\n\n{self.instruction}", *declared])
+        return {
+            "data_source": self.source,
+            "prompt": [{"role": "user", "content": text}],
+            "ability": "code",
+            "reward_model": {
+                "style": "rule", "ground_truth": json.dumps({"test": record[self.answer]}),
+            },
+            "extra_info": {},
+        }  # fmt: skip
+
+
 ONE_SPLIT = {
     "aime": OneSplit("HuggingFaceH4/aime_2024:train", "test", "problem", "answer", "aime"),
     "big_math": OneSplit(
@@ -352,6 +376,10 @@ ONE_SPLIT = {
     ),
     "deepmath": OneSplit(
         "zwhe99/DeepMath-103K:train", "train", "question", "final_answer", "math_deepmath"
+    ),
+    "kodcode": TestedSplit(
+        "KodCode/KodCode-Light-RL-10K:train", "train", "question", "test", "kodcode",
+        KODCODE_INSTRUCTION,
     ),
     "math_500": OneSplit("HuggingFaceH4/MATH-500:test", "test", "problem", "answer", "math_500"),
     "polaris": OneSplit(

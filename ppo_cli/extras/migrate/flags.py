@@ -40,6 +40,7 @@ COUNTING = re.compile(
 )
 MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+\.py$")  # without a launcher
 # What only the estimator gae uses.
+SHELL = re.compile(r"(?:\w+=\S* )*(?:(?:ba|z)?sh )?(\S+\.sh)( |$)")  # with its variables in front
 CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
 VARIABLE = re.compile(r"[A-Z][A-Za-z0-9_]*=")  # in front of a command
 OFF = frozenset({"false", "0", "no", "off"})
@@ -147,6 +148,12 @@ def translate(args: Sequence[str]) -> Translation:
     done = Translation()
     if tool := name_tool(args):
         done.problems.append(f"{tool}.")
+        return done
+    if script := SHELL.match(" ".join(args)):
+        done.problems.append(
+            f"{script[1]} is a shell script, which is not run here: put the command in it, with "
+            f"its variables filled in, behind `{ppo('train')}`."
+        )
         return done
     line = _skip_launcher(args, done)
     if done.program.endswith(".py") and not names_prompts(line):
@@ -499,7 +506,7 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
     """
     from ppo_cli.extras.migrate.scripts import read_script
 
-    method, flags = read_script(done.path)
+    library, method, flags = read_script(done.path)
     program = ["trl", method] if method else []
     functions = [value for name, values in flags if name == "--reward_funcs" for value in values]
     flags = [(name, values) for name, values in flags if is_known(find_name(name))]
@@ -522,7 +529,7 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
         part = f"reward.composite.parts.{function.rpartition(':')[2]}"
         words += [f"{part}.kind=rule", f"{part}.function={function}", f"{part}.scaling=none"]
     return (
-        f"{done.program} is not read, and its settings are inside. "
+        f"{done.program} is not read, and its settings are inside{library and f' ({library})'}. "
         f"{'What it sets is' if flags else 'What it sets has to be'} on this line:\n"
         f"    {ppo('train')} {shlex.join([*program, *words])}\n"
         "    Copy reward functions into a file of their own, FILE.py: naming the script would run "

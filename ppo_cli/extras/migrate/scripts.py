@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from ppo_cli.paths import user_path
 
 # Calls whose keywords are flags of TRL, and other names for some of these keywords.
-CALLS = ("Config", "Arguments", "Trainer", "from_pretrained", "get_peft_model", "load_dataset")
+CALLS = (
+    "Config", "Arguments", "Trainer", "from_pretrained", "get_peft_model", "load_dataset",
+    "get_model_and_tokenizer",
+)  # fmt: skip
 KEYWORDS = {
     "r": "lora_r",
     "load_dataset.split": "dataset_train_split",
@@ -17,13 +20,16 @@ KEYWORDS = {
 # Positional arguments of calls that have some.
 POSITIONS = {
     "from_pretrained": ("model_name_or_path",),
+    "get_model_and_tokenizer": ("model_name_or_path",),
     "load_dataset": ("dataset_name", "dataset_config"),
 }
 METHODS = ("grpo", "rloo", "ppo")
+# Libraries that a script may import, the most telling one first.
+LIBRARIES = {"unsloth": "Unsloth", "verifiers": "verifiers", "trl": "TRL"}
 
 
-def read_script(path: str) -> tuple[str, list[tuple[str, list[str]]]]:
-    """Return the method of a script ("" if none shows), and its settings as flags with values.
+def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
+    """Return the library and the method of a script ("" if none shows), and its flags with values.
 
     Only constants are read, and the names of reward functions: naming the script as their file
     would run it, so they have FILE.py as a placeholder.
@@ -31,9 +37,18 @@ def read_script(path: str) -> tuple[str, list[tuple[str, list[str]]]]:
     try:
         tree = ast.parse(user_path(path).read_text("utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError):
-        return "", []
+        return "", "", []
     method, flags = "", {}
+    imported: set[str] = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            imported |= {module.partition(".")[0] for module in modules}
+        # args.learning_rate = 1e-6
+        elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
+            is_setting = isinstance(target.value, ast.Name) and target.value.id != "self"
+            if is_setting and (words := list(_read_values(node.value, names=False))):
+                flags[target.attr] = words
         if isinstance(node, ast.Call):
             call = getattr(node.func, "attr", getattr(node.func, "id", ""))
             method = next((m for m in METHODS if call.lower().startswith(m)), method)
@@ -41,7 +56,8 @@ def read_script(path: str) -> tuple[str, list[tuple[str, list[str]]]]:
                 for name, value in _list_arguments(call, node):
                     if words := list(_read_values(value, names=name == "reward_funcs")):
                         flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = words
-    return method, [(f"--{name}", words) for name, words in flags.items()]
+    library = next((LIBRARIES[name] for name in LIBRARIES if name in imported), "")
+    return library, method, [(f"--{name}", words) for name, words in flags.items()]
 
 
 def _list_arguments(call: str, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:

@@ -11,7 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ OFFERED = re.compile("ppo|grpo|gspo|dapo|rloo|reinforce")
 SHOWN = 12  # names that are listed as not taken
 # Of values, only plain ones are taken.
 PLAIN = (str, int, float)
+FILES = ("--train_files", "--val_files")
+NUMBER = re.compile(r"[\d.]*$")  # a share of the set in front of it
 
 
 @cache
@@ -55,7 +57,8 @@ def name_tool(args: Sequence[str]) -> str:
                     f"was trained with it as --model; `{ppo('reward fit')}` trains a reward model"
                 )
             is_grpo = "grpo" in f"{args} {fields}".lower()
-            return _describe(tool, fields, [*files], ["--adv_estimator", "grpo"] * is_grpo)
+            method = ["--adv_estimator", "grpo"] * is_grpo
+            return _describe(tool, shape, dict(fields), [*files], method)
     return ""
 
 
@@ -65,7 +68,8 @@ def _find_other_method(
     """Return the method of a line or a file, if it is not RL; "" if it is, or is not said."""
     if program := re.search(shape.get("others", r"(?!)"), line):
         return program.groupdict().get("method") or shape["usual"]
-    methods = [str(value) for name, value in fields if name == shape.get("method") and value]
+    named = (value for name, value in fields if name == shape.get("method"))
+    methods = [method for value in named for method in _read_values(value, {})]
     method = methods[-1] if methods else shape.get("usual", "") * is_read
     return "" if OFFERED.search(method.lower()) else method
 
@@ -75,36 +79,74 @@ def _name_files(files: Iterable[str]) -> str:
 
 
 def _describe(
-    tool: str, fields: Iterable[tuple[str, Any]], files: Sequence[str], method: Sequence[str]
+    tool: str,
+    shape: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    files: Sequence[str],
+    method: Sequence[str],
 ) -> str:
     """Return the three parts of the answer: what it is, what could be taken, what not."""
-    targets = {
-        name: flag for flag, names in _load_tables()["fields"].items() for name in names.split()
-    }
-    taken: dict[str, str] = {}
+    tables = (_load_tables()["fields"], shape.get("fields", {}))
+    targets = {name: flag for t in tables for flag, names in t.items() for name in names.split()}
+    taken: dict[str, list[str]] = {}
     rest: dict[str, None] = {}
-    for name, value in fields:
-        flag = targets.get(name)
-        if flag is not None and isinstance(value, PLAIN) and str(value).strip():
-            taken[flag] = re.sub(r"#\d+$", "", str(value))  # swift's number of rows
+    for name, setting in settings.items():
+        flag = targets.get(re.sub(r"\.\d+\.", ".0.", name))
+        values = _read_values(setting, settings)
+        if flag in FILES and values:
+            taken[flag] = taken.get(flag, []) + [
+                _name_set(part) for v in values for part in v.split(",") if not NUMBER.match(part)
+            ]
+        elif flag and len(values) == 1:
+            taken[flag] = values
         else:
             rest[name] = None
+    # Some count a step in responses.
+    responses, samples = str(settings.get(shape.get("responses"))), taken.get("--rollout_n", ["0"])
+    if responses.isdigit() and samples[0].strip("0").isdigit():
+        prompts, remainder = divmod(int(responses), int(samples[0]))
+        if not remainder:
+            taken["--batch_size"] = [str(prompts)]
+            del rest[shape["responses"]]
     words = [] if "--adv_estimator" in taken else list(method)
-    words += [part for flag, value in taken.items() for part in _write(flag, value)]
-    for flag, placeholder in (("--model", "MODEL"), ("--train_files", "FILE")):
-        words += [] if flag in taken else [flag, placeholder]
+    words += [part for flag, values in taken.items() for part in _write(flag, values)]
+    placeholders = {"--model": "MODEL", "--train_files": "FILE"}
+    # Our default, one response to a prompt, is not enough for its groups.
+    placeholders |= {"--rollout_n": "N"} if "grpo" in words else {}
+    words += [w for flag, text in placeholders.items() if flag not in taken for w in (flag, text)]
+    reward = (
+        "    The reward is not among them: --reward_function FILE.py:NAME, --rule NAME or "
+        "--use_api_reward.\n"
+    )
     return (
         f"This is a line of {tool}{_name_files(files)}, which is not read. Its plain settings are "
         "here:\n"
         f"    {ppo('train')} {shlex.join(words)}\n"
-        "    The reward is not among them: --reward_function FILE.py:NAME, --rule NAME or "
-        "--use_api_reward.\n"
+        f"{reward * ('--reward_model' not in taken)}"
         f"    Not taken: {list_some(list(rest), SHOWN) or 'nothing'}"
     )
 
 
-def _write(flag: str, value: str) -> list[str]:
-    return [flag, value] if flag.startswith("--") else [f"{flag}={value}"]
+def _read_values(setting: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Return the plain values of a setting, or of the one that `${NAME}` refers to; else []."""
+    if reference := re.fullmatch(r"\$\{([\w.]+)\}", str(setting)):
+        setting = settings.get(reference[1])
+    values = [setting] if isinstance(setting, PLAIN) else setting
+    if not isinstance(values, list) or not all(isinstance(value, PLAIN) for value in values):
+        return []
+    texts = [re.sub(r"^(\d+)\.0$", r"\1", str(value).strip()) for value in values]
+    return [] if any("${" in text for text in texts) else [text for text in texts if text]
+
+
+def _name_set(name: str) -> str:
+    """Return a set's name here, without swift's `#ROWS`; RL2's are SPLIT@NAME:CONFIGURATION."""
+    name = re.sub(r"#\d+$", "", name.strip(" '\""))
+    split = re.fullmatch(r"(\w+)@([^:]+)(?::([\w-]+))?", name)
+    return f"{split[2]}{'/' * bool(split[3])}{split[3] or ''}:{split[1]}" if split else name
+
+
+def _write(flag: str, values: Sequence[str]) -> list[str]:
+    return [flag, *values] if flag.startswith("--") else [f"{flag}={values[0]}"]
 
 
 def _read_file(word: str) -> Mapping[str, Any]:
@@ -135,11 +177,11 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flatten(inner, f"{name}.{key}".strip(".").replace("-", "_"))
 
 
-def _split_words(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the flags and overrides of a line with their first values."""
-    for word, following in zip(args, [*args[1:], ""], strict=True):
+def _split_words(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the flags and overrides of a line with their values."""
+    for place, word in enumerate(args):
         name, equals, value = word.partition("=")
         if word.startswith("--") or (equals and re.match(r"\+{0,2}[a-z][\w.]*$", name)):
-            is_value = not following.startswith("--") and not equals
-            value = value if equals else following * is_value
-            yield name.strip("-+").replace("-", "_"), value.strip("'\"[]")
+            after = takewhile(lambda w: not w.startswith("--") and "=" not in w, args[place + 1 :])
+            values = [value] if equals else [*after]
+            yield name.strip("-+").replace("-", "_"), [v.strip("'\"[]") for v in values]

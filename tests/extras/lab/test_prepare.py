@@ -326,6 +326,7 @@ def test_problems_without_an_answer_are_told_together(tmp_path: Path, out: Path)
 
 
 CHAT = [{"role": "user", "content": "1+1?"}]
+CALLS = [{"function_name": "add", "function_declaration": "def add(a, b):"}]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +336,11 @@ CHAT = [{"role": "user", "content": "1+1?"}]
         ("big_math", {"problem": "1+1?", "answer": "2", "llama8b_solve_rate": 0.5}, "train"),
         ("dapo", {"prompt": CHAT, "reward_model": {"ground_truth": "2"}}, "train"),
         ("deepmath", {"question": "1+1?", "final_answer": "2", "r1_solution_1": "s"}, "train"),
+        (
+            "kodcode",
+            {"question": "1+1?", "test": "t", "test_info": CALLS, "solution": "s"},
+            "train",
+        ),
         ("math_500", {"problem": "1+1?", "solution": "s", "answer": "2", "level": 1}, "test"),
         ("polaris", {"problem": "1+1?", "answer": "2", "difficulty": "3/8"}, "train"),
         ("skywork", {"prompt": CHAT, "reward_model": {"ground_truth": '["2"]'}}, "train"),
@@ -348,13 +354,13 @@ def test_a_set_with_one_split_is_a_row_of_the_table(
     write_rows(file, row, row)
     assert counts(name, file, out) == [(split, 2, "")]
     (first, second) = load_rows(str(out / f"{split}.parquet")).rows
-    truth = "" if name == "ultrafeedback" else "2"
+    truth = {"ultrafeedback": "", "kodcode": '{"test": "t"}'}.get(name, "2")
     assert first.ground_truth == second.ground_truth == truth
     assert "1+1?" in str(first.prompt) and first.extra_info["split"] == split
     if truth:
-        assert find_rule(first.data_source) is RULES["math"]
+        assert find_rule(first.data_source) is RULES["code" if name == "kodcode" else "math"]
     write_rows(file, {"other": 1})
-    assert "is missing or null" in refusal(name, file, tmp_path / "none")
+    assert "is missing or" in refusal(name, file, tmp_path / "none")
 
 
 # A set of the package: entries with tuples, keys that are numbers, and no answer.

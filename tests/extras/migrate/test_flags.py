@@ -342,17 +342,20 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
 TOOL_LINES = (
     ("uv run -m skyrl_train.entrypoints.main trainer.policy.model.path=m", "SkyRL", "--model m"),
     ("uv run examples/run_grpo_math.py grpo.num_prompts_per_step=4", "NeMo-RL", "--batch_size 4"),
-    ("--config nemo.yaml", "NeMo-RL", "--lr 5e-06 --kl_coef 0.01"),
+    ("--config nemo.yaml", "NeMo-RL", "--lr 5e-06 --max_prompt_length 7 --kl_coef"),
     ("python3 train.py --hf-checkpoint m --rollout-batch-size 8", "slime", "--batch_size 8"),
     ("swift rlhf --rlhf_type grpo --dataset a/b#500", "ms-swift", "--train_files a/b"),
     ("axolotl train axolotl.yml", "axolotl", "--model m --train_files o/d"),
     ("llamafactory-cli train a.yaml", "LLaMA-Factory", "--model MODEL"),
+    ("python a.py --stage ppo --finetuning_type full --lr 1", "LLaMA-Factory", "--lr 1"),
     ("uv run rl @ a.toml", "prime-rl", "--model MODEL"),
+    ("vf-rl @ vf.toml", "verifiers", "--rollout_n 4 --batch_size 3"),
     ("unsloth studio", "Unsloth", "--model MODEL"),
     ("soup train --config soup.yaml", "Soup", "--model MODEL"),
     ("tune run --nproc_per_node 2 ppo_full_finetune temperature=0.7", "torchtune", "--temperature"),
-    ("torchrun -m RL2.trainer.ppo actor.lr=1", "RL2", "--lr 1"),
-    ("python open_instruct/grpo_fast.py --response_length 9", "open-instruct", "_length 9"),
+    ("RL2.trainer.ppo train_data.path=train@a/b:c", "RL2", "--train_files a/b/c:train"),
+    ("open_instruct/grpo.py --num_epochs 9", "open-instruct", "--ppo_epochs 9"),
+    ("grpo.py --dataset_mixer_list a/b 1.0 c/d 8", "open-instruct", "--train_files a/b c/d"),
 )  # fmt: skip
 
 
@@ -362,8 +365,12 @@ def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("nemo.yaml").write_text(
-        "policy: {optimizer: {kwargs: {lr: 5.0e-6}}, megatron_cfg: {enabled: true}}\n"
+        "policy: {optimizer: {kwargs: {lr: 5.0e-6}}, max_total_sequence_length: 7}\n"
+        "data: {max_input_seq_length: '${policy.max_total_sequence_length}', a: '${b}'}\n"
         "loss_fn: {reference_policy_kl_penalty: 0.01}\ncluster: {}\n"
+    )
+    Path("vf.toml").write_text(
+        "env.id = 'e'\n[trainer.args]\nbatch_size = 12\nnum_generations = 4\n"
     )
     Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d, type: x}]\nrl: grpo\n")
     (problem,) = translate(shlex.split(line)).problems
@@ -391,7 +398,7 @@ def test_the_values_of_our_own_line_are_no_tool(line: str) -> None:
         ("llamafactory-cli train --stage sft", "sft"), ("uv run examples/run_dpo.py", "dpo"),
         ("axolotl train axolotl.yml", "sft"), ("tune run --nnodes 1 lora_dpo lr=1", "lora_dpo"),
         ("accelerate launch --multi_gpu open_instruct/finetune.py", "finetune"),
-        ("python unsloth-cli.py --r 8", "sft"),
+        ("python unsloth-cli.py --r 8", "sft"), ("torchrun -m RL2.trainer.sft", "sft"),
     ],
 )  # fmt: skip
 def test_another_method_of_another_tool_gets_no_line(
