@@ -57,8 +57,8 @@ def name_tool(args: Sequence[str]) -> str:
                     f"was trained with it as --model; `{ppo('reward fit')}` trains a reward model"
                 )
             is_grpo = "grpo" in f"{args} {fields}".lower()
-            method = ["--adv_estimator", "grpo"] * is_grpo
-            return _describe(tool, shape, dict(fields), [*files], method)
+            estimator = ["--adv_estimator", "grpo"] * is_grpo
+            return _describe(tool, shape, dict(fields), [*files], estimator)
     return ""
 
 
@@ -69,7 +69,7 @@ def _find_other_method(
     if program := re.search(shape.get("others", r"(?!)"), line):
         return program.groupdict().get("method") or shape["usual"]
     named = (value for name, value in fields if name == shape.get("method"))
-    methods = [method for value in named for method in _read_values(value, {})]
+    methods = [text for value in named for text in _read_values(value, {})]
     method = methods[-1] if methods else shape.get("usual", "") * is_read
     return "" if OFFERED.search(method.lower()) else method
 
@@ -93,16 +93,21 @@ def _describe(
     for name, setting in settings.items():
         flag = targets.get(re.sub(r"\.\d+\.", ".0.", name))
         values = _read_values(setting, settings)
+        if flag == "--adv_estimator":
+            values = _load_tables()["estimators"].get("".join(values), "").split()
         if flag in FILES and values:
             taken[flag] = taken.get(flag, []) + [
                 _name_set(part) for v in values for part in v.split(",") if not NUMBER.match(part)
             ]
-        elif flag and len(values) == 1:
+        elif flag and (len(values) == 1 or (values and flag == "--adv_estimator")):
             taken[flag] = values
         else:
             rest[name] = None
     # Some count a step in responses.
-    responses, samples = str(settings.get(shape.get("responses"))), taken.get("--rollout_n", ["0"])
+    responses, samples = (
+        str(settings.get(shape.get("responses", ""))),
+        taken.get("--rollout_n", ["0"]),
+    )
     if responses.isdigit() and samples[0].strip("0").isdigit():
         prompts, remainder = divmod(int(responses), int(samples[0]))
         if not remainder:
