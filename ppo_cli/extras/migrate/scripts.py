@@ -47,17 +47,17 @@ def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
         # args.learning_rate = 1e-6
         elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
             is_setting = isinstance(target.value, ast.Name) and target.value.id != "self"
-            if is_setting and (words := list(_read_values(node.value, names=False))):
-                flags[target.attr] = words
+            if is_setting and (constants := list(_read_values(node.value, names=False))):
+                flags[target.attr] = constants
         if isinstance(node, ast.Call):
             call = getattr(node.func, "attr", getattr(node.func, "id", ""))
             method = next((m for m in METHODS if call.lower().startswith(m)), method)
             if call.endswith(CALLS) and "Tokenizer" not in ast.dump(node.func):
                 for name, value in _list_arguments(call, node):
-                    if words := list(_read_values(value, names=name == "reward_funcs")):
-                        flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = words
+                    if constants := list(_read_values(value, names=name == "reward_funcs")):
+                        flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = constants
     library = next((LIBRARIES[name] for name in LIBRARIES if name in imported), "")
-    return library, method, [(f"--{name}", words) for name, words in flags.items()]
+    return library, method, [(f"--{name}", constants) for name, constants in flags.items()]
 
 
 def _list_arguments(call: str, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:

@@ -88,7 +88,7 @@ def _describe(
     """Return the three parts of the answer: what it is, what could be taken, what not."""
     tables = (_load_tables()["fields"], shape.get("fields", {}))
     targets = {name: flag for t in tables for flag, names in t.items() for name in names.split()}
-    taken: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     rest: dict[str, None] = {}
     for name, setting in settings.items():
         flag = targets.get(re.sub(r"\.\d+\.", ".0.", name))
@@ -96,29 +96,31 @@ def _describe(
         if flag == "--adv_estimator":
             values = _load_tables()["estimators"].get("".join(values), "").split()
         if flag in FILES and values:
-            taken[flag] = taken.get(flag, []) + [
+            flags[flag] = flags.get(flag, []) + [
                 _name_set(part) for v in values for part in v.split(",") if not NUMBER.match(part)
             ]
         elif flag and (len(values) == 1 or (values and flag == "--adv_estimator")):
-            taken[flag] = values
+            flags[flag] = values
         else:
             rest[name] = None
     # Some count a step in responses.
     responses, samples = (
         str(settings.get(shape.get("responses", ""))),
-        taken.get("--rollout_n", ["0"]),
+        flags.get("--rollout_n", ["0"]),
     )
     if responses.isdigit() and samples[0].strip("0").isdigit():
         prompts, remainder = divmod(int(responses), int(samples[0]))
         if not remainder:
-            taken["--batch_size"] = [str(prompts)]
+            flags["--batch_size"] = [str(prompts)]
             del rest[shape["responses"]]
-    words = [] if "--adv_estimator" in taken else list(method)
-    words += [part for flag, values in taken.items() for part in _write(flag, values)]
+    arguments = [] if "--adv_estimator" in flags else list(method)
+    arguments += [part for flag, values in flags.items() for part in _write(flag, values)]
     placeholders = {"--model": "MODEL", "--train_files": "FILE"}
     # Our default, one response to a prompt, is not enough for its groups.
-    placeholders |= {"--rollout_n": "N"} if "grpo" in words else {}
-    words += [w for flag, text in placeholders.items() if flag not in taken for w in (flag, text)]
+    placeholders |= {"--rollout_n": "N"} if "grpo" in arguments else {}
+    arguments += [
+        w for flag, text in placeholders.items() if flag not in flags for w in (flag, text)
+    ]
     reward = (
         "    The reward is not among them: --reward_function FILE.py:NAME, --rule NAME or "
         "--use_api_reward.\n"
