@@ -128,8 +128,8 @@ def _describe(
     return (
         f"This is a line of {tool}{_name_files(files)}, which is not read. Its plain settings are "
         "here:\n"
-        f"    {ppo('train')} {shlex.join(words)}\n"
-        f"{reward * ('--reward_model' not in taken)}"
+        f"    {ppo('train')} {shlex.join(arguments)}\n"
+        f"{reward * ('--reward_model' not in flags)}"
         f"    Not taken: {list_some(list(rest), SHOWN) or 'nothing'}"
     )
 
