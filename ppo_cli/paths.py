@@ -43,6 +43,11 @@ def path_problem(path: str) -> str:
         return f"a file name has at most {MAX_NAME_BYTES} bytes, and this one {longest:,}"
     if len(encoded) > MAX_PATH_BYTES:
         return f"a path has at most {MAX_PATH_BYTES:,} bytes, and this one {len(encoded):,}"
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "its symbolic links lead in a circle"
     return ""
 
 
