@@ -183,7 +183,7 @@ def _register_translation(
             if is_unset(entry.raw) and not null:
                 return
             key = find_key(entry.name)
-            if is_unset(entry.raw) and not state.verl and key is not None and key.rule is not None:
+            if entry.raw is None and not state.verl and key is not None and key.rule is not None:
                 state.put(entry, entry.name, None)
                 return
             try:
