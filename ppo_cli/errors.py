@@ -248,6 +248,7 @@ _UNMAPPED = (
 )  # fmt: skip
 
 
+# Errors of a device or of its driver, but for those of a build, a setting or our own code.
 _DEVICE_FAULT = re.compile(r"^(CUDA|HIP)( driver)? error|(CUBLAS|CUDNN)_STATUS|uncorrectable ECC")
 
 
@@ -271,9 +272,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "ALLOC_FAILED"))
 
 
+_NOT_THE_DEVICE = re.compile(
+    "no kernel image|unsupported toolchain|invalid device ordinal|invalid argument|NOT_SUPPORTED"
+    "|INVALID_VALUE|device-side assert"
+)
+
+
 def describe_device_fault(error: BaseException) -> str:
     """Return what to say of a GPU that failed, other than for want of memory; empty else."""
-    is_fault = isinstance(error, RuntimeError) and _DEVICE_FAULT.search(str(error))
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    is_fault = _DEVICE_FAULT.search(text) and not _NOT_THE_DEVICE.search(text)
     if not is_fault or is_out_of_memory(error):
         return ""
     return (

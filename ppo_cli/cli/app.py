@@ -89,8 +89,10 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
         if isinstance(bug, WorkerLost):
             _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
         return bug.exit_code
+    folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     if fault := describe_device_fault(bug):
         _print_stderr(f"error: this process cannot go on: {fault}")
+        _print_stderr(save_traceback(bug, folder))
         _print_stderr(_DOCTOR_ADVICE.format(ppo("doctor")))
         return EXIT_RESUMABLE
     # A file that cannot be written.
@@ -101,7 +103,6 @@ def print_error(error: BaseException, *, debug: bool = False) -> int:
         _print_stderr(f"error: {bug.filename or 'writing'}: {why}. {advice} (--output_dir).")
         return EXIT_USER
     # Everything else is a bug: save the traceback, which a report needs.
-    folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _print_stderr(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
     _print_stderr(save_traceback(bug, folder))
     if isinstance(bug, ImportError | OSError) or _MACHINE_ERROR.search(str(bug)):

@@ -530,6 +530,7 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 OF_REWARD = (
     "enable", "judges", "cascade", "panel", "noise_responses", "monitor", "local", "budget_usd",
     "budget_tokens", "cache", "on_failure", "max_failure_rate", "batch_wait",
+    "rubric_held_out", "rubric_seed",  # all judges of a reward train on the same criteria
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from ppo_cli.data_sets.rows import (
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.paths import can_write, user_path
-from ppo_cli.records import Message, Prompt, Rollout, Turn
+from ppo_cli.records import Message, Prompt, Rollout, Turn, mark_validation
 from ppo_cli.run_folder.lines import rollout_file, rollout_steps
 
 RESPONSE = "response"
@@ -75,6 +75,15 @@ class ResponseSet:
     def rollouts(self) -> list[Rollout]:
         """The rollouts that a reward scores, in the order of the file."""
         return [row.rollout for row in self.rows]
+
+    def as_validation(self) -> ResponseSet:
+        """Return the rows as a validation has them: a judge is asked about all criteria."""
+        prompts = mark_validation(row.rollout.prompt for row in self.rows)
+        rows = (
+            replace(row, rollout=replace(row.rollout, prompt=prompt))
+            for row, prompt in zip(self.rows, prompts, strict=True)
+        )
+        return replace(self, rows=tuple(rows))
 
 
 def read_responses(

@@ -274,7 +274,7 @@ def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_error(RuntimeError("could not create a primitive")) == 1
     fault = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
     assert print_error(fault) == node_exit_code(fault) == 3
-    assert "bug" not in capsys.readouterr().err.rpartition("error: ")[2]
+    assert "a bug" not in capsys.readouterr().err.rpartition("error: ")[2]
 
 
 @pytest.mark.parametrize(

@@ -365,17 +365,21 @@ def merge_criteria(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
     )
 
 
-def list_criteria_parts(
-    rubric: Rubric, credits: Mapping[str, float], value: float
-) -> dict[str, Part]:
+def list_criteria_parts(rubric: Rubric, credits: Mapping[str, float]) -> dict[str, Part]:
     """Return what of a rubric becomes a metric: the criteria that every row has, and held-out ones.
 
-    The mean credit of held-out criteria is next to the `value` of those that training asks about.
+    The mean credit of held-out criteria is next to that of those that training asks about, in which
+    a missed hurdle counts by its weight, though it makes the score 0.
     """
     parts = {f"rubric/{name}": Part(c, None) for name, c in credits.items() if rubric.fixed}
-    held_out = rubric.held_out_credit(credits)
-    if held_out is not None:
-        parts |= {HELD_OUT: Part(held_out, None), TRAINED: Part(value, None)}
+    held_out = [criterion.held_out for criterion in rubric.criteria]
+    if any(held_out):
+        earned = [credits[criterion.name] for criterion in rubric.criteria]
+        trained = [criterion.weight for criterion in rubric.criteria]
+        parts |= {
+            HELD_OUT: Part(fmean(earned, held_out), None),
+            TRAINED: Part(fmean(earned, trained), None),
+        }
     return parts
 
 
@@ -415,7 +419,7 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
         info["criteria"] = {c.name: fmean(map(c.credit, grades)) for c, grades in pairs}
         if rubric.quoted:
             info["quotes"] = list(typical.info["quotes"])
-        parts |= list_criteria_parts(rubric, info["criteria"], value)
+        parts |= list_criteria_parts(rubric, info["criteria"])
         if any(criterion.must for criterion in rubric.criteria):
             missed = fmean(bool(rubric.missed_hurdles(grades)) for grades in votes)
             parts["rubric/hurdle_missed"] = Part(missed, None)

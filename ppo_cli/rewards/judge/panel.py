@@ -117,7 +117,7 @@ class PanelReward(JudgeReward):
                 criterion.name: median(verdict[criterion.name] for verdict in verdicts)
                 for criterion in rubric.criteria
             }
-            parts |= list_criteria_parts(rubric, info["criteria"], value)
+            parts |= list_criteria_parts(rubric, info["criteria"])
         if question.placing is not None:
             pieces = zip(*(score.info["pieces"] for score in scores.values()), strict=True)
             info["pieces"] = [median(piece) for piece in pieces]

@@ -243,12 +243,6 @@ class Rubric:
         """Return the rubric that training asks about."""
         return replace(self, criteria=tuple(c for c in self.criteria if not c.held_out))
 
-    def held_out_credit(self, credits: Mapping[str, float]) -> float | None:
-        """Return the mean credit of held-out criteria by their weights; None without any."""
-        total = math.fsum(criterion.held_out for criterion in self.criteria)
-        earned = math.fsum(c.held_out * credits[c.name] for c in self.criteria)
-        return earned / total if total else None
-
     def fill(self, fill: Callable[[str], str]) -> Rubric:
         """Return the rubric of one request: `fill` puts values in place of variables."""
         criteria = (replace(c, filled=fill(c.plain_text)) for c in self.criteria)

@@ -77,6 +77,9 @@ def test_calibrate_by_criterion(flags: list[str], bench: Bench) -> None:
     summary = bench.reward(*args, "--json").summary
     criteria = summary["criteria"]
     assert list(criteria) == ["kind", "rude", "depth", "always", "all criteria"]
+    # Labels are also of criteria that training does not ask about.
+    held_out = bench.reward(*args, "--rm_rubric_held_out", "0.4", "--json").summary["criteria"]
+    assert list(held_out) == list(criteria)
     kind, rude, depth, always, every = criteria.values()
     assert kind["with the label"]["value"] == pytest.approx(1.0)
     assert (kind["agree"]["value"], kind["kappa"]) == (1.0, 1.0)

@@ -243,6 +243,7 @@ def test_held_out_criteria_are_asked_in_validation_and_never_scored(
             assert list(score.info["criteria"]) == trained and other.info["criteria"] == met
             credit = sum(met[w] * weights[w] for w in names) / sum(weights[w] for w in names)
             assert other.parts["held_out_criteria"].raw == pytest.approx(credit)
+            assert other.parts["trained_criteria"].raw == pytest.approx(worth)
             assert "held_out_criteria" not in score.parts
     # Another seed trains on other criteria; what validations ask is the same, and paid for once.
     assert server.count <= (5 * 3 if calls == "one" else 3 * 4 + 12)

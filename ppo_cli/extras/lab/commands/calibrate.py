@@ -59,6 +59,8 @@ def calibrate(arguments: Arguments) -> None:
     )
     # Labels of criteria add up to a label of the response, if it has none.
     labels, marked = arguments.extras["labels"], arguments.extras["criteria_labels"]
+    if marked:  # also of the criteria that only validations ask about
+        responses = responses.as_validation()
     marks = read_marks(responses, marked, config.reward) if marked else {}
     if marked and not labels:
         labels, responses = LABEL_VALUE, add_label_values(responses, marks, config.reward)
