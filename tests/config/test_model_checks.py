@@ -105,10 +105,12 @@ VLLM = "trainer.engine=ray rollout.name=vllm"
         (f"{VLLM} {BYPASS}=true", "off", "ratio of the loss"),
         (f"{VLLM} actor.policy_loss.loss_mode=dis", "off", "ratio of the loss"),
         ("trainer.async_steps=1", "token", "ahead of training"),
+        (f"trainer.async_steps=1 {IS}=none", "off", ""),
         ("trainer.async_steps=1 actor.policy_loss.loss_mode=dis", "off", "ratio of the loss"),
         # A line of verl leaves them out, as verl does where sampling does not run ahead.
         ("actor_rollout_ref.rollout.name=vllm trainer.engine=ray rollout.n=1", "off", ""),
         ("actor_rollout_ref.rollout.name=vllm trainer.async_steps=1", "token", "ahead"),
+        (f"actor_rollout_ref.rollout.n=1 trainer.async_steps=1 {IS}=null", "token", "ahead"),
     ],
 )
 def test_weights_are_on_where_another_policy_samples(overrides: str, level: str, why: str) -> None:

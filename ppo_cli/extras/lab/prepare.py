@@ -351,7 +351,13 @@ class TestedSplit(OneSplit):
     def read_row(self, place: Place, record: Record) -> dict[str, Any]:
         """Return the verl-style row of a record; the rule `code` reads its ground truth."""
         _require_text(record, (self.prompt, self.answer), "KodCode")
-        declared = [str(test["function_declaration"]) for test in record.get("test_info") or ()]
+        tests = record.get("test_info") or []
+        declared: list[str] = []
+        for test in tests if isinstance(tests, list) else [tests]:
+            text = test.get("function_declaration") if isinstance(test, Mapping) else None
+            if not isinstance(text, str):
+                raise RowError("test_info", "is no list of tests that have a function_declaration")
+            declared.append(text)
         text = "\n".join([f"{record[self.prompt]}\n\n{self.instruction}", *declared])
         return {
             "data_source": self.source,

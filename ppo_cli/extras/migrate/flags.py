@@ -39,8 +39,8 @@ COUNTING = re.compile(
     r"(\S*/)?(accelerate|deepspeed|torchrun)$|torch\.distributed\.(run|launch)$|accelerate\.commands"
 )
 MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+\.py$")  # without a launcher
-# What only the estimator gae uses.
 SHELL = re.compile(r"(?:\w+=\S* )*(?:(?:ba|z)?sh )?(\S+\.sh)( |$)")  # with its variables in front
+# What only the estimator gae uses.
 CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
 VARIABLE = re.compile(r"[A-Z][A-Za-z0-9_]*=")  # in front of a command
 OFF = frozenset({"false", "0", "no", "off"})

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from ppo_cli.paths import user_path
 
-# Calls whose keywords are flags of TRL, and other names for some of these keywords.
+# Calls whose keywords are flags of TRL, some of them classes whose attributes are flags as well,
+# and other names for some of these keywords.
+CLASSES = ("Config", "Arguments")
 CALLS = (
-    "Config", "Arguments", "Trainer", "from_pretrained", "get_peft_model", "load_dataset",
+    *CLASSES, "Trainer", "from_pretrained", "get_peft_model", "load_dataset",
     "get_model_and_tokenizer",
 )  # fmt: skip
 KEYWORDS = {
@@ -23,6 +25,8 @@ POSITIONS = {
     "get_model_and_tokenizer": ("model_name_or_path",),
     "load_dataset": ("dataset_name", "dataset_config"),
 }
+# How objects are named whose attributes are flags.
+OBJECTS = ("args", "config", "cfg")
 METHODS = ("grpo", "rloo", "ppo")
 # Libraries that a script may import, the most telling one first.
 LIBRARIES = {"unsloth": "Unsloth", "verifiers": "verifiers", "trl": "TRL"}
@@ -44,11 +48,6 @@ def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             imported |= {module.partition(".")[0] for module in modules}
-        # args.learning_rate = 1e-6
-        elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
-            is_setting = isinstance(target.value, ast.Name) and target.value.id != "self"
-            if is_setting and (constants := list(_read_values(node.value, names=False))):
-                flags[target.attr] = constants
         if isinstance(node, ast.Call):
             call = getattr(node.func, "attr", getattr(node.func, "id", ""))
             method = next((m for m in METHODS if call.lower().startswith(m)), method)
@@ -56,8 +55,30 @@ def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
                 for name, value in _list_arguments(call, node):
                     if constants := list(_read_values(value, names=name == "reward_funcs")):
                         flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = constants
+    flags |= _read_assignments(tree)
     library = next((LIBRARIES[name] for name in LIBRARIES if name in imported), "")
     return library, method, [(f"--{name}", constants) for name, constants in flags.items()]
+
+
+def _read_assignments(tree: ast.Module) -> dict[str, list[str]]:
+    """Return what is set later on objects that hold flags, as in `args.learning_rate = 1e-6`.
+
+    Such an object has a name that ends in one of OBJECTS, or is made by one of CLASSES.
+    """
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assignments.sort(key=lambda node: node.lineno)  # the last one counts, at any depth
+    objects, flags = set(), {}
+    for node in assignments:
+        target = node.targets[0]
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Call):
+            if ast.unparse(node.value.func).endswith(CLASSES):
+                objects.add(target.id)
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            name = target.value.id
+            constants = list(_read_values(node.value, names=False))
+            if constants and (name in objects or name.lower().endswith(OBJECTS)):
+                flags[KEYWORDS.get(target.attr, target.attr)] = constants
+    return flags
 
 
 def _list_arguments(call: str, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:

@@ -95,17 +95,16 @@ def _describe(
         values = _read_values(setting, settings)
         if flag == "--adv_estimator":
             values = _load_tables()["estimators"].get("".join(values), "").split()
-        if flag in FILES and values:
-            flags[flag] = flags.get(flag, []) + [
-                _name_set(part) for v in values for part in v.split(",") if not NUMBER.match(part)
-            ]
-        elif flag and (len(values) == 1 or (values and flag == "--adv_estimator")):
+        if flag in FILES:
+            parts = [part for v in values for part in v.split(",") if not NUMBER.match(part)]
+            values = flags.get(flag, []) * bool(parts) + [_name_set(part) for part in parts]
+        if flag and (len(values) == 1 or (values and flag in ("--adv_estimator", *FILES))):
             flags[flag] = values
         else:
             rest[name] = None
     # Some count a step in responses.
     responses, samples = (
-        str(settings.get(shape.get("responses", ""))),
+        " ".join(_read_values(settings.get(shape.get("responses", "")), settings)),
         flags.get("--rollout_n", ["0"]),
     )
     if responses.isdigit() and samples[0].strip("0").isdigit():

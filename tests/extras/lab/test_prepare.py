@@ -359,8 +359,10 @@ def test_a_set_with_one_split_is_a_row_of_the_table(
     assert "1+1?" in str(first.prompt) and first.extra_info["split"] == split
     if truth:
         assert find_rule(first.data_source) is RULES["code" if name == "kodcode" else "math"]
-    write_rows(file, {"other": 1})
-    assert "is missing or" in refusal(name, file, tmp_path / "none")
+    write_rows(file, {"other": 1}, row | {"test_info": "text"}, row | {"test_info": [{}]})
+    refused = refusal(name, file, tmp_path / "none")
+    assert "is missing or" in refused
+    assert ("function_declaration (also line 3)" in refused) is (name == "kodcode")
 
 
 # A set of the package: entries with tuples, keys that are numbers, and no answer.

@@ -305,9 +305,14 @@ def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
 
 SCRIPT = """
 import reward_lib
-config = GRPOConfig(output_dir="o", learning_rate=1e-6, per_device_train_batch_size=4, beta=-0.0,
-    num_generations=4, dataset_num_proc=8, reward_model=policy)
-GRPOTrainer(model="{model}", args=config, reward_funcs=[score], train_dataset={data}).train()
+if short:
+    c = GRPOConfig(output_dir="o", learning_rate=1, per_device_train_batch_size=4, beta=-0.0,
+        num_generations=2, dataset_num_proc=8, reward_model=policy)
+    c.learning_rate = 1e-5
+c.learning_rate = 1e-6
+training_args.num_generations = 4
+tok.model_name_or_path = "hello"
+GRPOTrainer(model="{model}", args=c, reward_funcs=[score], train_dataset={data}).train()
 """
 
 
@@ -350,13 +355,19 @@ TOOL_LINES = (
     ("llamafactory-cli train a.yaml", "LLaMA-Factory", "--model MODEL"),
     ("python a.py --stage ppo --finetuning_type full --lr 1", "LLaMA-Factory", "--lr 1"),
     ("uv run rl @ a.toml", "prime-rl", "--model MODEL"),
+    (
+        "rl @ a.toml --orchestrator.batch-size 256 --orchestrator.group-size=8", "prime-rl",
+        "--rollout_n 8 --batch_size 32",
+    ),
     ("vf-rl @ vf.toml", "verifiers", "--rollout_n 4 --batch_size 3"),
+    ("run.py --config vf.toml", "verifiers", "--model m --rollout_n 4 --batch_size 3"),
     ("unsloth studio", "Unsloth", "--model MODEL"),
     ("soup train --config soup.yaml", "Soup", "--model MODEL"),
     ("tune run --nproc_per_node 2 ppo_full_finetune temperature=0.7", "torchtune", "--temperature"),
     ("RL2.trainer.ppo train_data.path=train@a/b:c", "RL2", "--train_files a/b/c:train"),
     ("open_instruct/grpo.py --num_epochs 9", "open-instruct", "--ppo_epochs 9"),
     ("grpo.py --dataset_mixer_list a/b 1.0 c/d 8", "open-instruct", "--train_files a/b c/d"),
+    ("grpo.py --dataset_mixer_list 1.0", "open-instruct", "--model MODEL --train_files FILE"),
 )  # fmt: skip
 
 
@@ -371,7 +382,7 @@ def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
         "loss_fn: {reference_policy_kl_penalty: 0.01}\ncluster: {}\n"
     )
     Path("vf.toml").write_text(
-        "env.id = 'e'\n[trainer.args]\nbatch_size = 12\nnum_generations = 4\n"
+        "model = 'm'\nenv.id = 'e'\n[trainer.args]\nbatch_size = 12\nnum_generations = 4\n"
     )
     Path("axolotl.yml").write_text("base_model: m\ndatasets: [{path: o/d, type: x}]\nrl: grpo\n")
     (problem,) = translate(shlex.split(line)).problems
@@ -386,9 +397,14 @@ def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
     [
         "--output_dir runs/llamafactory --lr 1", "--train_files open_instruct/unsloth --lr 1",
         "--reward_function=slime/train.py:f --lr 1", "trainer.experiment_name=axolotl --lr 1",
+        "python3 -m verl.trainer.main_ppo --config verl.yaml",
     ],
 )  # fmt: skip
-def test_the_values_of_our_own_line_are_no_tool(line: str) -> None:
+def test_the_values_of_our_own_line_are_no_tool(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("verl.yaml").write_text("actor_rollout_ref: {}\nenv: {}\ntrainer: {}\n")
     assert name_tool(line.split()) == ""
 
 

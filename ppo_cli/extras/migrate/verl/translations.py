@@ -712,8 +712,8 @@ def _translate_importance_weights(state: TranslationState, entry: Entry, raw: An
     state.correction["rollout_is"] = raw
 
     def compute_level(value: Lookup) -> Any:
-        # verl's null is off; responses of older weights get weights here all the same.
-        is_open = is_unset(raw) and value("trainer.async_steps")
+        # Null is off; in a line of verl, responses of older weights get weights all the same.
+        is_open = state.verl and is_unset(raw) and value("trainer.async_steps")
         if value(f"{CORRECTION}.bypass_mode") or is_open:
             return None
         return "off" if is_unset(raw) else raw
