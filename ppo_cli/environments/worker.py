@@ -404,7 +404,12 @@ class Worker:
 
     def fork(self, answer: Callable[[bytes], Any], *, awaits: bool) -> Any:
         """Return a fork of this process; `answer` and `awaits` are alike for all episodes."""
-        self._spares = self._spares or forks.make_forks(
+        while self._spares:
+            spare = self._spares.pop()
+            if spare.lives():
+                return spare
+            spare.kill("it ended before its episode")
+        self._spares = forks.make_forks(
             answer, awaits=awaits, files=USER_FILES, memory=self._memory,
             max_answer=MAX_ANSWER_BYTES, channel=channels, reaper=reaper,
         )  # fmt: skip
@@ -526,10 +531,14 @@ class Worker:
         except BaseException as error:
             text = describe_error(error, self._file)
             raise Problems(f"{label}: constructing it raised {text}.") from error
-        USER_FILES.update(forks.open_files() - before)
+        # Only what the user's code keeps: forks get the numbers of files that end with the object.
+        del environment, methods
+        gc.collect()
+        open_now = forks.open_files()
+        USER_FILES.update(open_now - before)
+        USER_FILES.intersection_update(open_now)
         # Tools fork for the calls of functions alone: connections to servers cannot be forked.
         self._relays = bool(memory and path)
-        gc.collect()
         gc.freeze()  # what a fork does not collect stays shared
         return {"tools": list(schemas or [])}
 

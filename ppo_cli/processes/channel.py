@@ -35,6 +35,7 @@ class Channel:
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)
             os.close(nothing)
+        connection.settimeout(None)  # the user's code may have set another default
         self._socket = connection
         self._file = connection.makefile("rb")
 

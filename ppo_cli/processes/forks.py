@@ -32,27 +32,38 @@ class ForkEnded(Exception):
 
 def open_files() -> set[int]:
     """Return the open file descriptors of this process."""
-    return {int(name) for name in os.listdir("/dev/fd")}
+    numbers = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed again
+            os.fstat(int(name))
+            numbers.add(int(name))
+    return numbers
 
 
 def make_forks(
     answer: Callable[[bytes], Coroutine[Any, Any, bytes]], *, awaits: bool, files: set[int],
     memory: int, max_answer: int, channel: Any, reaper: Any,
 ) -> list[Fork]:  # fmt: skip
-    """Return TOGETHER forks, fewer if the system has no more.
+    """Return TOGETHER forks, fewer if the system has no more; raises OSError if it has none.
 
     `answer` runs in a fork, on an event loop if it `awaits`: one takes a megabyte. `files` of the
     user's code stay open in it. `memory` are the bytes that it may use beyond those of its parent,
     `max_answer` those of an answer. `channel` and `reaper` are modules of this package.
     """
-    forks = [Fork(max_answer, channel, reaper) for _ in range(TOGETHER)]
-    limit, above = resource.RLIM_INFINITY, max(open_files()) + 1
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
-        # What it uses now is shared with the parent.
-        limit = int(file.read().split()[5]) * resource.getpagesize() + memory
+    forks: list[Fork] = []
+    failure, limit = None, resource.RLIM_INFINITY
     sys.stdout.flush()
-    failure = None
     try:
+        with open(os.devnull):  # keeps a place for what is read below
+            for _ in range(TOGETHER):
+                forks.append(Fork(max_answer, channel, reaper))
+    except OSError as error:  # no more files may be open
+        failure = error
+    try:
+        above = max(open_files()) + 1
+        with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+            # What it uses now is shared with the parent.
+            limit = int(file.read().split()[5]) * resource.getpagesize() + memory
         for fork in forks:
             fork.pid = os.fork()
             if not fork.pid:
@@ -61,9 +72,10 @@ def make_forks(
         failure = error
     for fork in forks:
         fork.attach()
-    if failure and not forks[0].pid:
+    made = [fork for fork in forks if fork.pid]
+    if failure and not made:
         raise failure
-    return [fork for fork in forks if fork.pid]
+    return made
 
 
 class Fork:
@@ -72,8 +84,13 @@ class Fork:
     def __init__(self, max_answer: int, channel: Any, reaper: Any) -> None:
         self._channel, self._reaper, self._max_answer = channel, reaper, max_answer
         self._ended, self._exit, self._printed, self._tail = "", "", 0, b""
-        self._socket, self._child_end = socket.socketpair()
         self._prints, self._child_prints = os.pipe()
+        try:
+            self._socket, self._child_end = socket.socketpair()
+        except OSError:
+            os.close(self._prints)
+            os.close(self._child_prints)
+            raise
         self.pid = 0
 
     def attach(self) -> None:
@@ -82,6 +99,7 @@ class Fork:
         os.close(self._child_prints)
         if not self.pid:
             os.close(self._prints)
+            self._socket.close()
             return
         self._socket.setblocking(False)
         os.set_blocking(self._prints, False)
@@ -161,6 +179,10 @@ class Fork:
                 raise EOFError
             pieces += chunk
         return bytes(pieces)
+
+    def lives(self) -> bool:
+        """Whether its process has not ended."""
+        return not self._find_exit()
 
     async def close(self, data: bytes, timeout: float) -> None:
         """Send a last request, then end the fork and everything that it has started."""

@@ -208,13 +208,57 @@ def read_command(pid: int) -> bytes:
 
 
 def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -> None:
-    game.write_text("import random\nTURNS = []\n" + GAME)
+    files = "[open(__file__) for _ in range(9)]"
+    made = GAME.replace("self.turn = start", f"self.turn, self.files = start, {files}")
+    game.write_text(
+        "import random, socket\nTURNS, OPENED = [], open(__file__)\n"
+        f"socket.setdefaulttimeout(0.1)\n{made}"
+    )
     pool = start(path=f"{game}:Game")
     open_episodes(pool, "a", "b")
-    code = "do TURNS.append(1); reply = f'{len(TURNS)} {random.random()}'"
+    time.sleep(0.3)  # longer than the timeout of the user's own sockets
+    # A file of the module stays open, and of the pipes and sockets that of the answers alone.
+    code = (
+        "do TURNS.append(1); os.fstat(OPENED.fileno()); "
+        "ends = sum(':[' in os.path.realpath(f'/dev/fd/{n}') for n in range(3, 99)); "
+        "reply = f'{len(TURNS)} {ends} {random.random()}'"
+    )
     first, second = (say(pool, name, code).messages for name in "ab")
     # Of equal seeds; nothing is shared with the other.
-    assert first == second and first[0]["content"].startswith("1 ")
+    assert first == second and first[0]["content"].startswith("1 1 ")
+
+
+def test_a_spare_that_died_costs_no_episode(start: Start, game: Path) -> None:
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a")
+    own, worker = (
+        say(pool, "a", "do reply = f'{os.getpid()} {os.getppid()}'").messages[0]["content"].split()
+    )
+    spares = set(descendants(int(worker))) - {int(own)}
+    for pid in spares:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: all(") Z " in Path(f"/proc/{pid}/stat").read_text() for pid in spares))
+    open_episodes(pool, "b", "c")
+    assert spares and not spares & set(descendants(int(worker)))
+    assert say(pool, "a", "1").messages and not any(pool.pop_metrics().values())
+
+
+def test_few_open_files_are_enough_for_few_episodes(start: Start, game: Path) -> None:
+    game.write_text(
+        f"{GAME}\nimport resource\nmost = max(map(int, os.listdir('/dev/fd'))) + 10\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
+    )
+    pool = start(path=f"{game}:Game")
+    open_episodes(pool, "a", "b", "c")
+    for name in "de":  # what fails leaves nothing open
+        with pytest.raises(EnvironmentFailure, match=r"does not start: .* Too many open files"):
+            open_episodes(pool, name)
+    worker = worker_pids()[0]
+    forks = len(descendants(worker))
+    pool.release(["a", "b"])
+    wait_until(lambda: len(descendants(worker)) == forks - 2)
+    open_episodes(pool, "f")
+    assert say(pool, "c", "1").messages and say(pool, "f", "1").messages
 
 
 DEATHS = {
