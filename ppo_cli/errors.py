@@ -248,10 +248,6 @@ _UNMAPPED = (
 )  # fmt: skip
 
 
-# Errors of a device or of its driver, but for those of a build, a setting or our own code.
-_DEVICE_FAULT = re.compile(r"^(CUDA|HIP)( driver)? error|(CUBLAS|CUDNN)_STATUS|uncorrectable ECC")
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a smaller batch could work."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -272,6 +268,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "ALLOC_FAILED"))
 
 
+# Errors of a device or of its driver, and those among them of a build, a setting or our own code.
+_DEVICE_FAULT = re.compile(r"^(CUDA|HIP)( driver)? error|(CUBLAS|CUDNN)_STATUS|uncorrectable ECC")
 _NOT_THE_DEVICE = re.compile(
     "no kernel image|unsupported toolchain|invalid device ordinal|invalid argument|NOT_SUPPORTED"
     "|INVALID_VALUE|device-side assert"

@@ -103,12 +103,10 @@ def _describe(
         else:
             rest[name] = None
     # Some count a step in responses.
-    responses, samples = (
-        " ".join(_read_values(settings.get(shape.get("responses", "")), settings)),
-        flags.get("--rollout_n", ["0"]),
-    )
-    if responses.isdigit() and samples[0].strip("0").isdigit():
-        prompts, remainder = divmod(int(responses), int(samples[0]))
+    responses = " ".join(_read_values(settings.get(shape.get("responses", "")), settings))
+    samples = flags.get("--rollout_n", ["0"])[0]
+    if responses.isdigit() and samples.strip("0").isdigit():
+        prompts, remainder = divmod(int(responses), int(samples))
         if not remainder:
             flags["--batch_size"] = [str(prompts)]
             del rest[shape["responses"]]

@@ -302,8 +302,8 @@ def decode_row(row: str) -> tuple[Prompt, str]:
     fields = json.loads(row)
     split = fields.pop("split")
     messages = tuple(fields.pop("messages"))
-    held_out = {"validation": split != "train"}
-    return Prompt(**fields, **held_out, messages=messages, rendered="", token_ids=()), split
+    fields["validation"] = split != "train"
+    return Prompt(**fields, messages=messages, rendered="", token_ids=()), split
 
 
 # verl's metric name -> ours; other metrics keep verl's name.
