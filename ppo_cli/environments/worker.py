@@ -491,13 +491,14 @@ class Worker:
         """Load the environment, construct one object of it, and return its tools."""
         self._max_reply_chars, self._memory = max_reply_chars, memory
         label = f"--environment {path}" if path else "--tools" if tools else "--mcp"
-        kind = (path or "").partition(":")[0]
+        kind, before = (path or "").partition(":")[0], forks.open_files()
         if path is None:
             calling = sys.modules[__name__]
             load, fork = load_sibling("tools").load, self.fork if memory else None
             self._make = await load(
                 tools, mcp, timeout, calling, pass_env, fork, max_reply_chars, own_servers
             )
+            before = forks.open_files()  # connections to servers are not the user's
         elif kind in ADAPTERS:
             try:
                 adapter, calling = load_sibling(kind), sys.modules[__name__]
@@ -508,7 +509,6 @@ class Worker:
                 ) from error
         else:
             self._make, label, self._file = await load_class(path, kwargs)
-        before = forks.open_files()
         try:
             environment = await run_call(self._make)
             check_methods(environment, label)

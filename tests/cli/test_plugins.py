@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ import pytest
 from ppo_cli import plan, train
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import describe_range, table
-from ppo_cli.environments.pool import check_environment
+from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.plugins import read_metadata
 from ppo_cli.rewards.rules import get_rule
 from ppo_cli.run.identity import describe_changes, setting_values
+from tests.environments.conftest import ROW
 from tests.settings import complete_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,14 @@ def test_the_package_of_the_page_adds_its_names(site: Path) -> None:
         rm_price_output=4,
     )  # fmt: skip
     assert forecast.values["reward.api.type"][0] == "acme"
-    assert check_environment(complete_environment(path="acme_echo")) == ()
+    # A file that the module opens when it is imported stays open in its episodes.
+    module = site / "acme_ppo.py"
+    text = module.read_text().replace("return [], True", "OPENED.read(); return [], True")
+    module.write_text(f"{text}\nOPENED = open(__file__)\n")
+    with closing(EnvironmentPool(complete_environment(path="acme_echo", num_workers=1))) as pool:
+        pool.start()
+        pool.reset("a", ROW).result(60)
+        assert pool.step("a", {"role": "assistant", "content": "x"}).result(60).done
 
 
 def test_names_are_offered_and_problems_name_the_package(site: Path) -> None:
