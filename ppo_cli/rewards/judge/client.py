@@ -104,9 +104,12 @@ class _Pending:
 
 def _weigh(verdict: Verdict, question: Question) -> Verdict:
     """Return a verdict with the weights of this question's criteria, which no key has."""
-    if question.rubric is None:
+    rubric, info = question.rubric, verdict.info
+    if rubric is None:
         return verdict
-    return replace(verdict, value=question.rubric.value(verdict.info["grades"]))
+    if "spreads" in info:
+        info = {**info, "spread": rubric.spread(info["spreads"])}
+    return replace(verdict, value=rubric.value(info["grades"]), info=info)
 
 
 class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
@@ -143,16 +146,15 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             return await self._join(self._start(object(), question, None))
         # The cache first, then a call for the same question that is in flight.
         key = cache_key(self._provider.identity, question)
-        if (verdict := self._look_up(key)) is not None:
-            return _weigh(verdict, question)
-        pending = self._pending.get(key)
-        if pending is None:
-            return await self._join(self._start(key, question, key))
-        verdict = await self._join(pending)
-        self._counts.shared += 1
-        # As one from the cache, it cost this caller nothing.
-        info = {**verdict.info, "shared": True}
-        verdict = replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
+        if (verdict := self._look_up(key)) is None:
+            pending = self._pending.get(key)
+            if pending is None:
+                return await self._join(self._start(key, question, key))
+            verdict = await self._join(pending)
+            self._counts.shared += 1
+            # As one from the cache, it cost this caller nothing.
+            info = {**verdict.info, "shared": True}
+            verdict = replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
         return _weigh(verdict, question)
 
     async def probe(self, question: Question) -> Verdict:

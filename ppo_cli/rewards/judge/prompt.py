@@ -534,8 +534,7 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
     quoted = api.place == "criterion"
     if not api.rubric.startswith(f"{EXTRA}."):
         fixed = replace(load_fixed_rubric(api), quoted=quoted)
-        trained = fixed.drop_held_out()
-        return lambda material: _check_values(fixed if material.validation else trained, material)
+        return lambda material: _fit_to_row(fixed, material)
     # A rubric in each row.
     name = api.rubric
     if not EXTRA_NAME.fullmatch(name):
@@ -545,15 +544,17 @@ def rubric_reader(api: ApiReward) -> Callable[[Material], Rubric | None]:
 
     def of_row(material: Material) -> Rubric:
         rubric = replace(read_rubric(_required_value(material, name), name), quoted=quoted)
-        rubric = _hold_out(rubric, api)
-        rubric = rubric if material.validation else rubric.drop_held_out()
-        return _check_values(_escape_unknown(rubric, name), material)
+        return _fit_to_row(_escape_unknown(_hold_out(rubric, api), name), material)
 
     return of_row
 
 
-def _check_values(rubric: Rubric, material: Material) -> Rubric:
-    """Return the rubric; RewardError where the row lacks a value that its criteria use."""
+def _fit_to_row(rubric: Rubric, material: Material) -> Rubric:
+    """Return the criteria that are asked about a row: held-out ones in validations alone.
+
+    RewardError where the row lacks a value that they use.
+    """
+    rubric = rubric if material.validation else rubric.drop_held_out()
     for name in variables_of_rubric(rubric):
         if name not in ("prompt", "response") and _is_missing(material, name):
             raise RewardError(f"a criterion uses {{{name}}}, which the row lacks")

@@ -462,7 +462,8 @@ def _read_probabilities(
 ) -> tuple[float, str, dict[str, Any]]:
     """Return the mean level of a score, or the value of the mean levels of all criteria.
 
-    The further value `spread` is the standard deviation of the score.
+    The further value `spread` is the standard deviation of the score, `spreads` are those of the
+    grades.
     """
     if question.rubric is None:
         level, spread, likely = _read_levels(probabilities[0], question.scale)
@@ -473,7 +474,7 @@ def _read_probabilities(
         grades.append(level / criterion.levels)
         spreads.append(spread)
         reasons.append(f"{criterion.name}: {criterion.describe_grade(grades[-1])}. {likely}")
-    info = {"grades": grades, "spread": question.rubric.spread(spreads)}
+    info = {"grades": grades, "spreads": spreads, "spread": question.rubric.spread(spreads)}
     return question.rubric.value(grades), "\n".join(reasons), info
 
 

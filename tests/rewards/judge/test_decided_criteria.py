@@ -97,6 +97,16 @@ def test_eight_criteria_cost_one_request_and_give_their_expectation(
     zeros = sum(value == 0 for value, _ in values)
     assert 0.2 < zeros / len(rows) < 0.8, "hurdles are met and missed"
     assert server.tokens == sum(score.info["judge_tokens"] for score in scores)
+    # Other weights ask nothing again: score and spread follow from the grades in the cache.
+    for number, row in enumerate(rows):
+        criteria = [c | {"weight": c.get("weight", 1) ** 3} for c in row.prompt.extra_info["rubric"]]
+        rows[number] = rollout(number, row.text, criteria)
+    cached = score_all(make(wire), rows)
+    assert server.count == ROWS[wire]
+    asked = score_all(make(wire, cache="off"), rows[:9])
+    for score, other in zip(cached, asked, strict=False):
+        figures = [(s.value, s.info["spread"]) for s in (score, other)]
+        assert figures[0] == pytest.approx(figures[1])
 
 
 @pytest.mark.parametrize("wire", ROWS)
