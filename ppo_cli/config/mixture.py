@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -730,6 +730,34 @@ def is_watched(reward: Reward) -> bool:
     """Whether the alarm of exploits watches a reward: its own rules alone are not."""
     functions = any(rules.function for rules in rules_of(reward))
     return bool(judges_of(reward) or models_of(reward) or functions)
+
+
+class Watched(NamedTuple):
+    """A part of a mixture that may be exploited, and the rule that is a second opinion about it."""
+
+    part: str
+    rule: str
+    is_judge: bool
+
+
+def find_measured(parts: Sequence[MixPart]) -> list[MixPart]:
+    """Return the rules that pay nothing, and that no other part waits for: second opinions."""
+    gates = {part.gate.part for part in parts if part.gate is not None}
+    return [p for p in parts if p.kind == "rule" and not p.weight and p.name not in gates]
+
+
+def find_watched(reward: Reward) -> Watched | None:
+    """Return what of a mixture a rule watches: a judge, or with a measured rule another part.
+
+    None without both. A measured rule comes before one that pays.
+    """
+    parts = mixture_of(reward)
+    measured, judges = find_measured(parts), [part for part in parts if part.kind == "judge"]
+    rules = measured or [part for part in parts if part.kind == "rule"]
+    others = [p for p in parts if measured and p.weight and (p.kind == "model" or p.function)]
+    if not rules or not (watched := [*judges, *others]):
+        return None
+    return Watched(watched[0].name, rules[0].name, bool(judges))
 
 
 def describe_reward(reward: Reward) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
-from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.mixture import Watched, judges_of
 from ppo_cli.config.schema.reward import Reward, parse_scale_bounds
 from ppo_cli.errors import DataError
 from ppo_cli.planning.findings.rewards import scale_labels
@@ -65,13 +65,13 @@ class Drift(NamedTuple):
 
 
 def measure_judge_drift(
-    history: History, watched: tuple[str, str] | None = None, people: Sequence[Opinion] = ()
+    history: History, watched: Watched | None = None, people: Sequence[Opinion] = ()
 ) -> Drift | None:
     """Return the judge's drift up to the last step; None if too little was scored twice.
 
     People's labels are used if there are ten in each half of the labelled steps. Else the first
     ten steps are compared with the last ten that a second judge has scored, or a rule of the same
-    mixture (`watched` names judge and rule).
+    mixture.
     """
     steps = [line for line in history if line["step"] > 0]
     # Labels of the future do not count, so that old steps can be checked again.
@@ -85,13 +85,13 @@ def measure_judge_drift(
         if min(len(early), len(late)) >= DRIFT_STEPS:
             return _measure_drift(early, late, "the labels that people gave")
     # Without enough labels: a second judge or a rule.
-    pairs = [pair for line in steps if (pair := pair_scores(line, watched))]
+    pairs = [pair for _, pair in pair_scores(steps, watched)]
     few = min(len(pairs) // 2, DRIFT_STEPS)
     if few < MIN_DRIFT_STEPS:
         return None
     noise = math.sqrt(fmean((b[0] - b[1] - a[0] + a[1]) ** 2 for a, b in pairwise(pairs)) / few)
     second = any(key.endswith("/monitor_gap") for line in steps for key in line)
-    watcher = f"the rule '{watched[1]}'" if watched and not second else "its second judge"
+    watcher = f"the rule '{watched.rule}'" if watched and not second else "its second judge"
     return _measure_drift(pairs[:few], pairs[-few:], watcher)._replace(noise=noise)
 
 
@@ -168,8 +168,22 @@ def _finite_or_none(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
-    """Return a step's mean scores of the judge and of a second judge or a rule; None without."""
+def pair_scores(steps: History, watched: Watched | None) -> list[tuple[int, Pair]]:
+    """Return the mean scores of the judge and of a second judge or a rule by step, where both are.
+
+    A reward model or a function has a scale of its own: it counts in units of the rule, by the
+    spreads of the first step in which both have one.
+    """
+    scale = 1.0
+    if watched and not watched.is_judge:
+        spreads = [[line.get(f"reward/{n}/std") for n in watched[:2]] for line in steps]
+        scale = next((rule / part for part, rule in spreads if part and rule), 1.0)
+    pairs = [(int(line["step"]), _pair_step(line, watched, scale)) for line in steps]
+    return [(step, pair) for step, pair in pairs if pair]
+
+
+def _pair_step(line: Mapping[str, Any], watched: Watched | None, scale: float) -> Pair | None:
+    """Return both mean scores of a step; None without."""
     stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
     if stage is not None:
         # `monitor_gap` is the judge's mean minus the monitor's.
@@ -177,8 +191,8 @@ def pair_scores(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pai
         return None if gap is None or second is None else (second + gap, second)
     if watched is None:
         return None
-    judge, rule = (line.get(f"reward/{name}") for name in watched)
-    return None if judge is None or rule is None else (judge, rule)
+    judge, rule = (line.get(f"reward/{name}") for name in watched[:2])
+    return None if judge is None or rule is None else (scale * judge, rule)
 
 
 def _measure_drift(first: Sequence[Pair], last: Sequence[Pair], watcher: str) -> Drift:

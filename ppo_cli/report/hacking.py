@@ -60,7 +60,7 @@ def find_hacking(steps: History, limits: Limits) -> str:
         return ""
     since, rise = find_onset(steps, limits), find_rise(steps)[1]
     what = "the reward has"
-    if watched and drift is not None:
+    if watched and drift is not None and limits.has_judge:
         what, rise = "the judge's scores have", drift.amount + drift.rise
     # Labels may fall under equal scores, and features may earn what the mean does not show yet.
     moved = f"risen by {rise:.2f}" if rise >= 0.005 else f"moved by {rise:+.2f}"
@@ -87,8 +87,7 @@ def find_onset(steps: History, limits: Limits) -> int:
     It is the bend in the gap between the reward and a second opinion; without one, in how frequent
     the first feature of the alarm is, else in the share of failures or in the reward itself.
     """
-    pairs = [(line["step"], pair_scores(line, limits.watched)) for line in steps]
-    series = [(int(step), pair[0] - pair[1]) for step, pair in pairs if pair]
+    series = [(step, pair[0] - pair[1]) for step, pair in pair_scores(steps, limits.watched)]
     features = _list_features(steps[-1], wished=False) if _describe_texts(steps) else []
     if len(series) < MIN_STEPS and features and limits.folder:
         numbers = [int(line["step"]) for line in steps]

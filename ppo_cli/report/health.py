@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import correlation, fmean, median, pvariance
 
-from ppo_cli.config.mixture import is_watched, judges_of, mixture_of, models_of
+from ppo_cli.config.mixture import find_watched, is_watched, judges_of, models_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import plural, ppo
@@ -78,16 +78,9 @@ def make_limits(config: Config) -> Limits:
         has_judge=bool(judges_of(config.reward)),
         total_steps=batch_arithmetic(config)["total_steps"],
         folder=user_path(config.trainer.output_dir),
-        watched=first_judge_and_rule(config.reward),
+        watched=find_watched(config.reward),
         holds_out=any(j.settings.rubric_held_out is not None for j in judges_of(config.reward)),
     )
-
-
-def first_judge_and_rule(reward: Reward) -> tuple[str, str] | None:
-    """Return the names of a mixture's first judge and first rule; None unless it has both."""
-    parts = mixture_of(reward)
-    first = {part.kind: part.name for part in reversed(parts)}
-    return (first["judge"], first["rule"]) if {"judge", "rule"} <= set(first) else None
 
 
 def _reward_advice(reward: Reward) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppo_cli.config.mixture import Judge, judges_of, mixture_of
+from ppo_cli.config.mixture import Judge, find_watched, judges_of, mixture_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import plural
 from ppo_cli.estimates import correlate
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
-from ppo_cli.report.health import UNREAD_ADVICE, first_judge_and_rule
+from ppo_cli.report.health import UNREAD_ADVICE
 from ppo_cli.run_folder.folder import paid_calls
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines
 from ppo_cli.spending import IN_FLIGHT
@@ -83,7 +83,7 @@ def describe_judges(run_dir: Path, reward: Reward, history: Lines) -> list[Row]:
             (name + of_judge, text) for name, text in _describe_judge(judge, reward, stage, history)
         ]
     people = read_opinions(run_dir, reward)
-    if drift := measure_judge_drift(history, first_judge_and_rule(reward), people):
+    if judges and (drift := measure_judge_drift(history, find_watched(reward), people)):
         rows.append((
             "drift",
             f"its scores have risen by {drift.amount:+.2f} beyond {drift.watcher}, which moved by "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_cli.config.mixture import Watched
 from ppo_cli.report.drift import Opinion
 
 
@@ -37,6 +38,6 @@ class Limits:
     has_judge: bool = True
     total_steps: int | None = None  # of the whole run; None: not known
     folder: Path | None = None  # with the rollouts, for causes and examples
-    watched: tuple[str, str] | None = None  # names of a judge and a rule of the same mixture
+    watched: Watched | None = None  # a part of the mixture, and a rule that is a second opinion
     people: tuple[Opinion, ...] = ()  # labels given in the page
     holds_out: bool = False  # a judge has criteria that training does not ask about

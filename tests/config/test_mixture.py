@@ -121,11 +121,20 @@ def test_a_mixture_may_be_switched_off() -> None:
     assert any("the mixture is off" in note for note in remarks(resolved))
 
 
-def test_a_part_that_opens_a_gate_may_weigh_nothing() -> None:
-    mixture_parts = parts(
-        "reward.composite.parts.judge.only_if=format>=1", mix=("judge:1", "rule:format:0")
-    )
-    assert mixture_parts["format"].weight == 0
+@pytest.mark.parametrize(
+    ("mix", "gate", "refused"),
+    [
+        (("judge:1", "rule:format:0"), "judge.only_if=format>=1", False),
+        (("judge:1", "rule:format:0"), "", False),  # a second opinion
+        (("rule:exact:1", "rule:format:0"), "", True),  # nothing may be exploited
+        (("judge:0", "rule:format:1"), "", True),  # paid for in vain
+    ],
+)
+def test_a_part_that_opens_a_gate_or_watches_may_weigh_nothing(
+    mix: tuple[str, ...], gate: str, refused: bool
+) -> None:
+    lines = problems(*[f"reward.composite.parts.{gate}"] * bool(gate), mix=mix)
+    assert any("has the weight 0" in line for line in lines) is refused
 
 
 def test_everything_wrong_is_told_at_once_with_its_line() -> None:

@@ -16,9 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_alarm_comes_before_the_harm_and_not_in_honest_runs(tmp_path: Path) -> None:
     runs = ("injection", "format_function_grpo", "right_judge_rloo")
     words = [sys.executable, "benchmarks/hacking.py", "--out", str(tmp_path), "--seeds", "1"]
-    picture = tmp_path / "runs.svg"
     bench = subprocess.run(
-        [*words, "--draw", str(picture), "--only", *runs],
+        [*words, "--only", *runs],
         cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert bench.returncode == 0, bench.stdout + bench.stderr
@@ -29,4 +28,3 @@ def test_the_alarm_comes_before_the_harm_and_not_in_honest_runs(tmp_path: Path) 
     assert match is not None, bench.stdout
     early, learned, false = map(int, match.groups())
     assert early == learned == 1 and false == 0, bench.stdout
-    assert picture.read_text().count("<polyline") == 2 * len(runs)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.screen import COLUMNS
+from ppo_cli.config.mixture import Watched
 from ppo_cli.report import health
 from ppo_cli.report.drift import Opinion, measure_judge_drift
 from ppo_cli.report.health import (
@@ -168,7 +169,7 @@ def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() ->
 
 def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     def drift(change: Change, count: int = 30) -> float | None:
-        drift = measure_judge_drift(history(count, change), ("judge", "rule"))
+        drift = measure_judge_drift(history(count, change), Watched("judge", "rule", True))
         return drift and drift.amount
 
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
@@ -182,11 +183,47 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
     assert kinds(30, lambda s: watched(0.5 + 0.01 * s + 0.4 * (-1) ** s, 0.5)) == set()
     gaps = [watched(0.3, 0.5) if s < 11 else {} if s < 20 else watched(0.6, 0.5) for s in range(31)]
     assert kinds(30, lambda s: gaps[s]) == {"hacking"}, "steps without a monitor do not count"
-    config = complete({"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}})
-    assert (
-        make_limits(config).watched == ("judge", "rule")
-        and make_limits(complete({})).watched is None
-    )
+
+
+PAY = {"kind": "rule", "function": "f.py", "weight": 1}
+RIGHT = {"kind": "rule", "rule": "number", "weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        ({"judge": 0.5, "rule": 0.5}, ("judge", "rule", True)),
+        ({"judge": 1, "rule": 0.5, "right": RIGHT}, ("judge", "right", True)),
+        ({"pay": PAY, "right": RIGHT}, ("pay", "right", False)),
+        # What pays, or only opens a gate, is no opinion on a function.
+        ({"pay": PAY, "right": RIGHT | {"weight": 1}}, None),
+        ({"pay": PAY | {"only_if": "right >= 1"}, "right": RIGHT}, None),
+        ({}, None),
+    ],
+)
+def test_a_rule_of_a_mixture_watches_what_may_be_exploited(
+    parts: dict[str, Any], names: tuple[str, str, bool] | None
+) -> None:
+    settings = {"composite": {"parts": parts}, "api": {"model": "m"}}
+    assert make_limits(complete({"reward": settings})).watched == names
+
+
+def test_a_measured_rule_decides_whether_a_function_is_exploited() -> None:
+    limits = Limits(watched=Watched("pay", "right", False), has_judge=False)
+
+    def alarm_at(right: float) -> str:
+        """The function pays up to 20, and the share of right answers rises by `right` a step."""
+        parts = {"reward/pay/std": 8.0, "reward/right/std": 0.4}
+        steps = history(
+            20,
+            lambda s: (
+                grows(s, length=0.5) | parts | {"reward/pay": 0.5 * s, "reward/right": right * s}
+            ),
+        )
+        return find_troubles(steps, limits).get("hacking", "")
+
+    assert "exploits its reward" in alarm_at(0.001)
+    assert alarm_at(0.024) == "", "it rises as the function does, on a scale of a twentieth"
 
 
 def people(late: float, noise: float = 0.0, last: int = 100) -> tuple[Opinion, ...]:

@@ -12,7 +12,9 @@ from ppo_cli.config.mixture import (
     SCALINGS,
     Judge,
     Mixture,
+    find_measured,
     has_mixture,
+    is_watched,
     judges_of,
     model_settings,
     other_judge,
@@ -304,10 +306,11 @@ def check_mixture(scene: Scene) -> Iterator[Finding]:
                 "--environment FILE.py:NAME, or leave the part out.",
             )
     yield from _check_gates(mixture)
-    # A weight of 0 is only for parts that another one waits for.
+    # A weight of 0 is for parts that another one waits for, and for second opinions.
     gates = {part.gate.part for part in mixture.parts if part.gate is not None}
+    measured = find_measured(mixture.parts) if is_watched(reward) else []
     for part in mixture.parts:
-        if part.weight == 0 and part.name not in gates:
+        if part.weight == 0 and part.name not in gates and part not in measured:
             yield Finding(
                 mixture.set_by[part.name],
                 f"part {part.name} has the weight 0 and would be scored without counting; leave it "

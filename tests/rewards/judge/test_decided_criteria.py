@@ -99,12 +99,13 @@ def test_eight_criteria_cost_one_request_and_give_their_expectation(
     assert server.tokens == sum(score.info["judge_tokens"] for score in scores)
     # Other weights ask nothing again: score and spread follow from the grades in the cache.
     for number, row in enumerate(rows):
-        criteria = [c | {"weight": c.get("weight", 1) ** 3} for c in row.prompt.extra_info["rubric"]]
-        rows[number] = rollout(number, row.text, criteria)
+        criteria = row.prompt.extra_info["rubric"]
+        heavy = [c | {"weight": c.get("weight", 1) ** 3} for c in criteria]
+        rows[number] = rollout(number, row.text, heavy)
     cached = score_all(make(wire), rows)
     assert server.count == ROWS[wire]
-    asked = score_all(make(wire, cache="off"), rows[:9])
-    for score, other in zip(cached, asked, strict=False):
+    uncached = score_all(make(wire, cache="off"), rows[:9])
+    for score, other in zip(cached, uncached, strict=False):
         figures = [(s.value, s.info["spread"]) for s in (score, other)]
         assert figures[0] == pytest.approx(figures[1])
 
