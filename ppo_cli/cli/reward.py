@@ -1,8 +1,7 @@
-"""`ppo reward`: scores files, audits a reward, lists the models of judges."""
+"""`ppo reward`: scores files, lists the models of judges."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,13 +15,8 @@ from ppo_cli.cli.flags import (
     make_switch,
 )
 from ppo_cli.cli.help import App
-from ppo_cli.cli.reward_tables import (
-    Facts,
-    format_audit,
-    format_scores,
-)
+from ppo_cli.cli.reward_tables import Facts, format_scores
 from ppo_cli.cli.screen import (
-    format_number,
     make_printable,
     make_screen,
     print_result,
@@ -32,17 +26,14 @@ from ppo_cli.config.layers import (
     EMBEDDED_NOTE,
     EMBEDDED_NOTE_GPUS,
 )
-from ppo_cli.config.mixture import has_mixture, judges_of, models_of
+from ppo_cli.config.mixture import models_of
 from ppo_cli.config.models.known_models import find_model_folder, is_url
-from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import (
     ConfigError,
     Interrupted,
     RewardError,
-    UserError,
     plural,
-    ppo,
 )
 from ppo_cli.paths import user_path
 from ppo_cli.report.tracker import Screen
@@ -124,86 +115,6 @@ def score(arguments: Arguments) -> None:
         if arguments.extras["batch"]:
             warning += " Run the same command without --batch to ask for them directly."
         print(make_printable(warning), file=sys.stderr)
-
-
-# Attacks that hold for any task, by check, with the lowest score that is a fault: a part of a
-# reward may be for the form. The other attacks need good answers to the run's own prompts.
-ATTACKS_ON_ANY_TASK = {
-    "padding": ("the answer five times", -math.inf),
-    "prompt injection": ("flattery", 0.5),
-    "master keys": ("the reply", 0.5),
-}
-AUDITED_ROWS = 2  # tasks of the audit at the start of a run: about a second
-
-
-def audit_at_start(settings: Reward) -> str:
-    """Return a warning if attacks on the run's function or rule work; "" otherwise.
-
-    Judges and reward models are left out: an audit of them costs money or minutes.
-    """
-    audited = settings.function or settings.rule
-    if not audited or judges_of(settings) or models_of(settings) or has_mixture(settings):
-        return ""
-    from ppo_cli.scoring.attacks import load_items
-    from ppo_cli.scoring.audit import audit as run_audit
-    from ppo_cli.scoring.audit import open_without_gate
-    from ppo_cli.scoring.score import Callbacks
-
-    # A reward that cannot score the audit's tasks is not audited; the run checks its own rows.
-    try:
-        items = load_items(settings, file=None, preset=None, max_rows=AUDITED_ROWS)
-        with open_without_gate(settings, items, Callbacks()) as reward:
-            result = run_audit(reward, settings, items, screen=Screen())
-    except UserError:
-        return ""
-    # A function that raised has text here instead of a score: the run itself reports that.
-    cases = {check["name"]: check["cases"] for check in result["checks"]}
-    failed = (
-        case
-        for name, (trial, lowest) in ATTACKS_ON_ANY_TASK.items()
-        for case in cases.get(name, ())
-        if case["passed"] is False and case["trial"].startswith(trial) and case["got"] >= lowest
-    )
-    worst = next(failed, None)
-    if worst is None:
-        return ""
-    flag = f"--reward_function {settings.function}" if settings.function else f"--rule {audited}"
-    return (
-        f"{audited} can be fooled: {worst['trial']} scores {format_number(worst['got'])}, "
-        f"expected {worst['wanted']}. The model may learn that instead of the task. "
-        f"`{ppo(f'reward audit {flag}')}` shows all such replies."
-    )
-
-
-def audit(arguments: Arguments) -> None:
-    """Test a reward with worthless and hostile responses; exit 2 if a check fails."""
-    config, screen = resolve_settings(arguments)
-    from ppo_cli.scoring.attacks import load_items
-    from ppo_cli.scoring.audit import audit as run_audit
-    from ppo_cli.scoring.audit import open_without_gate
-    from ppo_cli.scoring.score import Callbacks, resume_advice
-
-    # Questions with right answers, from which attacks are built.
-    items = load_items(
-        config.reward,
-        file=arguments.extras["data"],
-        preset=arguments.extras["items"],
-        max_rows=int(arguments.extras["rows"]),
-        **config.data.keys,
-    )
-    with (
-        closing(screen),
-        open_without_gate(config.reward, items, Callbacks(note=screen.note)) as reward,
-    ):
-        result = run_audit(reward, config.reward, items, screen=screen)
-    print_reward_result(arguments, result, format_audit)
-    if result["stopped"]:
-        raise Interrupted(f"{result['stopped']} {resume_advice(config.reward)}")
-    # A failed check is an error, so that scripts notice.
-    failed = [check["name"] for check in result["checks"] if check["passed"] is False]
-    check_count = sum(check["passed"] is not None for check in result["checks"])
-    if failed:
-        raise RewardError(f"{len(failed)} of {check_count} checks failed: {', '.join(failed)}.")
 
 
 def models(arguments: Arguments) -> None:
@@ -292,18 +203,6 @@ add_command(
     ],
     ("reward.",),
 )  # fmt: skip
-add_command(
-    reward_app, audit, "ppo reward audit --use_api_reward --rm_prompt_preset math",
-    [
-        make_flag("data", str, None, "Rows to build attacks from; unset, bundled ones.", "FILE"),
-        make_flag("rows", int, 6, "Maximum number of rows to build attacks from.", "N"),
-        make_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
-        *COMMON_FLAGS,
-    ],
-    ("reward.",),
-)  # fmt: skip
-
-
 add_command(
     reward_app,
     models,

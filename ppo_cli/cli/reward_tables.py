@@ -1,11 +1,10 @@
-"""The results of `ppo reward` as text for a terminal: scores and audits.
+"""The results of `ppo reward` as text for a terminal.
 
 Each function takes the facts that `--json` prints; `cli/reward.py` calls them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,29 +153,3 @@ def format_histogram(histogram: Sequence[Facts]) -> list[str]:
         bar = "#" * (size or bool(level["count"]))
         lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
     return lines
-
-
-def format_audit(result: Facts) -> list[str]:
-    """Return the result of `ppo reward audit` as lines: each check with its worst case."""
-    # Checks that do not apply to this reward are skipped.
-    verdicts = {True: "PASS", False: "FAIL", None: "skip"}
-    lines = [f"Audit of {result['reward']}", ""]
-    for check in result["checks"]:
-        lines.append(f"{verdicts[check['passed']]}  {check['name']}: {check['said']}")
-        # The worst case: all facts of it if the check failed, else what was the closest.
-        worst = check["worst"] or {}
-        if check["passed"] is False:
-            facts = {name: value for name, value in worst.items() if value != ""}
-            lines += [f"      {name}: {_format_value(value)}" for name, value in facts.items()]
-        elif worst:
-            got, sent = _format_value(worst["got"]), _format_value(worst["sent"])
-            lines.append(f"      closest: {got} for {sent}")
-    spent = ", ".join(f"{word} {value}" for word, value in cost_rows(result["spent"]))
-    return [*lines, "", f"{plural(result['asked'], 'verdict')}; {spent}."]
-
-
-def _format_value(value: Any) -> str:
-    """Return a number with three digits, a text as it is, anything else as JSON."""
-    if isinstance(value, float):
-        return format_number(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -341,9 +341,9 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
         screen.health(shortage)
     trainer = resolved.config.trainer
     if find_resume(checkpoints_of(trainer), trainer.resume_mode) is None:
-        from ppo_cli.cli.reward import audit_at_start
-
-        if warning := audit_at_start(resolved.config.reward):
+        checks, problems = load_all("reward_checks")
+        warnings = [warning for check in checks if (warning := check(resolved.config.reward))]
+        for warning in problems + warnings:
             screen.health(warning)
     try:
         _train_on_nodes(run_plan, screen)

@@ -1,1 +1,1 @@
-"""Scores rows without training: reading, scoring, figures, audits, and the forecast of a run."""
+"""Scores rows without training: reading, scoring, figures, and the forecast of a run."""

@@ -16,7 +16,6 @@ from ppo_cli.config.mixture import (
     mixture_line,
     mixture_of,
     model_settings,
-    models_of,
     other_judges,
     override_section,
     rule_settings,
@@ -46,7 +45,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
         from ppo_cli.rewards.judge.prompt import load_template, rubric_reader
         from ppo_cli.rewards.judge.splitting import load_split
 
-        for api in _asked_judges(judge):
+        for api in asked_judges(judge):
             yield partial(load_template, api)
             yield partial(rubric_reader, api)
             if api.place not in (None, *PLACES):
@@ -83,7 +82,7 @@ def row_checks(
             rule = None if rules.rule is None else get_rule(rules.rule)
             yield partial(check_prompts, rule, rules.function_kwargs, prompts)
     for judge in judges_of(settings):
-        for api in _asked_judges(judge):
+        for api in asked_judges(judge):
             yield partial(_check_template, api, prompts)
 
 
@@ -99,7 +98,7 @@ def sandbox_checks(
             yield partial(_try_sandbox, rules.code)
 
 
-def _asked_judges(judge: Judge) -> Iterator[ApiReward]:
+def asked_judges(judge: Judge) -> Iterator[ApiReward]:
     """Yield the settings of a judge, and of the others that its reward asks."""
     yield judge.settings
     yield from other_judges(judge.settings)
@@ -151,12 +150,6 @@ def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
     check_source(path, name, kwargs, module)
 
 
-def single_judge(settings: RewardSettings) -> Judge | None:
-    """The judge of a reward with exactly one judge, else None."""
-    judges = judges_of(settings)
-    return judges[0] if len(judges) == 1 else None
-
-
 def reward_kind(settings: RewardSettings) -> str:
     """The kind of a reward: mixture, judge, model or rule."""
     if mixture_of(settings):
@@ -164,15 +157,6 @@ def reward_kind(settings: RewardSettings) -> str:
     if settings.api.enable:
         return "judge"
     return "model" if settings.model.path is not None else "rule"
-
-
-def has_open_scale(settings: RewardSettings) -> bool:
-    """Whether scores may lie outside 0 to 1, where models and scalings put them.
-
-    A rubric's scores do not, but an empty response earns credit there: it avoids all faults.
-    """
-    kind = reward_kind(settings)
-    return kind in ("mixture", "model") or (kind == "judge" and settings.api.rubric is not None)
 
 
 def override_all(
@@ -230,42 +214,6 @@ def use_batch_api(settings: RewardSettings, hours: float) -> RewardSettings:
     return override_all(settings, "judge", {"batch_wait": 3600.0 * hours})
 
 
-def random_sources(settings: RewardSettings) -> dict[str, RewardSettings]:
-    """The parts that may give other scores when repeated, each as a separate reward.
-
-    Judges and functions may; reward models and built-in rules are deterministic.
-    """
-    # Without a mixture there is one source, named after the kind of the reward.
-    parts = mixture_of(settings)
-    if not parts:
-        kind = reward_kind(settings)
-        steady = kind == "model" or (kind == "rule" and settings.function is None)
-        return {} if steady else {kind: settings}
-    judges = {judge.part: judge.settings for judge in judges_of(settings)}
-    sources: dict[str, RewardSettings] = {}
-    for part in parts:
-        if part.name in judges:
-            sources[part.name] = RewardSettings(api=judges[part.name])
-        elif part.kind == "rule" and rule_settings(settings, part).function is not None:
-            sources[part.name] = rule_settings(settings, part)
-    return sources
-
-
-def verdicts_per_response(settings: RewardSettings) -> int:
-    """The most verdicts that one response takes: each vote of each judge, and each other part."""
-    # Each part that is not a judge counts as one verdict.
-    votes = sum(api.max_votes for judge in judges_of(settings) for api in _asked_judges(judge))
-    others = sum(part.kind != "judge" for part in mixture_of(settings))
-    return max(1, votes + others)
-
-
-def criteria_calls_note(settings: RewardSettings) -> str:
-    """A sentence for forecasts when a verdict takes several calls, else an empty text."""
-    each = [judge.settings for judge in judges_of(settings) if judge.settings.rubric is not None]
-    several = any(api.rubric_calls == "each" for api in each)
-    return " Each criterion is a separate call." if several else ""
-
-
 def describe_reward(settings: RewardSettings) -> str:
     """Describe a reward in one line: the mixture and the source of each part."""
     parts = mixture_of(settings)
@@ -300,18 +248,3 @@ def _describe_source(kind: str, api: ApiReward, model: ModelReward, rule: Reward
     if rule.function:
         return f"function {rule.function}"
     return f"rule {rule.rule}" if rule.rule else "the rules chosen by data_source"
-
-
-def default_items(settings: RewardSettings) -> str:
-    """The name of the bundled tasks for a reward: those of its judge's prompt, else math.
-
-    Rules chosen by data_source only have a rule for math.
-    """
-    parts = [rule_settings(settings, p) for p in mixture_of(settings) if p.kind == "rule"]
-    if any(rule.function is None and rule.rule is None for rule in parts):
-        return "math"
-    # Judges with different presets have no common set of tasks.
-    presets = {judge.settings.prompt_preset for judge in judges_of(settings)}
-    if len(presets) == 1:
-        return presets.pop()
-    return "dialogue" if models_of(settings) and not presets and not parts else "math"

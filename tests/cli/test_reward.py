@@ -1,4 +1,4 @@
-"""`ppo reward score` and `audit`: files, columns, tables, Ctrl-C.
+"""`ppo reward score`: files, columns, tables, Ctrl-C.
 
 What they print is in tests/messages.txt.
 """
@@ -6,18 +6,13 @@ What they print is in tests/messages.txt.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward import audit_at_start
 from ppo_cli.cli.reward_tables import format_histogram, format_parts
-from ppo_cli.errors import UserError
 from tests.scoring.commands import read, run_reward
-from tests.settings import complete
 
 ROW: dict[str, Any] = {
     "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
@@ -76,41 +71,13 @@ def test_ctrl_c_writes_what_is_there_and_exits_3(
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 1.0]
 
 
-def test_columns_of_any_name_are_read_by_every_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what else is typed reaches the audit."""
-    seen: dict[str, Any] = {}
-
-    def keep(name: str) -> Callable[..., Any]:
-        def record_call(*args: Any, **options: Any) -> Any:
-            seen[name] = (*args, options)
-            raise UserError("enough")
-
-        return record_call
-
+def test_columns_of_any_name_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"prompt": "q", "data_source": "kind", "response": "said"}
-    row = {names.get(key, key): value for key, value in ROW.items()} | {"good": "yes"}
-    other = {**row, "q": "2 + 2 = ?", "ground_truth": "4", "said": "#### 5", "good": "no"}
-    file = write(tmp_path / "a.jsonl", row, other)
-    keys = ("data.prompt_key=q", "data.reward_fn_key=kind")
-    columns = (*keys, "--response_key", "said")
-    code, _, err = run_reward(capsys, "score", file, *columns)
-    assert (code, err) == (0, "")
+    row = {names.get(key, key): value for key, value in ROW.items()}
+    file = write(tmp_path / "a.jsonl", row, {**row, "said": "#### 5"})
+    columns = ("data.prompt_key=q", "data.reward_fn_key=kind", "--response_key", "said")
+    assert run_reward(capsys, "score", file, *columns)[0] == 0
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 0.0]
-    audit = import_module("ppo_cli.scoring.audit")
-    monkeypatch.setattr(audit, "audit", keep("audit"))
-    for args, prompts in (
-        (("--data", file, *keys), ["1 + 1 = ?", "2 + 2 = ?"]),
-        (("--data", file, *keys, "--rows", "1"), ["1 + 1 = ?"]),
-    ):
-        run_reward(capsys, "audit", *args)
-        assert [item.prompt.text for item in seen["audit"][2]] == prompts
-    bundled = []
-    for name in ("math", "safety"):
-        run_reward(capsys, "audit", "--items", name, "--rule", "exact")
-        bundled.append([item.prompt.text for item in seen["audit"][2]])
-    assert bundled[0] != bundled[1]
 
 
 def test_the_longest_bar_has_30_characters_and_the_shortest_one() -> None:
@@ -138,32 +105,3 @@ def test_a_mixture_has_a_table_of_its_parts() -> None:
     assert format_parts(facts)[-1] == "  rule: {scaling: affine, mean: 1}"
     alone = {**facts, "parts": {"judge": rule}, "reported": {}, "correlations": []}
     assert format_parts(alone) == []
-
-
-@pytest.mark.slow
-def test_a_run_is_warned_of_a_reward_that_can_be_fooled(tmp_path: Path) -> None:
-    """Functions that pay for length or praise; not those that look for the answer or its form."""
-    body = (
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
-    )
-    (tmp_path / "long.py").write_text(f"{body}min(1.0, len(solution_str) / 12)\n")
-    (tmp_path / "longer.py").write_text(f"{body}min(1.0, len(solution_str) / 400)\n")
-    (tmp_path / "kind.py").write_text(f"{body}float('wonderful' in solution_str)\n")
-    (tmp_path / "right.py").write_text(f"{body}float(str(ground_truth) in solution_str)\n")
-    (tmp_path / "form.py").write_text(
-        f"{body}(solution_str.endswith('!') + (solution_str.count('.') < 2)) / 3\n"
-    )
-
-    def audit(**reward: str) -> str:
-        return audit_at_start(complete({"reward": reward}).reward)
-
-    warning = audit(function=str(tmp_path / "long.py"))
-    assert "can be fooled: the reply" in warning and "reward audit --reward_function" in warning
-    assert "the answer five times scores" in audit(function=str(tmp_path / "longer.py"))
-    assert "flattery scores 1.000" in audit(function=str(tmp_path / "kind.py"))
-    assert audit(function=str(tmp_path / "form.py")) == ""
-    assert audit(function=str(tmp_path / "right.py")) == audit(rule="code") == audit() == ""
-    # The run itself reports a missing function, and one that always raises.
-    (tmp_path / "raises.py").write_text(f"{body}float(answer == ground_truth)\n")
-    assert audit(function=str(tmp_path / "nothing.py")) == ""
-    assert audit(function=str(tmp_path / "raises.py")) == ""

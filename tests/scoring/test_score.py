@@ -14,7 +14,6 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.scoring import score as scorer
-from ppo_cli.scoring.repeats import repeat_verdicts
 from ppo_cli.scoring.rows import ResponseSet, read_responses
 from tests.scoring.scripted import Scripted, write_rows
 
@@ -231,12 +230,6 @@ def test_a_part_is_dominated_below_a_third_of_what_its_weight_asks_for(rows_of: 
         lines = scorer.part_facts(MIXED, rows_of("a", "b").rollouts, scores)["remarks"]
         assert len(lines) == remarks
         assert all(line.startswith("judge is dominated") for line in lines)
-
-
-def test_repeats_are_asked_for_each_row_and_counted(rows_of: Rows) -> None:
-    seen, rollouts = list[int](), rows_of("a", "bb").rollouts
-    repeated = repeat_verdicts(Scripted(by_length), rollouts, 3, scorer.Callbacks(seen.append))
-    assert (repeated, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
 
 
 def test_lines_to_paste() -> None:

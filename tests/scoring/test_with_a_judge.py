@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.errors import Interrupted
-from ppo_cli.scoring.repeats import remaining_budget
 from tests.scoring.commands import KEY, Bench
-from tests.scoring.judges import honest
-from tests.settings import complete_judge
 
 
 @pytest.fixture
 def flags(bench: Bench) -> list[str]:
     return ["--use_api_reward", *bench.judge()]
-
-
-def test_repeats_have_what_is_left_of_each_budget() -> None:
-    judge = complete_judge(enable=True, budget_usd=2.0, budget_tokens=100)
-    spent = {"cost_usd": 0.5, "tokens_in": 30.0, "tokens_out": 20.0}
-    before = {f"judge_strict/{name}": value for name, value in spent.items()}
-    rest = remaining_budget(judge, "strict", before)
-    assert (rest.budget_usd, rest.budget_tokens) == (1.5, 50)
-    with pytest.raises(Interrupted, match="budget of the judge 'strict' is used up"):
-        remaining_budget(judge, "strict", before | {"judge_strict/cost_usd": 2.0})
 
 
 def test_scoring_again_costs_nothing(bench: Bench) -> None:
@@ -83,14 +69,3 @@ def test_a_wrong_key_is_told_at_once(bench: Bench, flags: list[str]) -> None:
     outcome = bench.reward("score", bench.sums(6), *flags, code=2)
     assert outcome.out == "" and "401" in outcome.err and KEY not in outcome.err
     assert not (bench.folder / "a.scored.jsonl").exists()
-
-
-def test_audit_keeps_to_the_budget(bench: Bench, flags: list[str]) -> None:
-    bench.server.score = honest
-    args = ("audit", *flags, "--rm_max_tokens", "50", "--json")
-    outcome = bench.reward(*args, "--rm_budget_tokens", "20000", code=3)
-    summary = outcome.summary
-    assert summary["checks"] == [] and "budget" in summary["stopped"] and "budget" in outcome.err
-    assert 0 < summary["spent"]["tokens_in"] + summary["spent"]["tokens_out"] <= 20_000
-    checks = bench.reward(*args).checks
-    assert {check["passed"] for check in checks.values()} == {True}

@@ -1,1 +1,1 @@
-"""Calibration, prompts and fits of rewards, and the simulated learner: no run needs these."""
+"""Audits, calibration, prompts and fits of rewards, the simulated learner: no run needs these."""

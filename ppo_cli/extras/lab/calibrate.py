@@ -24,6 +24,12 @@ from ppo_cli.extras.lab.cascade import cascade_facts
 from ppo_cli.extras.lab.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.extras.lab.places import Marks as PlaceMarks
 from ppo_cli.extras.lab.places import place_advice, place_facts
+from ppo_cli.extras.lab.repeats import Repeats, repeat_random_sources
+from ppo_cli.extras.lab.reward_facts import (
+    criteria_calls_note,
+    random_sources,
+    verdicts_per_response,
+)
 from ppo_cli.extras.lab.statistics import (
     MIN_ROWS,
     RowNumbers,
@@ -39,7 +45,6 @@ from ppo_cli.extras.lab.statistics import (
 )
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.scoring.repeats import Repeats, repeat_random_sources
 from ppo_cli.scoring.rows import LabelledRows, ResponseRow
 from ppo_cli.scoring.score import (
     Callbacks,
@@ -55,12 +60,7 @@ from ppo_cli.scoring.score import (
     score_all,
     scoring_spending,
 )
-from ppo_cli.scoring.sources import (
-    criteria_calls_note,
-    random_sources,
-    reward_kind,
-    verdicts_per_response,
-)
+from ppo_cli.scoring.sources import reward_kind
 from ppo_cli.scoring.statistics import Floats, as_floats, pearson, spearman
 
 Facts = Mapping[str, Any]

@@ -18,10 +18,10 @@ from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.estimates import wilson
+from ppo_cli.extras.lab.audit.criteria import criterion_credits, find_rubrics
 from ppo_cli.extras.lab.statistics import constant_reason, estimate_or_reason
 from ppo_cli.records import Score
 from ppo_cli.rewards.judge.rubric import Criterion
-from ppo_cli.scoring.criteria import criterion_credits, find_rubrics
 from ppo_cli.scoring.rows import ResponseRow, ResponseSet, column_cells
 from ppo_cli.scoring.statistics import Floats, as_floats, spearman
 

@@ -12,11 +12,11 @@ from typing import Any
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, raise_problems
 from ppo_cli.errors import DataError
+from ppo_cli.extras.lab.reward_facts import single_judge
 from ppo_cli.records import Score
 from ppo_cli.rewards.judge.placing import cut_response
 from ppo_cli.scoring.rows import ResponseRow, ResponseSet, column_cells
 from ppo_cli.scoring.score import shorten
-from ppo_cli.scoring.sources import single_judge
 
 FLAG = "--place_labels"
 Marks = Mapping[Place, Sequence[float]]

@@ -10,6 +10,9 @@ prepare = Command(
 prompts = Command(
     f"{_COMMANDS}.prompts:app", "List judge prompts, or show the request for a data row.", "Judge"
 )
+audit = Command(
+    f"{_COMMANDS}.audit:app", "Test a reward with worthless and hostile responses.", order=90
+)
 calibrate = Command(
     f"{_COMMANDS}.calibrate:app", "Compare a reward's scores with labels from people."
 )

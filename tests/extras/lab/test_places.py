@@ -10,10 +10,10 @@ import pytest
 
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.errors import DataError
+from ppo_cli.extras.lab.audit.attacks import Item, place_trials, user_prompt
+from ppo_cli.extras.lab.audit.audit import _check_added_pieces
 from ppo_cli.extras.lab.places import place_advice, place_facts, read_place_marks
 from ppo_cli.records import PlacedReward, Score
-from ppo_cli.scoring.attacks import Item, place_trials, user_prompt
-from ppo_cli.scoring.audit import _check_added_pieces
 from ppo_cli.scoring.rows import read_responses
 from tests.settings import complete_judge
 

@@ -16,15 +16,9 @@ from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import plural
-from ppo_cli.records import Score
-from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.prompt import Template, build_material, load_template
-from ppo_cli.rewards.judge.sanitise import no_content_reason
-from ppo_cli.rewards.judge.visible import visible_text
-from ppo_cli.scoring import attacks as tr
-from ppo_cli.scoring import criteria
-from ppo_cli.scoring.attacks import (
+from ppo_cli.extras.lab.audit import attacks as tr
+from ppo_cli.extras.lab.audit import criteria
+from ppo_cli.extras.lab.audit.attacks import (
     GATED_REPLIES,
     LEAKS,
     Item,
@@ -33,7 +27,20 @@ from ppo_cli.scoring.attacks import (
     ruler_for,
     user_prompt,
 )
-from ppo_cli.scoring.repeats import Repeats, repeat_random_sources, repeat_verdicts
+from ppo_cli.extras.lab.repeats import Repeats, repeat_random_sources, repeat_verdicts
+from ppo_cli.extras.lab.reward_facts import (
+    criteria_calls_note,
+    has_open_scale,
+    random_sources,
+    single_judge,
+    verdicts_per_response,
+)
+from ppo_cli.records import Score
+from ppo_cli.report.tracker import Screen
+from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.judge.prompt import Template, build_material, load_template
+from ppo_cli.rewards.judge.sanitise import no_content_reason
+from ppo_cli.rewards.judge.visible import visible_text
 from ppo_cli.scoring.rows import rollout_of
 from ppo_cli.scoring.score import (
     Callbacks,
@@ -45,16 +52,7 @@ from ppo_cli.scoring.score import (
     scoring_spending,
     shorten,
 )
-from ppo_cli.scoring.sources import (
-    criteria_calls_note,
-    describe_reward,
-    has_open_scale,
-    override_all,
-    random_sources,
-    reward_kind,
-    single_judge,
-    verdicts_per_response,
-)
+from ppo_cli.scoring.sources import describe_reward, override_all, reward_kind
 from ppo_cli.secrets.redact import redact
 
 SECRET = "7391-ppo-cli-5528"  # a ground truth that no response contains by chance

@@ -12,10 +12,10 @@ from typing import Any
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
+from ppo_cli.extras.lab.audit.attacks import MAX_GAIN, PROMPTS_PER_ATTACK, Item, Trial
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.prompt import build_material, check_each_row, rubric_reader
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
-from ppo_cli.scoring.attacks import MAX_GAIN, PROMPTS_PER_ATTACK, Item, Trial
 from ppo_cli.scoring.score import shorten
 
 MIN_RAISE = 0.5  # of a credit, for an attack to count

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from functools import lru_cache
 
 from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.extras.lab.audit.attacks import bundled_items
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.sanitise import neutralise
-from ppo_cli.scoring.attacks import bundled_items
 from tests.judge_server.wire import fenced
 from tests.scoring.scripted import Scripted
 

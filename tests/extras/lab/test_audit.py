@@ -15,14 +15,14 @@ import pytest
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
+from ppo_cli.extras.lab.audit import attacks
+from ppo_cli.extras.lab.audit.audit import audit, check_trials
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.scoring import attacks
-from ppo_cli.scoring.audit import audit, check_trials
+from tests.extras.lab.audits import Checks, by_name, failed, run_audit
+from tests.extras.lab.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.rewards.models.twins import skywork_qwen3_twin
-from tests.scoring.audits import Checks, by_name, failed, run_audit
-from tests.scoring.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.scoring.scripted import Remarks, Scripted, write_rows
 from tests.settings import complete_judge, complete_reward_model
 

@@ -11,6 +11,7 @@ from typing import Any
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
+from ppo_cli.extras.lab.reward_facts import random_sources
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.score import (
@@ -21,7 +22,7 @@ from ppo_cli.scoring.score import (
     open_reward,
     spending_by_judge,
 )
-from ppo_cli.scoring.sources import random_sources, reward_kind
+from ppo_cli.scoring.sources import reward_kind
 
 
 @dataclass

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
+from ppo_cli.extras.lab.audit.attacks import load_items
+from ppo_cli.extras.lab.audit.audit import audit
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.scoring.attacks import load_items
-from ppo_cli.scoring.audit import audit
 
 Checks = dict[str, dict[str, Any]]
 

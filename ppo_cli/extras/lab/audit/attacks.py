@@ -19,12 +19,12 @@ import yaml
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.extras.lab.reward_facts import default_items
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Case, as_text
 from ppo_cli.scoring.rows import ResponseRow, read_responses, rollout_of
 from ppo_cli.scoring.score import failure_cause, judged_value, shorten
-from ppo_cli.scoring.sources import default_items
 
 # data_source of the bundled tasks, which chooses a rule: the sums end like gsm8k's solutions.
 DATA_SOURCES = {"math": "gsm8k", "code": "code", "dialogue": "dialogue", "safety": "safety"}
@@ -55,7 +55,7 @@ class Item:
 @lru_cache(maxsize=1)
 def bundled_items() -> Mapping[str, Sequence[Mapping[str, str]]]:
     """The bundled tasks, by the name of the judge prompt they suit."""
-    text = files("ppo_cli.scoring").joinpath("audit_tasks.yaml").read_text(encoding="utf-8")
+    text = files("ppo_cli.extras.lab.audit").joinpath("tasks.yaml").read_text(encoding="utf-8")
     tasks: Mapping[str, Sequence[Mapping[str, str]]] = yaml.safe_load(text)
     return tasks
 

@@ -1,0 +1,1 @@
+"""Attacks on rewards before training, and what they show."""
