@@ -267,6 +267,12 @@ class Score:
         return self.value is not None and not self.imputed
 
     @property
+    def number(self) -> float:
+        """The value of a score that did not fail."""
+        assert self.value is not None, self.failure
+        return float(self.value)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What a log contains of this score besides value, failure, reason and parts."""
         # Facts of the whole score first; people's `info` comes last.

@@ -148,7 +148,7 @@ def _filter_value(config: Config, sample: Scored) -> float | None:
     if name in ("seq_reward", "seq_final_reward"):
         longest = config.data.max_response_length
         penalties = compute_penalties(config.reward.shaping, sample.rollout, longest).values()
-        return (sample.score.value or 0.0) + sum(penalties)
+        return sample.score.number + sum(penalties)
     if name not in sample.score.parts:
         raise RewardError(
             f"algorithm.filter_groups.metric names '{name}', but a score has no such part; there "

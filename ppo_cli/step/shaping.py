@@ -226,15 +226,11 @@ def _shaping_metrics(
         metrics["shaping/std"] = 1 / scale.slope if scale.slope else 0.0
     if settings.reward_clip is not None:
         # Count clipped rewards before clipping: afterwards they look like any value at the limit.
-        scaled = [scale.of(_score_value(lowered[i])) for i in rows]
+        scaled = [scale.of(lowered[i].score.number) for i in rows]
         cut = sum(abs(x) > settings.reward_clip for x in scaled)
         metrics["shaping/clipped_share"] = cut / len(rows)
-    metrics["shaping/reward_mean"] = sum(_score_value(ready[i]) for i in rows) / len(rows)
+    metrics["shaping/reward_mean"] = sum(ready[i].score.number for i in rows) / len(rows)
     return metrics
-
-
-def _score_value(sample: Scored) -> float:
-    return sample.score.value or 0.0
 
 
 @dataclass(frozen=True, eq=False)

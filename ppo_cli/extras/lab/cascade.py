@@ -74,7 +74,7 @@ def _measure(
     # The cheaper judge's scores and spreads (2, rows), and the judge's scores.
     pairs = [(scores[i].info["cheap_score"], scores[i].info["cheap_spread"]) for i in rows]
     first = as_floats([[score, math.inf if s is None else s] for score, s in pairs]).T
-    strong = as_floats([scores[i].value or 0.0 for i in rows])
+    strong = as_floats([scores[i].number for i in rows])
     if labelled is not None and labelled.positive is not None:
         truth = as_floats(labelled.positive[rows])
         agreements = [as_floats((x >= 0.5) == truth) for x in (first[0], strong)]

@@ -135,7 +135,7 @@ class CascadeReward(JudgeReward):
                 score = None if entry.future.exception() else entry.future.result()
                 # An imputed value is no verdict of the judge.
                 if score is not None and score.judged:
-                    new.append((float(cheap), float(score.value or 0.0)))
+                    new.append((float(cheap), score.number))
         return [*self._pairs, *new][-RECENT_PAIRS:]
 
     async def _ask_judges(
@@ -173,7 +173,7 @@ class CascadeReward(JudgeReward):
             entry.score = score
 
     def _correct(self, correction: LinearRegression, score: Score, rollout: Rollout) -> Score:
-        value = correction.intercept + correction.slope * float(score.value or 0.0)
+        value = correction.intercept + correction.slope * score.number
         corrected = replace(score, value=min(max(value, 0.0), 1.0))
         return place_score(corrected, rollout, self._api, None)
 

@@ -55,7 +55,7 @@ class StepReport:
     def add(self, rollout: Rollout, score: Score) -> None:
         """Add one judged response."""
         self.lengths.append(rollout.policy_chars)
-        self.values.append(float(score.value or 0.0))
+        self.values.append(score.number)
         if "vote_spread" in score.info:
             self.spreads.append(float(score.info["vote_spread"]))
 

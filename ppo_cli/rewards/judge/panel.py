@@ -102,7 +102,7 @@ class PanelReward(JudgeReward):
 
     def _combine(self, scores: Mapping[str, Score], question: Question) -> Score:
         """Return one score from those of the judges, by judge."""
-        values = {name: float(score.value or 0.0) for name, score in scores.items()}
+        values = {name: score.number for name, score in scores.items()}
         info: dict[str, Any] = {
             name: sum(score.info[name] for score in scores.values()) for name in _COSTS
         }

@@ -208,7 +208,7 @@ def _share_out(score: Score, pieces: Sequence[Piece], shares: Sequence[float]) -
     total = math.fsum(shares)
     weights = [share / total for share in shares] if total else [1 / len(shares)] * len(shares)
     placed = tuple(
-        PlacedReward(piece.end, (score.value or 0.0) * weight, piece.unit)
+        PlacedReward(piece.end, score.number * weight, piece.unit)
         for piece, weight in zip(pieces, weights, strict=True)
     )
     return replace(score, steps=placed)

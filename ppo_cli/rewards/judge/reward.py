@@ -237,13 +237,13 @@ class JudgeReward(JudgeAsker, Reward):
         self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
             pieces = score.info.get("pieces", ())
-            self._noise.offer(entry.rollout, question, float(score.value or 0.0), pieces)
+            self._noise.offer(entry.rollout, question, score.number, pieces)
             if votes := score.info.get("votes"):
                 self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
         # The second judge reads a share; its verdict is filled into `info` later.
         if self._monitor is not None and self._monitor.wants(entry.rollout):
             info = {**score.info, **MONITOR_PENDING}
-            self._monitor.begin(question, float(score.value or 0.0), info)
+            self._monitor.begin(question, score.number, info)
             score = replace(score, info=info)
         self._publish(entry, score)
 
