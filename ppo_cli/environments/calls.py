@@ -271,12 +271,13 @@ def read_schema(
     types = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
     listed = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
     for key in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(key) or ():
-            part_types, part_listed = read_schema(part, parameters, depth + 1)
-            if not part_types and not part_listed:
-                return set(), listed
-            types |= part_types
-            listed += part_listed
+        parts = [read_schema(part, parameters, depth + 1) for part in schema.get(key) or ()]
+        listed += [value for _, values in parts for value in values]
+        # A condition beside others may say nothing of the type; an alternative then allows all.
+        kinds = [part for part, values in parts if part or not (values or key == "allOf")]
+        if kinds and all(kinds):
+            allowed = set.intersection(*kinds) if key == "allOf" else set.union(*kinds)
+            types = types & allowed or allowed
     if types and schema.get("nullable"):
         types.add("null")
     return (types if types <= JSON_TYPES else set()), listed

@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
     "flag": ({"type": "boolean"}, [True, False]),
     "either": ({"anyOf": [{"type": "boolean"}, TEXT]}, [True, "x", "yes"]),
     "several": ({"oneOf": [TEXT, {"type": "integer"}]}, [5, "0123", "x"]),
+    "bounded": ({"allOf": [TEXT, {"minLength": 1}], "anyOf": [{"maxLength": 9}, {}]}, ["1", "x"]),
     "level": ({"type": "string", "enum": ["low", "None", "1"]}, ["low", "None", "1"]),
     "grade": ({"enum": [1, 2.5, None, "3", "true"]}, [1, 2.5, None, "3", "true"]),
     "fixed-text": ({"const": "7"}, ["7"]),
