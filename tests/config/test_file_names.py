@@ -60,4 +60,6 @@ def test_absolute_and_quoted_names(desk: Path) -> None:
     quoted = "data.train_files=['a,b.jsonl', c.jsonl, \"no,file\"]"
     assert train_files(desk, overrides=[quoted]) == ("a,b.jsonl", "c.jsonl", "no,file")
     (desk / "a").touch()  # quotes keep what is in them apart
-    assert train_files(desk, overrides=["data.train_files=['a', b.jsonl]"]) == ("a", "b.jsonl")
+    quoted = 'data.train_files=[\'a\', b.jsonl, {"prompt": "p", "x": 1}, [c]]'
+    rows = '{"prompt": "p", "x": 1}', "[c]"  # no file has such a name, which is told
+    assert train_files(desk, overrides=[quoted]) == ("a", "b.jsonl", *rows)

@@ -300,8 +300,11 @@ def list_files(raw: Any) -> list[Any]:
     text = f"[{raw[1:-1]}]"
     node = parse_yaml(text, yaml.BaseLoader)
     nodes = node.value if isinstance(node, yaml.SequenceNode) else []
-    names = [Quoted(item.value) if item.style else item.value for item in nodes]
     spans = [(item.start_mark.index, item.end_mark.index) for item in nodes]
+    names = [
+        Quoted(item.value) if isinstance(item, yaml.ScalarNode) and item.style else text[start:end]
+        for item, (start, end) in zip(nodes, spans, strict=True)
+    ]
     joined = _join_existing(names, lambda first, end: [text[spans[first][0] : spans[end - 1][1]]])
     return [Quoted(name) for name in joined]
 

@@ -30,7 +30,7 @@ from ppo_cli.rewards.judge.placing import place_score
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 
-_ROUNDING = 1e-9
+_DIGITS = 9  # of scores and spreads: what is behind them is rounding
 MIN_PAIRS = 50  # responses that both judges have scored, before the cheaper one is corrected
 RECENT_PAIRS = 500  # the last ones, from which the correction follows
 SLOPE_SD = 0.1  # by how much slopes of judges differ from 1, before there are pairs
@@ -52,7 +52,7 @@ def fit_correction(pairs: Sequence[tuple[float, float]]) -> LinearRegression:
         return UNCORRECTED
     xs, ys = zip(*pairs, strict=True)
     slope, mean = 1.0, fmean(xs)
-    if (spread := math.fsum((x - mean) ** 2 for x in xs)) > _ROUNDING:
+    if spread := round(math.fsum((x - mean) ** 2 for x in xs), _DIGITS):
         fit, offset = linear_regression(xs, ys)
         noise = math.fsum((y - offset - fit * x) ** 2 for x, y in pairs) / (len(pairs) - 2)
         slope += (fit - 1.0) * SLOPE_SD**2 / (SLOPE_SD**2 + noise / spread)
@@ -78,8 +78,8 @@ class Doubt:
         if score is None:
             return True
         if self.spread is not None:
-            return spread is None or spread >= self.spread - _ROUNDING
-        return self.band[0] - _ROUNDING <= score <= self.band[1] + _ROUNDING
+            return spread is None or round(spread, _DIGITS) >= self.spread
+        return self.band[0] <= round(score, _DIGITS) <= self.band[1]
 
 
 class CascadeReward(JudgeReward):

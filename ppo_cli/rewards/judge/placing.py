@@ -201,12 +201,12 @@ def place_evenly(score: Score, rollout: Rollout, api: ApiReward) -> Score:
     At the end alone it would be worth more than a verdict, whose shares are discounted.
     """
     pieces = cut_response(rollout, api)
-    return _share_out(score, pieces, [1.0] * len(pieces)) if pieces else score
+    return _share_out(score, pieces, ()) if pieces else score
 
 
 def _share_out(score: Score, pieces: Sequence[Piece], shares: Sequence[float]) -> Score:
     total = math.fsum(shares)
-    weights = [share / total for share in shares] if total else [1 / len(shares)] * len(shares)
+    weights = [share / total for share in shares] if total else [1 / len(pieces)] * len(pieces)
     placed = tuple(
         PlacedReward(piece.end, score.number * weight, piece.unit)
         for piece, weight in zip(pieces, weights, strict=True)

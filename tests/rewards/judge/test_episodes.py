@@ -120,7 +120,7 @@ def test_long_results_are_cut_first() -> None:
     assert f"\n[cut-{NONCE}]\n" in user and "characters left out in the middle of passages" in user
     passages = visible_response(rollout, complete_judge())
     assert not isinstance(passages, str)
-    for limit in (200, 1000, 5000):
+    for limit in (46, 200, 1000, 5000):  # a quarter of 46 is the length of a passage
         cut = [piece for _, piece in cut_passages(passages, limit)]
         assert sum(len(head) + len(tail) for head, _, tail in cut) <= limit
         assert sum(left_out for _, left_out, _ in cut) == max(0, 4032 - limit)
