@@ -39,6 +39,8 @@ HINTS = (
     "Union of these"
 )
 UNIONS = (typing.Union, getattr(types, "UnionType", typing.Union))
+# Of calls that share forks: how long one waits for its turn, and how long it keeps it.
+TURN_S = 0.5
 
 
 class ToolError(Exception):
@@ -71,14 +73,15 @@ class ToolEnvironment:
     limits_calls = True
 
     def __init__(
-        self, tools: dict[str, Tool], timeout: float, worker: Any, fork: Any, limit: int,
-        own_servers: bool,
+        self, tools: dict[str, Tool], timeout: float, worker: Any, forks: Any, limit: int,
+        own_servers: bool, turns: asyncio.Semaphore | None,
     ) -> None:  # fmt: skip
         self.tools = [tool.schema for tool in tools.values()]
         self._tools = tools
         self._timeout = timeout
         self._worker = worker
-        self._make_fork, self._fork = fork, cast("Any", None)
+        self._forks, self._fork = forks, cast("Any", None)
+        self._turns = turns  # those of episodes that share forks
         self._awaits = any(inspect.iscoroutinefunction(tool.run) for tool in tools.values())
         self._loop: asyncio.AbstractEventLoop | None = None  # of the fork
         self._limit = limit
@@ -112,7 +115,7 @@ class ToolEnvironment:
             reply = {"role": "tool", "content": f"Error: {error}"}
             return {"messages": [reply], "done": False, "error": error}
         calls = message.get("tool_calls") or []
-        run = self._run_in_fork if self._make_fork else self._run_here
+        run = self._run_in_fork if self._forks else self._run_here
         functions = [call for call in calls if self._is_function(call)]
         others = [call for call in calls if not self._is_function(call)]
         done = await asyncio.gather(run(functions), self._run_here(others))
@@ -155,18 +158,32 @@ class ToolEnvironment:
         return await asyncio.gather(*map(self._run, calls))
 
     async def _run_in_fork(self, calls: list[dict[str, Any]]) -> list[Run]:
-        """Run calls of functions in the episode's fork; one that ends there ends them all."""
+        """Run calls of functions in the episode's fork; one that ends there ends them all.
+
+        Tools without state leave a fork whose calls went well to other episodes.
+        """
         if not calls:
             return []
+        # A call alone is limited by the end of its fork.
+        grace = self._worker.FORK_GRACE_S if self._awaits or len(calls) > 1 else 0
+        has_turn = await self._wait_for_turn()
         started, late = time.monotonic(), False
-        if self._fork is None:
-            self._fork = self._make_fork(self._answer_in_fork, awaits=self._awaits)
         try:
-            # A call alone is limited by the end of its fork.
-            grace = self._worker.FORK_GRACE_S if self._awaits or len(calls) > 1 else 0
-            timeout = self._timeout + grace
-            answer = await self._fork.request(json.dumps(calls).encode(), timeout)
-            return [Run(*fields) for fields in json.loads(answer)]
+            if self._fork is None:
+                self._fork = self._forks.fork(self._answer_in_fork, awaits=self._awaits)
+            request = self._fork.request(json.dumps(calls).encode(), self._timeout + grace)
+            asking = asyncio.ensure_future(request)
+            if has_turn:
+                await asyncio.wait([asking], timeout=TURN_S)
+        finally:
+            if self._turns and has_turn:
+                self._turns.release()
+        try:
+            runs = [Run(*fields) for fields in json.loads(await asking)]
+            if self._turns and not any(run.failed for run in runs):
+                self._forks.give_back(self._fork)
+                self._fork = None
+            return runs
         except TimeoutError:
             text, late = f"timeout: took longer than {self._timeout:g} s", True
         except self._worker.forks.ForkEnded as end:
@@ -177,6 +194,15 @@ class ToolEnvironment:
         seconds = time.monotonic() - started
         names = [call["function"]["name"] for call in calls]
         return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
+
+    async def _wait_for_turn(self) -> bool:
+        """Whether few calls run in shared forks; after a wait a call gets one more fork."""
+        if self._turns is None:
+            return False
+        try:
+            return await asyncio.wait_for(self._turns.acquire(), TURN_S)
+        except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
+            return False
 
     async def _answer_in_fork(self, data: bytes) -> bytes:
         """Run calls: side by side on an event loop, one alone without, since that takes long."""
@@ -234,16 +260,16 @@ class Run:
 
 async def load(
     spec: str | None, servers: list[dict[str, Any]], timeout: float, worker: Any,
-    passed: list[str], fork: Any, limit: int, own_servers: bool,
+    passed: list[str], forks: Any, limit: int, own_servers: bool,
 ) -> Callable[[], ToolEnvironment]:  # fmt: skip
     """Return what makes tool environments of FILE.py[:NAME,NAME] and of MCP servers.
 
-    `worker` is the module that runs the process; `fork` makes the process of an episode's
-    functions, if they have one. Results have at most `limit` characters. Each episode may have
+    `worker` is the module that runs the process; `forks` makes the processes of an episode's
+    functions, if they have some. Results have at most `limit` characters. Each episode may have
     servers for itself (`own_servers`). Where names clash, those of servers begin with the name of
     the server. Raises the worker's Problems, with all mistakes.
     """
-    tools = await _load_functions(spec, worker) if spec else []
+    tools, stateless = await _load_functions(spec, worker) if spec else ([], False)
     if servers:
         loader = worker.load_sibling("mcp")
         tools += await loader.load(servers, timeout, Tool, ToolError, worker, passed)
@@ -267,7 +293,8 @@ async def load(
     if not tools:
         labels = ", ".join(server["label"] for server in servers)
         raise worker.Problems(f"No tools are offered by {labels}.")
-    return lambda: ToolEnvironment(by_name, timeout, worker, fork, limit, own_servers)
+    turns = asyncio.Semaphore(worker.forks.TOGETHER) if stateless else None
+    return lambda: ToolEnvironment(by_name, timeout, worker, forks, limit, own_servers, turns)
 
 
 def _add_prefix(tool: Tool) -> Tool:
@@ -276,8 +303,11 @@ def _add_prefix(tool: Tool) -> Tool:
     return replace(tool, schema={**tool.schema, "function": {**function, "name": name}})
 
 
-async def _load_functions(spec: str, worker: Any) -> list[Tool]:
-    """Return the tools of a file; raises the worker's Problems with all mistakes."""
+async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], bool]:
+    """Return the tools of a file, and whether it says that their calls leave nothing behind.
+
+    Raises the worker's Problems with all mistakes.
+    """
     file, _, names = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "")
     label = f"--tools {os.path.basename(file)}"
     module = await worker.run_call(worker.import_file, file, label)
@@ -299,7 +329,7 @@ async def _load_functions(spec: str, worker: Any) -> list[Tool]:
         tools.append(tool)
     if problems:
         raise worker.Problems(*problems)
-    return tools
+    return tools, getattr(module, "STATELESS", False) is True
 
 
 def read_function(function: Callable[..., Any], source: str) -> tuple[Tool, list[str]]:

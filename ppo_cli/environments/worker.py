@@ -415,6 +415,13 @@ class Worker:
         )  # fmt: skip
         return self._spares.pop()
 
+    def give_back(self, fork: Any) -> None:
+        """Keep a fork, whose calls have left nothing in it, for another episode."""
+        if len(self._spares) < forks.TOGETHER:
+            self._spares.append(fork)
+        else:
+            fork.kill("there are enough others")
+
     async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
         """Let the fork of an episode answer a request; its reset makes the fork."""
         answer: dict[str, Any] = {"result": None}
@@ -494,9 +501,9 @@ class Worker:
         kind, before = (path or "").partition(":")[0], forks.open_files()
         if path is None:
             calling = sys.modules[__name__]
-            load, fork = load_sibling("tools").load, self.fork if memory else None
+            load, makes_forks = load_sibling("tools").load, self if memory else None
             self._make = await load(
-                tools, mcp, timeout, calling, pass_env, fork, max_reply_chars, own_servers
+                tools, mcp, timeout, calling, pass_env, makes_forks, max_reply_chars, own_servers
             )
             before = forks.open_files()  # connections to servers are not the user's
         elif kind in ADAPTERS:

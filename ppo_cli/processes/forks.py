@@ -198,6 +198,7 @@ class Fork:
         children = f"/proc/{self.pid}/task/{self.pid}/children"
         with contextlib.suppress(OSError), open(children) as file:
             if file.read():  # some may have left its session
+                os.killpg(self.pid, signal.SIGSTOP)  # the others neither fork nor compute now
                 self._reaper.kill_below(self.pid)
         for end in (os.killpg, os.kill):  # it may not lead its session yet
             with contextlib.suppress(OSError):

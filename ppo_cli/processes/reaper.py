@@ -67,20 +67,22 @@ def _below(pid: int, processes: Processes) -> list[int]:
 
 
 def kill_below(leader: int) -> None:
-    """Kill the descendants of a process and the others in its session, until none is alive.
+    """Kill the descendants of a process and the others in its session, until none is left.
 
     Its id must not be in use again.
     """
-    for _ in range(MAX_ATTEMPTS):  # dying processes still fork
+    killed: set[int] = set()
+    for _ in range(MAX_ATTEMPTS):  # they fork until their signal comes
         processes = read_processes()
         of_session = [pid for pid, (_, _, session) in processes.items() if session == leader]
         kin = {*_below(leader, processes), *of_session} - {leader, os.getpid()}
-        living = [pid for pid in kin if processes[pid][0] not in "ZX"]
+        living = {pid for pid in kin - killed if processes[pid][0] not in "ZX"}
         if not living:
             return
         for pid in living:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        killed |= living
 
 
 def run_until_parent_exits(parent: int, folder: str, command: list[str]) -> int:

@@ -315,6 +315,37 @@ def test_without_async_functions_a_call_alone_ends_with_its_process(
     assert pool.pop_metrics()["environment/timeouts"] == 2
 
 
+PROCESS = """
+import os, time
+
+def act(seconds: float, ends: bool = False):
+    'Return the process, late, or end it.'
+    time.sleep(seconds)
+    return os._exit(3) if ends else os.getpid()
+"""
+
+
+@pytest.mark.parametrize("stateless", [True, False])
+def test_calls_that_leave_nothing_behind_share_forks(
+    start: Start, tmp_path: Path, stateless: bool
+) -> None:
+    (tmp_path / "tools.py").write_text(f"STATELESS = {stateless}\n{PROCESS}")
+    pool = start(tools=f"{tmp_path}/tools.py")
+    slow = [f"slow {number}" for number in range(9)]
+    open_episodes(pool, "a", "b", *slow)
+    first, second = (
+        call(pool, ("act", {"seconds": 0}), episode=episode).messages[0]["content"]
+        for episode in "ab"
+    )
+    assert (first == second) == stateless
+    error = call(pool, ("act", {"seconds": 0, "ends": True})).messages[0]["content"]
+    assert error == "Error: its process ended with exit code 3"
+    # More slow calls than shared forks keep no other waiting.
+    waiting = [pool.step(name, make_message(("act", {"seconds": 4321}))) for name in slow]
+    assert call(pool, ("act", {"seconds": 0}), episode="b").messages[0]["content"].isdigit()
+    assert not any(reply.done() for reply in waiting)
+
+
 def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> None:
     path = tmp_path / "tools.py"
     path.write_text(

@@ -1,5 +1,7 @@
 """The tool of the preset embedded-tools."""
 
+STATELESS = True  # a call leaves nothing behind: the episodes share processes
+
 
 def multiply(a: int, b: int) -> int:
     """Multiply two numbers.
