@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -52,13 +53,17 @@ def installed_editions(package: str) -> dict[str, str]:
     """Return the installed editions of a package and their versions, without importing it."""
     if package == "python":
         return {"Python": platform.python_version()}
-    editions = {}
-    for name in EDITIONS.get(package, (package,)):
-        try:
-            editions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return editions
+    names = EDITIONS.get(package, (package,))
+    return {name: version for name in names if (version := version_of(name)) is not None}
+
+
+@cache
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package, read once; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def installed_version(package: str) -> str | None:

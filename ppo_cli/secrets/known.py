@@ -71,10 +71,14 @@ def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
     `AZURE_OPENAI_KEY` counts if its value looks generated; so does a password in an address.
     """
+    return _find_secrets(tuple((os.environ if environ is None else environ).items()))
+
+
+@lru_cache(maxsize=4)  # every text that is redacted asks
+def _find_secrets(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     # Variables by their names, and addresses with a password by their form.
-    env = os.environ if environ is None else environ
     values = set[str]()
-    for name, value in env.items():
+    for name, value in variables:
         if _SECRET_NAMES.search(name) or (name.upper().endswith("_KEY") and is_mixed(value)):
             values.add(value.strip())
         elif "://" in value and "@" in value:

@@ -115,7 +115,7 @@ def test_gpus_without_their_build_or_driver_are_told(
     assert old[0] == "warn" and old[1].startswith("Tesla T4 has no bfloat16")
     ((state, finding, _),) = check("torch")
     assert state == "fail" and "management library (NVML) does not show" in finding
-    monkeypatch.setattr(metadata, "version", lambda name: f"of {name}")
+    monkeypatch.setattr("ppo_cli.machine.versions.version_of", lambda name: f"of {name}")
     for part in ("vllm", "python"):
         here = Machine(version_faults=(VersionFault(part, "too old", "run `that`"),))
         assert check(part, machine=here) == [("fail", "too old", "run `that`")]

