@@ -281,10 +281,10 @@ def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() 
     torch.testing.assert_close(step.batch.token_rewards_BT, expected)
 
 
-def test_pieces_are_counted_in_rows_with_a_score_unless_they_are_quotations() -> None:
+def test_pieces_are_counted_in_rows_with_a_score_if_the_judge_scores_them() -> None:
     created, placed = rollouts([4, 3, 4]), [[(1, 0.5), (3, 0.5)], [(2, 1.0)], []]
     scores = score_all(created, [1.0, 1.0, None])
-    for place, count in (("sentence", 1.5), ("criterion", None)):
+    for place, count in (("sentence", 1.5), ("criterion", None), (None, None)):
         config = complete({"reward": {"api": {"place": place}}})
         step = shape_step(config, annotate(created), scores, 0.0, None, placed)
         assert step.metrics.get("pieces/count_mean") == count
@@ -398,8 +398,13 @@ def test_what_an_environment_wrote_counts_in_no_length_and_in_no_place() -> None
     episode = replace(scored(1.0, (1, 2, *(7,) * 6, 3, 4)).rollout, turns=turns)
     done = penalise([Scored(episode, Score(1.0))], overlong_buffer=96, answer_budget=4)
     assert values(done.scored) == [1.0]
-    positions = shape([episode], [1.0]).critic["positions"]
-    assert [row[:2] for row in positions[:4]] == [[1, 1], [1, 1], [1, 2], [0, 0]]
+    annotated = annotate([episode])
+    critic = shape([episode], [1.0], annotated=annotated).critic
+    assert [row[:2] for row in critic["positions"][:4]] == [[1, 1], [1, 1], [1, 2], [0, 0]]
+    assert annotated.values_BT is not None
+    values_of_turns = annotated.values_BT[annotated.response_mask_BT].sort().values
+    means = [mean for _, mean, _ in critic["tenths"]]
+    assert means == pytest.approx(values_of_turns.tolist(), rel=1e-3)
 
 
 def test_batch_normalisation_and_then_the_clip() -> None:

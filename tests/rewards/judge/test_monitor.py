@@ -317,6 +317,7 @@ def test_a_second_judge_that_nobody_asked_for_ends_no_run(
     assert [s.value for s in score_all(reward, [sum_rollout(1), sum_rollout(2)])] == [1.0, 1.0]
     told_of = reward.pop_metrics()
     assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
+    assert reward._monitor is not None and not reward._monitor.wants(sum_rollout(3))
     if key != "k2":
         with pytest.raises(RewardError, match="OTHER_KEY"):
             opened(watched(server, tmp_path), OTHER_KEY=key)
