@@ -309,9 +309,10 @@ def _check_reward_same(steps: History, limits: Limits) -> str:
     if not spread or not means or max(*spread, max(means) - min(means)) > TINY:
         return ""
     return (
-        f"Every response of the last {count} steps got the same reward ({means[-1]:g}), so there "
-        f"is nothing to learn from. Look at some with `{ppo(f'show {limits.run_dir} --worst 5')}`, "
-        f"and {limits.reward_advice}, or raise --temperature."
+        f"All scored responses of the last {count} steps got the same reward ({means[-1]:g}), so "
+        "there is nothing to learn from. Look at some with "
+        f"`{ppo(f'show {limits.run_dir} --worst 5')}`, and {limits.reward_advice}, or raise "
+        "--temperature."
     )
 
 

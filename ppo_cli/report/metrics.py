@@ -284,7 +284,12 @@ def summarise(
     rows.append(
         (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
     )
-    explained = [x for line in measured[-few:] if (x := line.get("explained_variance")) is not None]
+    # Where all rewards are equal, there is nothing to explain.
+    explained = [
+        x
+        for line in measured[-few:]
+        if (x := line.get("explained_variance")) is not None and line.get("score/std", 1.0)
+    ]
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
