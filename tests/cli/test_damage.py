@@ -15,8 +15,8 @@ import pytest
 
 from ppo_cli.digests import NAMED_IN, find_damage
 from tests.forked import run_forked
-from tests.marks import quick_only
 
+pytestmark = pytest.mark.slow  # each begins with a run of three steps
 RUN = (
     "train", "--preset", "embedded", "--batch_size", "4", "--mini_batch_size", "4",
     "--rollout_n", "1", "--save_freq", "1", "--test_freq", "-1", "--max_response_length", "4",
@@ -122,8 +122,7 @@ LOADS = {
 }
 
 
-# The other commands find a checkpoint as this one does.
-@pytest.mark.parametrize("line", quick_only(LOADS, f"generate {ACTOR}"))
+@pytest.mark.parametrize("line", LOADS)
 def test_each_command_that_loads_weights(newest: Path, line: str) -> None:
     flip_bit(newest / WEIGHTS)
     err = ppo(*line.split(), *LOADS[line].split(), exit_code=2).stderr

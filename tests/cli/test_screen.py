@@ -265,7 +265,7 @@ def check_figures(rows: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "rows", "later", "curves", "responses"),
-    [(100, 30, 132, 7, 2), (40, 20, 80, 4, 1)],
+    [(100, 30, 132, 7, 2), pytest.param(40, 20, 80, 4, 1, marks=pytest.mark.slow)],
 )
 def test_the_view_is_whole_at_any_size_and_after_a_change_of_the_width(
     terminal: Callable[..., Terminal], columns: int, rows: int, later: int, curves: int,
@@ -309,6 +309,7 @@ def test_the_view_is_whole_at_any_size_and_after_a_change_of_the_width(
     assert not any(row.startswith(("judge", "warning", "sampling")) for row in left), left
 
 
+@pytest.mark.slow
 def test_a_key_that_the_terminal_echoes_leaves_no_second_row(
     terminal: Callable[..., Terminal],
 ) -> None:
@@ -407,6 +408,7 @@ screen.close()
 """
 
 
+@pytest.mark.slow
 def test_pretraining_shows_its_step_the_explained_variance_and_the_time_left(
     terminal: Callable[..., Terminal],
 ) -> None:

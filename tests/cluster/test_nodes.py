@@ -191,6 +191,7 @@ def test_nodes_come_together_and_end_with_one_exit_code(
     assert any("exit code 3" in note for note in guest.notes) == (code == 3)
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_named_and_may_come_back(pair: tuple[Nodes, Guest], head: FakeHead) -> None:
     run_nodes, _guest = pair
     host = socket.gethostname()

@@ -56,6 +56,7 @@ tensors["b"].fill_(7)
 """
 
 
+@pytest.mark.slow
 def test_shared_tensors_are_the_same_memory_in_another_process() -> None:
     tensors = {"a": torch.tensor([[1.5, 2.5]]), "b": torch.ones(3, dtype=torch.bfloat16)}
     shared = SharedTensors.like(tensors)

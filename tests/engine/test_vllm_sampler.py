@@ -189,8 +189,15 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     ("error", "kind", "words"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError, "OutOfMemoryError: CUDA out"),
-        (ModelError("vLLM cannot put new weights"), ModelError, "vLLM cannot put new weights"),
-        (None, WorkerLost, "is gone, or does not answer (Worker failed"),
+        pytest.param(
+            ModelError("vLLM cannot put new weights"),
+            ModelError,
+            "vLLM cannot put new weights",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            None, WorkerLost, "is gone, or does not answer (Worker failed", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_error_of_a_separate_worker_is_the_one_that_is_raised(

@@ -276,6 +276,7 @@ def test_records_unions_and_arrays(start: Start, tmp_path: Path) -> None:
     assert contents[2] == '{"a": 0.5, "b": [0, 1], "c": "x", "d": "<object object>", "e": ["x"]}'
 
 
+@pytest.mark.slow
 def test_a_tool_that_takes_too_long_is_answered(start: Start, file: Path) -> None:
     pool = start(tools=str(file), timeout=2.0)
     open_episodes(pool, "a", "b")

@@ -132,15 +132,12 @@ def called_imports(node: ast.AST) -> Iterator[str]:
 def imports_of(source: str) -> tuple[Import, ...]:
     """Every import in a module; at the top means when it is imported, for more than its types."""
     imports = []
-    tree = ast.parse(source)
-    inner = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        or (isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING")
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    for node, at_top in nodes:  # which grows
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        at_top = at_top and not (is_function or for_types)
+        nodes += [(child, at_top) for child in ast.iter_child_nodes(node)]
         names: list[str] = list(called_imports(node))
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -148,8 +145,7 @@ def imports_of(source: str) -> tuple[Import, ...]:
             names = [node.module or "."]
             if names[0].startswith("ppo_cli"):  # what is taken from it may be a module too
                 names += [f"{names[0]}.{alias.name}" for alias in node.names]
-        line, at_top = getattr(node, "lineno", 0), id(node) not in inner
-        imports += [Import(name, line, at_top) for name in names]
+        imports += [Import(name, getattr(node, "lineno", 0), at_top) for name in names]
     return tuple(imports)
 
 

@@ -28,6 +28,8 @@ from tests.loop.runs import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,14 +38,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_killed_halfway(out, *SMALL)
     assert_same_run(uninterrupted, out)
 
 
-@pytest.mark.slow
 def test_killed_while_saving_it_goes_on_from_the_save_before(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +64,6 @@ def test_killed_while_saving_it_goes_on_from_the_save_before(
     assert_same_run(uninterrupted, out)
 
 
-@pytest.mark.slow
 def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -86,7 +85,6 @@ def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     assert metrics(uninterrupted) == before
 
 
-@pytest.mark.slow
 def test_a_learning_rate_that_jumps_when_a_run_is_made_longer_is_announced(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -148,7 +146,6 @@ def test_saved_actor_loads_and_generates(uninterrupted: Path) -> None:
     assert tokenizer.decode(reply, skip_special_tokens=True).strip().isdigit()
 
 
-@pytest.mark.slow
 def test_the_embedded_run_learns(tmp_path: Path) -> None:
     """The default command, cut to 24 of its 40 steps, must already be plainly better.
 
@@ -162,7 +159,6 @@ def test_the_embedded_run_learns(tmp_path: Path) -> None:
     assert "explained variance 0." in done.stdout and "warning" not in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "loss"),
     [
@@ -191,7 +187,6 @@ def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Pa
     assert last["rollout/is_weight_mean"] == 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     ["dppo_tv", *(pytest.param(loss, marks=pytest.mark.weekly) for loss in ("dppo_kl", "sapo"))],
@@ -205,7 +200,6 @@ def test_the_variants_of_ppo_run(loss: str, tmp_path: Path) -> None:
     assert abs(metrics(out)[1]["returns/mean"]) < 0.1  # rewards have mean 0 in each group
 
 
-@pytest.mark.slow
 def test_a_teacher_is_learned_from_without_the_score(tmp_path: Path) -> None:
     """The trained model teaches the untrained one, which comes near it."""
     embedded = ("--preset", "embedded", "--max_steps", "12")
@@ -221,7 +215,6 @@ def test_a_teacher_is_learned_from_without_the_score(tmp_path: Path) -> None:
     assert lines[-1]["val/accuracy"] >= lines[0]["val/accuracy"] + 0.1
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_is_told_while_training_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "full" / "run"
     process = start_slow(out, *SMALL, "--max_steps", "6", hold=0.5, FULL="1")
@@ -233,7 +226,6 @@ def test_a_disk_that_is_full_is_told_while_training_goes_on(tmp_path: Path) -> N
     assert sorted(p.name for p in (out / "checkpoints").glob("step_*")) == ["step_000002"]
 
 
-@pytest.mark.slow
 def test_stopped_while_writing_all_is_saved_when_it_says_so(tmp_path: Path) -> None:
     out = tmp_path / "stopped" / "run"
     process = start_slow(out, *SMALL, hold=1.0)
@@ -248,7 +240,6 @@ def test_stopped_while_writing_all_is_saved_when_it_says_so(tmp_path: Path) -> N
     assert (out / "checkpoints" / "step_000004" / "state" / "run.json").exists()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_in_its_first_save_leaves_no_partial_checkpoint(
     tmp_path: Path,
 ) -> None:

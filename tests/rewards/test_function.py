@@ -76,6 +76,7 @@ def test_an_episode_is_the_last_turn_and_a_conversation(build: Build, reward_fil
     assert [step.end for step in score.steps] == [10, 11, 12]
 
 
+@pytest.mark.slow
 def test_bad_answers_fail_alone(scores: Scores) -> None:
     failures = {
         "hang": "timeout: took longer than 3 s",
@@ -118,6 +119,7 @@ def test_coroutines_have_deadlines(scores: Scores) -> None:
     assert good.value == 1.0
 
 
+@pytest.mark.slow
 def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
     build: Build, reward_file: Write, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ SETUP = Setup("cpu", 0, Path())
 QUICK = next(check for check in CHECKS if check.name == "optimizer")
 
 
+@pytest.mark.slow
 def test_a_check_runs_in_a_process_of_its_own() -> None:
     outcome = run_check(QUICK, SETUP)
     assert outcome.state == "ok" and outcome.seconds > 0

@@ -47,6 +47,7 @@ def test_rows_that_fail_are_told_and_can_be_asked_directly(bench: Bench, kind: s
     assert all(row["score"] is not None for row in bench.scored())
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_with_its_job(bench: Bench) -> None:
     args, server = ["score", bench.sums(12), *by_batch(bench)], bench.server
     server.batches.looks = 10**6
@@ -67,6 +68,7 @@ def kill_while_handing_in(bench: Bench, *args: str) -> None:
     batches.reply_s, batches.looks = 0.0, 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_QUICK)
 @pytest.mark.parametrize("stored", [True, False], ids=["taken", "not taken"])
 def test_a_job_is_found_after_a_kill_before_its_id(bench: Bench, kind: str, stored: bool) -> None:
@@ -78,6 +80,7 @@ def test_a_job_is_found_after_a_kill_before_its_id(bench: Bench, kind: str, stor
     assert len(bench.server.batches.rows) == (6 if stored else 12)
 
 
+@pytest.mark.slow
 def test_a_job_that_may_be_at_the_provider_is_not_asked_again(bench: Bench) -> None:
     args = ["score", bench.sums(6), *by_batch(bench)]
     kill_while_handing_in(bench, *args)

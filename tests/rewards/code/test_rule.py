@@ -112,6 +112,7 @@ def test_closing_stops_what_runs(make_reward: MakeReward) -> None:
         reward.submit(make_rollout(slow, TESTS))
 
 
+@pytest.mark.slow
 def test_limits_are_those_that_were_set(make_reward: MakeReward) -> None:
     right = "    return n + 1"
     asleep = f"import time\ndef f(n):\n    time.sleep(5)\n{right}"

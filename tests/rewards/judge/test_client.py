@@ -67,6 +67,7 @@ def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None
     assert counters.calls == server.count == 100 + sum(counters.errors.values())
 
 
+@pytest.mark.slow
 def test_an_outage_costs_time_but_no_verdict(server: JudgeServer) -> None:
     server.state.latency = 0.3  # or all is over before the judge goes away
 

@@ -101,6 +101,7 @@ def test_the_answers_are_cached_and_a_prompt_without_cases_is_not_checked(
     assert server.count == 4
 
 
+@pytest.mark.slow
 def test_a_judge_that_goes_away_during_the_checks_is_named_at_once(
     judge_of: Make, server: JudgeServer
 ) -> None:

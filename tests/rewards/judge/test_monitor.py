@@ -279,6 +279,7 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
     assert monitor._patience == 14.0
 
 
+@pytest.mark.slow
 def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     opened: Make, server: JudgeServer, tmp_path: Path
 ) -> None:

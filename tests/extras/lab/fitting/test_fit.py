@@ -85,6 +85,7 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(write_sums: Write
     assert resumed["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_not_the_last(write_sums: WriteSums) -> None:
     """A rate that is far too high spoils later what was learnt first."""
     screen, recipe = Remarks(), {"lr": 0.05, "epochs": 6, "seed": 3}
