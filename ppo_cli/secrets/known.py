@@ -34,8 +34,8 @@ URL_QUERY = re.compile(
 
 # A secret of a configured command, whatever it looks like: `--api-key KEY`, `env X_TOKEN=KEY`.
 _OPTION = re.compile(
-    r"""(?i)(?:^|[\s"'])(?:--?[\w-]*(?:api[_-]?key|token|secret|password)[=\s]+"""
-    r"""|[\w-]*(?:api_?key|access_key|token|secret|password)=)["']?(?![-$])([^\s"']+)"""
+    r"""(?i)(?:^|[\s"'])(?:--?[\w-]*(?:api[_-]?key|token|secret|password|\bpat)[=\s]+"""
+    r"""|[\w-]*(?:api_?key|access_key|token|secret|password|\bpat|_pat)=)["']?(?![-$])([^\s"']+)"""
 )
 
 
