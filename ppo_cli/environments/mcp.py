@@ -76,10 +76,11 @@ async def load(
 
 @dataclass(eq=False)
 class Connection:
-    """A client of a started server, and what closes it."""
+    """A client of a started server, what closes it, and when it last answered."""
 
     client: Any
     close: Callable[[], None]
+    answered: float = 0.0
 
 
 @dataclass(eq=False)
@@ -104,7 +105,6 @@ class Server:
         self._worker, self._passed, self._tool_error = worker, passed, tool_error
         self._current: Any = None  # a Connection, after the start
         self._open: set[Open] = set()
-        self._newest_answered = 0.0
         self._lock = asyncio.Lock()
         self._slots, self._spares = asyncio.Semaphore(SPARES), list[Connection]()
 
@@ -135,11 +135,12 @@ class Server:
         self._open.add(call)
         try:
             result = await self._ask(call.connection.client, name, arguments)
-            self._newest_answered = max(self._newest_answered, call.started)
-        except (self._worker.TimedOut, ServerEnded):
+            call.connection.answered = time.monotonic()
+        except (self._worker.TimedOut, ServerEnded) as error:
             await self._replace(call.connection)
-            # Another call may be the reason, unless the server has answered a later one.
-            if not call.shared or self._newest_answered > call.started:
+            # Another call may be the reason, unless the server answered others while this one hung.
+            answers = call.connection.answered > call.started + self._timeout / 2
+            if not call.shared or (answers and not isinstance(error, ServerEnded)):
                 raise
             result = await self._ask_alone(name, arguments)
         finally:

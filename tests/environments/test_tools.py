@@ -374,7 +374,7 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
 
 
 SERVER = """
-import os
+import asyncio, os
 from mcp import MCPError
 from mcp.server import MCPServer
 
@@ -407,6 +407,12 @@ def stop() -> str:
     return "gone on"
 
 @server.tool()
+async def nap(seconds: float) -> str:
+    \"\"\"Rest.\"\"\"
+    await asyncio.sleep(seconds)
+    return "rested"
+
+@server.tool()
 def key() -> str:
     \"\"\"Read a variable.\"\"\"
     return os.environ["ENVIRONMENT_TEST_KEY"]
@@ -429,7 +435,7 @@ def test_an_mcp_server_has_tools(
         pass_env=("ENVIRONMENT_TEST_KEY",),
     )
     names = [schema["function"]["name"] for schema in pool.tools]
-    assert names == ["wait", "add", "fail", "end", "forget", "stop", "key"]
+    assert names == ["wait", "add", "fail", "end", "forget", "stop", "nap", "key"]
     assert pool.tools[1]["function"]["description"] == "Add two numbers."
     assert pool.tools[1]["function"]["parameters"]["required"] == ["a", "b"]
     open_episodes(pool, "a", "b")
@@ -457,7 +463,11 @@ def test_an_mcp_server_has_tools(
         events = pool.pop_metrics()
         assert events["environment/crashes" if tool == "end" else "environment/timeouts"] == 2
         assert events["environment/restarts"] == 1
+    # Who began before an answered call is not guilty of the end of the server.
+    resting = pool.step("0", make_message(("nap", {"seconds": 2})))
     assert call(pool, ("add", {"a": 1, "b": 1})).messages[0]["content"] == "2"
+    assert "ended" in call(pool, ("end", {}), episode="1").messages[0]["content"]
+    assert resting.result(60).messages[0]["content"] == "rested"
 
 
 @pytest.mark.slow
