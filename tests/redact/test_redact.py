@@ -154,7 +154,8 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
     hide_settings({
         "function_kwargs": {"api_key": "key-of-a-function", "eos_token": "<|the end|>"},
         "path": "https://me:word-of-an-address@h/v1?key=lowercase-in-a-query&n=many-responses",
-        "mcp": ("x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x --pat one-of-github"),
+        "mcp": ("x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x"),
+        "mcp_of_github": "x --pat one-of-github",
     })  # fmt: skip
     assert redact("word-of-a-flag word-of-a-variable one-of-github", {}) == "*** *** ***"
     text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
