@@ -211,6 +211,21 @@ def choose_shared_prompts(settings: Settings) -> Choice:
     return Choice(False, "no self-test has proven it on these GPUs")
 
 
+def choose_compiled(settings: Settings) -> Choice:
+    """Choose whether layers are compiled: those of dense models, on one GPU each."""
+    if not settings["trainer.n_gpus_per_node"]:
+        return Choice(False, "on the CPU compiling takes longer than it saves")
+    if "compiled_layers" not in settings.machine.proven:
+        return Choice(False, "no self-test has proven it on these GPUs")
+    if settings["model.quantization"]:
+        return Choice(False, "4-bit weights were not tried")
+    if settings["trainer.tensor_parallel_size"] > 1:
+        return Choice(False, "tensor parallelism was not tried")
+    if _has_experts(settings):
+        return Choice(False, "models with experts were not tried")
+    return Choice(True, "the self-test has proven it")
+
+
 def choose_bypass(settings: Settings) -> Choice:
     """Choose whether the sampler's log-probs are the old ones.
 
@@ -229,10 +244,14 @@ def choose_bypass(settings: Settings) -> Choice:
         return Choice(False, f"in {dtype} sampler and trainer round differently")
     if settings["model.quantization"]:
         return Choice(False, "with 4-bit weights sampler and trainer round differently")
-    text = text_config(read_config(settings["model.path"]))
-    if any(text.get(name) for name in EXPERT_KEYS):
+    if _has_experts(settings):
         return Choice(False, "rounding may send a token to another expert")
     return Choice(True, "the sampler uses the actor's weights")
+
+
+def _has_experts(settings: Settings) -> bool:
+    text = text_config(read_config(settings["model.path"]))
+    return any(text.get(name) for name in EXPERT_KEYS)
 
 
 def why_recompute(settings: Settings) -> str:

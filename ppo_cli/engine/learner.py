@@ -100,7 +100,10 @@ class Learner:
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
         self._preparation = Preparation(
-            self._compute.device, self._compute.dtype, ranks.alone, ranks.tensor_size > 1
+            self._compute.device,
+            self._compute.dtype,
+            ranks.alone,
+            ranks.tensor_size > 1 or config.model.compile_layers,
         )
         # IPC shares expandable segments slowly.
         by_ipc = config.rollout.weight_transfer == "ipc"
@@ -469,6 +472,7 @@ class Learner:
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
+            compiles=settings.compile_layers,
             offload_between_uses=not trained and self._config.loads_reference_once,
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,

@@ -28,7 +28,7 @@ from ppo_cli.paths import user_path
 # Parts of the program that are slower or refused on a GPU until a self-test has proven them.
 Feature = Literal[
     "packed_attention", "transfer_ipc", "transfer_nccl", "sleep", "shared_prompts",
-    "keep_gathered", "expandable_segments", "float16",
+    "keep_gathered", "expandable_segments", "float16", "compiled_layers",
 ]  # fmt: skip
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 State = Literal["ok", "differs", "failed", "skipped"]

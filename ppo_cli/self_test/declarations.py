@@ -56,6 +56,11 @@ CHECKS = (
         proves=("packed_attention", "shared_prompts", "float16"),
     ),
     Check(
+        "compiled layers", "training:check_compiled",
+        "PPO steps of compiled layers, also with LoRA and checkpointing, with the same formulas",
+        60, devices=GPUS, proves=("compiled_layers",), limit_s=600.0,
+    ),
+    Check(
         "optimizer", "kernels:check_optimizer",
         "fused AdamW, clipping and schedule with the formulas in float64", 1,
     ),

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from ppo_cli.cli import doctor
 from ppo_cli.cli.app import main
 from ppo_cli.machine.device_record import FEATURES
 from ppo_cli.self_test import runner
-from ppo_cli.self_test.checks import collectives
+from ppo_cli.self_test.checks import collectives, training
 from ppo_cli.self_test.declarations import CHECKS, ROOM, Check, list_proven
 from ppo_cli.self_test.results import LayerShape, Outcome, Results, Setup
 from ppo_cli.self_test.runner import Progress, run_check, run_checks
@@ -143,6 +144,14 @@ def test_gathered_weights_are_proven_where_no_rank_differs(
     results = Results()
     collectives.check_collectives(Setup("cuda", 2, tmp_path), results)
     assert results.outcome("collectives", "cuda").proven == proven
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_compiled_layers_have_the_numbers_of_the_formulas(tmp_path: Path) -> None:
+    results = Results()
+    training.check_compiled(Setup("cpu", 0, tmp_path), results)
+    assert results.outcome("compiled layers", "cuda").proven == ("compiled_layers",)
 
 
 def test_what_is_not_a_number_differs_and_what_is_not_compared_is_skipped() -> None:

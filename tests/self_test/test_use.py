@@ -32,13 +32,19 @@ def settle_on(gpus: int, *overrides: str, proven: tuple[Feature, ...] = ()) -> R
     return settle(*overrides, machine=with_gpus(gpus, proven=proven))
 
 
-def test_prompts_are_shared_on_gpus_only_where_proven() -> None:
-    def shares(*overrides: str, gpus: int = 1, proven: tuple[Feature, ...] = ()) -> bool:
-        return bool(settle_on(gpus, *overrides, proven=proven).config.model.share_prompts)
+@pytest.mark.parametrize(
+    ("name", "feature", "on_cpu"),
+    [("share_prompts", "shared_prompts", True), ("compile_layers", "compiled_layers", False)],
+)
+def test_a_faster_way_is_taken_on_gpus_only_where_proven(
+    name: str, feature: Feature, on_cpu: bool
+) -> None:
+    def holds(*overrides: str, gpus: int = 1, proven: tuple[Feature, ...] = ()) -> bool:
+        return bool(getattr(settle_on(gpus, *overrides, proven=proven).config.model, name))
 
-    assert shares(gpus=0) and not shares()
-    assert shares(proven=("shared_prompts",))
-    assert not shares("model.share_prompts=false", proven=("shared_prompts",))
+    assert holds(gpus=0) is on_cpu and not holds()
+    assert holds(proven=(feature,))
+    assert not holds(f"model.{name}=false", proven=(feature,))
 
 
 def test_one_line_names_the_command() -> None:

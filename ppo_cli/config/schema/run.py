@@ -13,6 +13,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from ppo_cli.addresses import check_data_files, check_store, refuse_address
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import (
+    choose_compiled,
     choose_dtype,
     choose_engine,
     choose_gpus,
@@ -150,6 +151,11 @@ class Model(Section):
         Chosen(choose_shared_prompts, "on the CPU, and on GPUs if the self-test has proven it"),
         "Compute a prompt once for all its responses in a packed micro-batch, except in "
         "attention.", identity="start", unused="nothing_to_share",
+    )  # fmt: skip
+    compile_layers: bool = setting(
+        Chosen(choose_compiled, "on GPUs if the self-test has proven it"),
+        "Fuse the kernels of each layer with torch.compile; a first step takes longer.",
+        identity="start",
     )  # fmt: skip
 
     @property

@@ -28,7 +28,7 @@ class Preparation:
     device: torch.device
     dtype: torch.dtype
     alone: bool
-    splits_layers: bool  # tensor parallelism, for which forward passes must stay as they are
+    keeps_layers: bool  # tensor parallelism or compilation, which need forward passes as they are
 
     @property
     def _rounds_on_cpu(self) -> bool:
@@ -46,7 +46,7 @@ class Preparation:
         `bfloat16.py`).
         """
         on_cpu = self.device.type == "cpu"
-        if on_cpu and not self.splits_layers:
+        if on_cpu and not self.keeps_layers:
             use_lean_layers(model)
         # Trained weights are float32 copies, frozen ones need no gradients.
         if trained:
@@ -64,7 +64,7 @@ class Preparation:
 
     def prepare_norms(self, model: nn.Module, probe_states: Callable[[], Tensor]) -> None:
         """Let norms round once, after the model is loaded; `probe_states` computes its output."""
-        if self._rounds_on_cpu:
+        if self._rounds_on_cpu and not self.keeps_layers:
             round_norms(model, probe_states)
 
     def prepare_reference(self, model: nn.Module) -> None:

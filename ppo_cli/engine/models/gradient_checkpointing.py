@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,12 @@ def checkpoint_blocks(model: Any) -> None:
     transformers' own switch works only in training mode, where dropout, skipped layers and
     routers are random. Raises ModelError for a model without blocks.
     """
+    for block in find_blocks(model, "model.enable_gradient_checkpointing"):
+        block.forward = partial(_recompute, block.forward)
+
+
+def find_blocks(model: Any, setting: str) -> list[nn.Module]:
+    """Return the outermost repeated blocks of a model; ModelError names the `setting` without."""
     names = set(model._no_split_modules or ())  # of models that come with their own code
     blocks = [
         name
@@ -27,19 +34,18 @@ def checkpoint_blocks(model: Any) -> None:
     ]
     if not blocks:
         raise ModelError(
-            f"Gradient checkpointing does not know the blocks of this {model.config.model_type} "
-            "model: add model.enable_gradient_checkpointing=false to the command."
+            f"{setting} does not know the blocks of this {model.config.model_type} model: add "
+            f"{setting}=false to the command."
         )
-    for name in blocks:
-        # An outer block computes the inner ones again.
-        if not any(name.startswith(f"{other}.") for other in blocks):
-            block = model.get_submodule(name)
-            block.forward = partial(_recompute, block)
+    # An outer block computes the inner ones again.
+    inner = {name for name in blocks if any(name.startswith(f"{other}.") for other in blocks)}
+    return [model.get_submodule(name) for name in blocks if name not in inner]
 
 
-def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = partial(type(block).forward, block, *args, **kwargs)
+def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward()
+        return forward(*args, **kwargs)
     # In evaluation mode nothing is drawn at random: there is no generator to put back.
-    return checkpoint(forward, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        partial(forward, *args, **kwargs), use_reentrant=False, preserve_rng_state=False
+    )

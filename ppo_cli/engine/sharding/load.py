@@ -139,6 +139,7 @@ def load_sharded(
     compute: Compute,
     *,
     gradient_checkpointing: bool = False,
+    compiles: bool = False,
     offload_between_uses: bool = False,
     prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
     **options: Any,
@@ -155,6 +156,11 @@ def load_sharded(
     # In training mode dropout is random, so log-probs of two passes could not be compared. The
     # modules of an adapter start in that mode.
     loaded.model.eval()
+    if compiles:
+        # Imported on use: torch's compiler takes a second.
+        from ppo_cli.engine.models.compiled import compile_blocks
+
+        run_on_all_ranks(ranks, lambda: compile_blocks(loaded.model))
     if gradient_checkpointing:
         run_on_all_ranks(ranks, lambda: checkpoint_blocks(loaded.model))
     if not ranks.alone:

@@ -66,6 +66,14 @@ def check_training(setup: Setup, results: Results) -> None:
             check_run(name, make_config(setup.device, **parts), results)
 
 
+def check_compiled(setup: Setup, results: Results) -> None:
+    """The same for compiled layers, which must not differ from plain ones."""
+    for name, parts in {"compiled": {}, "compiled LoRA": LORA}.items():
+        model = parts.get("model", {}) | {"compile_layers": True}
+        with results.part(name, "compiled_layers"):
+            check_run(name, make_config(setup.device, **parts | {"model": model}), results)
+
+
 def check_run(name: str, config: Config, results: Results) -> None:
     """Compare a few steps of a run with the formulas."""
     limit = LIMITS[str(config.model.dtype)]

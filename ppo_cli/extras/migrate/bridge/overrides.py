@@ -374,7 +374,7 @@ FILES: Final = frozenset(
 OUR_ENGINE_ONLY: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
-        "model": "float32_matmul share_prompts spread_weights",
+        "model": "compile_layers float32_matmul share_prompts spread_weights",
         "rollout": "num_samplers sleep weight_transfer",
         "data": "system_prompt",  # is in the rows of the folder
         "environment": "kwargs python num_workers timeout max_reply_chars max_turns "
