@@ -68,9 +68,9 @@ def check_training(setup: Setup, results: Results) -> None:
 
 def check_compiled(setup: Setup, results: Results) -> None:
     """The same for compiled layers, which must not differ from plain ones."""
-    for name, parts in {"compiled": {}, "compiled LoRA": LORA}.items():
-        model = parts.get("model", {}) | {"compile_layers": True}
-        with results.part(name, "compiled_layers"):
+    with results.part("compiled", "compiled_layers"):
+        for name, parts in {"compiled": {}, "compiled LoRA": LORA}.items():
+            model = parts.get("model", {}) | {"compile_layers": True}
             check_run(name, make_config(setup.device, **parts | {"model": model}), results)
 
 
