@@ -237,6 +237,12 @@ def read_requests(reward: Reward) -> str:
     return "\n".join(texts)
 
 
+def asks_for_wishes(reward: Reward) -> bool:
+    """Whether a judge is asked at the start what the user's own prompts and rubrics ask for."""
+    checked = any(judge.settings.canary_every for judge in judges_of(reward))
+    return checked and bool(read_requests(reward).strip())
+
+
 def _list_wishes(source: str, name: str) -> Iterator[str]:
     """Yield the texts in the source of a reward function, and in words what it measures."""
     try:

@@ -24,7 +24,7 @@ from ppo_cli.errors import Interrupted, UserError
 from ppo_cli.records import Rollout, Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
 from ppo_cli.report.exploits import explain_rise
-from ppo_cli.report.features import read_requests
+from ppo_cli.report.features import Wish, read_requests
 from ppo_cli.report.health import HealthWatch, make_limits
 from ppo_cli.run_folder.lines import (
     CRITIC_FILE,
@@ -140,6 +140,7 @@ class Tracker:
         loggers: Sequence[str],
         total_steps: int,
         config: Config,
+        wishes: Iterable[Wish] = (),
     ) -> None:
         self.screen = screen
         self._run_dir = run_dir
@@ -154,7 +155,8 @@ class Tracker:
         self._config = config
         self._limits = make_limits(config)
         self._watch = HealthWatch(self._limits)
-        self._requests = read_requests(config.reward)  # what form responses shall have
+        # What form responses shall have, by words and as a judge has named it.
+        self._requests, self._wishes = read_requests(config.reward), tuple(wishes)
         # What is on the disk, and what waits for the next line.
         self._history = read_metrics(run_dir)
         self._pretraining_steps = 0
@@ -258,7 +260,7 @@ class Tracker:
             merged["judge/drift"] = drift.amount
         if self._limits.can_be_gamed:
             steps = [line["step"] for line in (*earlier, line) if line["step"] > 0]
-            merged |= explain_rise(self._run_dir, steps, self._requests)
+            merged |= explain_rise(self._run_dir, steps, self._requests, self._wishes)
         self._write_line(step, merged)
         # Health checks; checkpoints are called step_NNNNNN.
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]

@@ -337,6 +337,11 @@ class CompositeReward(Reward):
         for reward in self._rewards.values():
             reward.check_format(tell)
 
+    def read_wishes(self, text: str, features: Sequence[str], tell: Tell) -> Mapping[str, int]:
+        """Ask the first judge that names any."""
+        wishes = (r.read_wishes(text, features, tell) for r in self._rewards.values())
+        return next(filter(None, wishes), {})
+
     def begin_step(self, step: int) -> None:
         """Pass it on."""
         for reward in self._rewards.values():

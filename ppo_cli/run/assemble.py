@@ -13,7 +13,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,6 +58,7 @@ from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
 from ppo_cli.records import Prompt, mark_validation
 from ppo_cli.report.alerts import send_alerts
+from ppo_cli.report.features import FEATURES, Wish, asks_for_wishes, read_requests
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
@@ -529,7 +530,7 @@ def _open_job(
     closing.callback(reward.close)
     if not start.is_new_run:
         reward.attach(folder.path)  # the budget includes the spending of earlier starts
-    _start_reward(reward, all_prompts, start, screen)
+    wishes = _start_reward(reward, all_prompts, start, screen)
     # A cluster's start handles a first signal itself; while one process loads, Ctrl-C ends it.
     if engines.hosts_rewards():
         closing.enter_context(stop)
@@ -549,7 +550,7 @@ def _open_job(
     # Not before: the spending of the earlier run has just been set aside with it.
     if start.is_new_run:
         reward.attach(folder.path)
-    tracker = Tracker(folder.path, screen, config.trainer.logger, start.total_steps, config)
+    tracker = Tracker(folder.path, screen, config.trainer.logger, start.total_steps, config, wishes)
     closing.callback(tracker.close)
     # One process has loaded: from here on the first Ctrl-C saves.
     if not engines.hosts_rewards():
@@ -632,12 +633,19 @@ def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
 
 def _start_reward(
     reward: Reward, prompts: Sequence[Prompt], start: Start, screen: Screen
-) -> None:  # fmt: skip
-    """Start the reward; an interruption gets the command to continue with."""
+) -> Iterable[Wish]:  # fmt: skip
+    """Start the reward; an interruption gets the command to continue with.
+
+    Returns the features that the reward asks for, as a judge reads its prompts and rubrics.
+    """
     config = start.config
     reward.set_labelled(read_labelled_rollouts(config.reward))
     try:
         reward.start(prompts, patient=start.resume_from is not None, tell=screen.note)
+        if not asks_for_wishes(config.reward):
+            return ()
+        text = read_requests(config.reward)
+        return reward.read_wishes(text, FEATURES, screen.note).items()
     except (Interrupted, WorkerLost) as stop:
         command = _resume_command(start.plan.resolved, begun=False)
         if isinstance(stop, Interrupted):

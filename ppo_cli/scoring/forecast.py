@@ -25,6 +25,7 @@ from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean, plural
 from ppo_cli.planning.batches import batch_arithmetic, split_files, train_rows, val_rows
 from ppo_cli.records import Prompt
+from ppo_cli.report.features import asks_for_wishes
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
@@ -114,6 +115,7 @@ class Forecast:
     sampled: int
     held_out: int = 0  # verdicts on labelled responses
     repeated: int = 0  # verdicts that measure the noise
+    wishes: int = 0  # verdicts on what the prompts ask for
     criteria_bill: UsageRange | None = None  # of the criteria that only validations ask about
     others: tuple[Forecast, ...] = ()  # of a cascade's cheaper judge, or of a panel's others
 
@@ -233,6 +235,11 @@ class Forecast:
             lines.append(
                 f"{self.repeated:,} of the verdicts are repeated ones, which show the judge's "
                 "noise (--rm_noise_responses 0: none)"
+            )
+        if self.wishes and self.run is not None:
+            lines.append(
+                "1 of the verdicts says which style the prompt or rubric asks for, so that it is "
+                "no evidence of an exploit (--rm_canary_every 0: none)"
             )
         lines += self._held_out_lines()
         if api.asks_on:
@@ -372,13 +379,14 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
     checks = len(format_checks(api, template)) if api.canary_every else 0
+    wishes = int(asks_for_wishes(config.reward))
     # A few responses of the first step are judged again, unless votes show the noise.
     a_step = (sums["reward_calls_per_step"] or 0) * requests
     repeated = 0
     if api.repeats:
         repeated = NOISE_REPEATS * round(min(api.noise_responses, a_step))
     if run is not None:
-        run += a_call.times(labelled + checks + repeated)
+        run += a_call.times(labelled + checks + wishes + repeated)
     return Forecast(
         config=config,
         price=find_price(api),
@@ -389,6 +397,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         sampled=len(chosen) + len(chosen_val),
         held_out=labelled,
         repeated=repeated,
+        wishes=wishes,
         criteria_bill=criteria_bill,
         others=tuple(_forecast_other(config, other, train, val) for other in other_judges(api)),
     )

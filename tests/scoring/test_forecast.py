@@ -65,7 +65,10 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     forecast = foretell(*settings)
     assert forecast.steps == 3
     assert forecast.a_step.calls == 4 * 2 * 3
-    assert whole_run(forecast).calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
+    calls = (3 * 8 + 4 * 5) * 3  # before, at each of three steps
+    assert whole_run(forecast).calls == calls + 1  # what the prompt wants of responses
+    assert any("which style the prompt or rubric asks for" in line for line in forecast.lines())
+    assert whole_run(foretell(*settings, "reward.api.canary_every=0")).calls == calls
     assert (forecast.rows, forecast.sampled) == (17, 17)
 
 
@@ -229,7 +232,7 @@ def test_critic_pretraining_is_paid_for_before_the_first_step() -> None:
         "reward.api.price_input=1", "reward.api.price_output=1", "reward.api.noise_responses=0",
     )  # fmt: skip
     bill = whole_run(foretell(*run))
-    assert bill.calls == (30 + 10) * 8
+    assert bill.calls == (30 + 10) * 8 + 1
     high = bill.high.sum() / 1e6
     early = foretell(*run, f"reward.api.budget_usd={bill.low.sum() / 2e6}")
     assert early.stops_at() == (0, 0)
@@ -290,7 +293,7 @@ def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
     truth = foretell(*compare, "reward.api.compare=ground_truth", "reward.api.votes=2")
     assert truth.a_step.calls == 4 * 4 * 2 * 2
     with_val = foretell(*compare, "data.val_files=v.jsonl", "trainer.test_freq=1")
-    known_answers, repeated = 2, 2 * 8
-    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known_answers + repeated
+    known_answers, wish, repeated = 2, 1, 2 * 8
+    assert whole_run(with_val).calls == 3 * 48 + 4 * 5 * 2 + known_answers + wish + repeated
     with pytest.raises(RewardError, match="extra_info\\.best is missing"):
         foretell(*compare, "reward.api.compare=extra_info.best")

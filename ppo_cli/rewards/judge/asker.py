@@ -6,7 +6,7 @@ The judge of a reward and the cheaper judge of a cascade are both askers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.client import judge_label
 from ppo_cli.rewards.judge.connection import JudgeConnection
-from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
+from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks, wish_question
 from ppo_cli.rewards.judge.placing import request_places, show_example, show_response
 from ppo_cli.rewards.judge.prompt import (
     build_material,
@@ -123,6 +123,24 @@ class JudgeAsker:
             f"what they are read as. It said: {shorten(redact(judge_text), 200)}. Compare it with "
             f"labels (`{ppo('reward calibrate')}`), or try another --rm_model."
         )
+
+    def read_wishes(self, text: str, features: Sequence[str], tell: Tell) -> Mapping[str, int]:
+        """Ask of which features a text wants more (1) or less (-1); nothing if that is unclear."""
+        question, unread = wish_question(self._api, text, features), "they are read by words alone"
+        try:
+            verdict = self._loop.call(self.connection.direct.ask(question))
+        except JudgeError as error:
+            tell(f"The judge does not say which features the reward asks for ({error}): {unread}.")
+            return {}
+        signs = [round(2 * grade) - 1 for grade in verdict.info["grades"]]
+        wishes = {feature: s for feature, s in zip(features, signs, strict=True) if s}
+        if 2 * len(wishes) > len(features):
+            tell(f"The judge says that the reward asks for most features of a text: {unread}.")
+            return {}
+        if wishes:
+            named = (f"{'more' if sign > 0 else 'less'} {f}" for f, sign in wishes.items())
+            tell(f"The reward asks for this, as the judge reads it: {', '.join(named)}.")
+        return wishes
 
     async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:
         calls = (self.connection.direct.ask(check.question) for check in checks)

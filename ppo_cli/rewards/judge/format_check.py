@@ -23,6 +23,7 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Criterion, Rubric
 from ppo_cli.rewards.judge.visible import Passage
 
+_BY_CRITERIA = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
 _SUM = "What is 2 + 2? Answer with the number."
 _COLOURS = Material(
     "Name colours that you like.", "I like blue, red and green. Only an idiot would ask that."
@@ -78,9 +79,8 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
             checks.append(FormatCheck(question, (), *bounds))
         return checks
     if api.rubric is not None:
-        rubric_template = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
         criteria = replace(_CRITERIA, quoted=api.place == "criterion")
-        question = rubric_template.question(_COLOURS, api, rubric=criteria)
+        question = _BY_CRITERIA.question(_COLOURS, api, rubric=criteria)
         return [FormatCheck(question, _GRADES, 0.0, 1.0)]
     checks = list[FormatCheck]()
     if api.place not in (None, "turn"):
@@ -105,3 +105,11 @@ def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
         question = template.question(material, api, placing=placing)
         checks.append(FormatCheck(question, (), at_least, at_most))
     return checks
+
+
+def wish_question(api: ApiReward, text: str, features: Sequence[str]) -> Question:
+    """Return the question how much of each feature a text asks for: level 0 less, 2 more."""
+    wants = "How much {} the instructions ask for in answers: 0 little, 1 they do not say, 2 much."
+    criteria = tuple(Criterion(f, wants.format(f), levels=2) for f in features)
+    material = Material("Write instructions for an author or a judge of answers.", text)
+    return _BY_CRITERIA.question(material, api, rubric=Rubric(criteria))

@@ -113,3 +113,37 @@ def test_a_judge_that_goes_away_during_the_checks_is_named_at_once(
         len(outages) == 1 and "trying again in" in outages[0] and "for up to 30 min" in outages[0]
     )
     assert re.search(PASSED.format(2), notes[-1])
+
+
+FEATURES = ("length", "emoji", "politeness", "lists", "digits")
+
+
+@pytest.mark.parametrize(
+    ("levels", "wishes"),
+    [
+        ((0, 1, 2, 1, 1), {"length": -1, "politeness": 1}),
+        ((1, 1, 1, 1, 1), {}),
+        ((2, 2, 2, 0, 1), None),  # it says yes to everything
+        ((2, 3, 1, 1, 1), None),
+        ((), None),
+    ],
+)
+def test_a_judge_says_which_features_a_prompt_asks_for(
+    judge_of: Make, server: JudgeServer, levels: tuple[int, ...], wishes: dict[str, int] | None
+) -> None:
+    verdicts = {
+        f"c{number}": {"reason": "So.", "level_0_to_2": level}
+        for number, level in enumerate(levels, start=1)
+    }
+    seen: list[str | None] = []
+
+    def answer(system: str, user: str) -> str:
+        seen.append(fenced("response", user))
+        return json.dumps(verdicts)
+
+    server.score = answer
+    for _ in range(2):  # the second answer is in the cache
+        notes: list[str] = []
+        read = judge_of().read_wishes("Seid knapp und nett.", FEATURES, notes.append)
+        assert read == (wishes or {}) and bool(notes) is (wishes != {})
+    assert set(seen) == {"Seid knapp und nett."} and (wishes is None or len(seen) == 1)
