@@ -215,13 +215,13 @@ def read_result(run: Run, seed: int, folder: Path) -> Result:
 
 
 def measure_policy(policy: Path, tokenizer: Path) -> float:
-    """Return how often a policy is right on a thousand new questions."""
+    """Return how often a policy is right on 3,000 new questions; its error is below 0.01."""
     import torch
     from embedded.warm_up import render
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     dice, words = random.Random(0), AutoTokenizer.from_pretrained(tokenizer, padding_side="left")
-    questions = [QUESTION.format(*dice.sample(range(10, 100), 2)) for _ in range(1000)]
+    questions = [QUESTION.format(*dice.sample(range(10, 100), 2)) for _ in range(3000)]
     prompts = words.pad({"input_ids": [words.encode(render(words, q)) for q in questions]},
                         return_tensors="pt")  # fmt: skip
     torch.manual_seed(0)
@@ -238,7 +238,8 @@ def describe_restrained(run: Run, seed: int, model: Path, folder: Path) -> str:
 
     restraints = read_restraints(folder)
     policies = [model, folder / "checkpoints" / "latest" / "actor"]
-    if restraints and (to := restraints[0].to):
+    # A later return may have gone back further, and deleted the first one's checkpoint.
+    if to := min((restraint.to for restraint in restraints), default=0):
         policies[0] = folder / "checkpoints" / f"step_{to:06d}" / "actor"
     before, now = (measure_policy(policy, model) for policy in policies)
     returns = ", ".join(f"{r.after} to {r.to}" for r in restraints) or "-"

@@ -145,10 +145,15 @@ def _apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
     """Return the plan with what a run has restrained, and all settings that this changes.
 
     Some follow from another: actor.kl_loss_coef from the coefficient in the reward.
-    A setting that somebody has changed since keeps their value.
+    A setting that somebody has changed since keeps their value. Where the reference is the initial
+    model in full, it is now the checkpoint: the KL must not undo what was learned before.
     """
-    changes, origin = dict[str, Any](), ""
+    changes, origin, settings = dict[str, Any](), "", plan.settings
+    is_initial = settings.ref.path == settings.model.path and not settings.shares_reference
     for restraint in read_restraints(run):
+        if restraint.changes and is_initial:
+            checkpoint = run / "checkpoints" / f"step_{restraint.to:06d}" / "actor"
+            changes["ref.path"] = str(checkpoint) if restraint.to else settings.model.path
         for key, (before, now) in restraint.changes.items():
             if key in changes or value_of(plan.settings, key) == before:
                 changes[key], origin = now, f"restrained after step {restraint.after}"
@@ -189,7 +194,7 @@ def keep_decisions(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str], list[st
         kept = {key: value for key, value in kept.items() if key not in refused}
     notes = [
         f"{key} is {_format_value(value_of(plan.settings, key))}: {plan.resolved.origins[key]}."
-        for key in sorted(restrained & plan.settings.kl_weights.keys())
+        for key in sorted(restrained & {*plan.settings.kl_weights, "ref.path"})
     ]
     for key, value in before.items():
         if not has_effect(kept_plan.settings, find_declaration(key)):

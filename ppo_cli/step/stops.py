@@ -51,21 +51,14 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     onset = find_onset(steps, limits)
     if trainer.on_hacking == "stop":
         return f"--on_hacking stop; {name_checkpoint_before(onset, limits)}"
-    # Steps that a stop or a new best has saved do not count: not every run of these settings has
-    # them. A fork has no start of its own to go back to.
-    job.store.wait_for_save()
-    due = [s for s in job.store.steps() if s <= onset and is_due(s, trainer.save_freq)]
-    to = due[-1] if due else 0
     restraints = read_restraints(run_dir)
+    # What is exploited again has begun to be so after the first return, perhaps slowly.
+    to = min([_find_return(job, onset), *(r.to for r in restraints if r.to)])
     is_last = len(restraints) >= MAX_RESTRAINTS
-    if not due and (is_last or steps[0]["step"] > 1):
+    # A fork has no start of its own to go back to.
+    if not to and (is_last or steps[0]["step"] > 1):
         return f"--on_hacking restrain; no checkpoint is from step {onset} or before"
-    weights = {} if is_last else job.config.kl_weights
-    dear = _weigh_kl(steps)
-    changes = {
-        key: (old, min(max(KL_FACTOR * old, dear), MAX_KL_FACTOR * old))
-        for key, old in weights.items()
-    }
+    changes = {} if is_last else _raise_kl(job.config.kl_weights, steps, to)
     restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm, dict(job.fingerprint))
     # From here on the run has gone back, also if it is killed now.
     write_restraints(run_dir, [*restraints, restraint])
@@ -81,11 +74,32 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     raise make_resumable(job, state, Interrupted(message))
 
 
-def _weigh_kl(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the weight at which the KL of a response costs more than the reward has risen."""
+def _find_return(job: Job, onset: int) -> int:
+    """Return the last checkpoint until `onset`; 0 for the start.
+
+    Steps that a stop or a new best has saved do not count: not every run of these settings has
+    them.
+    """
+    job.store.wait_for_save()
+    every = job.config.trainer.save_freq
+    return max((s for s in job.store.steps() if s <= onset and is_due(s, every)), default=0)
+
+
+def _raise_kl(
+    weights: Mapping[str, float], steps: Sequence[Mapping[str, Any]], to: int
+) -> dict[str, tuple[float, float]]:
+    """Return the KL's weights before and from now on.
+
+    A response's KL since step `to` then costs more than the reward has risen, within bounds.
+    """
+    before = next((line.get("kl_divergence") for line in steps if line["step"] == to), None)
     kl, length = (steps[-1].get(key) for key in ("kl_divergence", "response_length_mean"))
-    cost = (kl or 0.0) * (length or 0.0)
-    return float(f"{KL_COST * find_rise(steps)[1] / cost:.3g}") if cost > 0 else 0.0
+    cost = max((kl or 0.0) - (before or 0.0), 0.0) * (length or 0.0)
+    dear = float(f"{KL_COST * find_rise(steps)[1] / cost:.3g}") if cost > 0 else 0.0
+    return {
+        key: (old, min(max(KL_FACTOR * old, dear), MAX_KL_FACTOR * old))
+        for key, old in weights.items()
+    }
 
 
 def is_out_of_patience(job: Job, state: RunState) -> bool:

@@ -18,7 +18,7 @@ from ppo_cli.errors import Interrupted, UserError, WentBack, WorkerLost
 from ppo_cli.loop import run
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
 from ppo_cli.run.assemble import run_with_restarts
-from ppo_cli.run_folder.restraints import go_back, read_restraints
+from ppo_cli.run_folder.restraints import go_back, read_restraints, write_restraints
 from ppo_cli.step.saving import load
 from tests.loop.scripted import LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
 
@@ -312,7 +312,7 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
     assert ran(make("other", **settings)).state.step == 12
     # All steps of the schedule are kept, and it goes back to the last one before the bend.
     out = tmp_path / "restrained"
-    restraining = trainer | {"on_hacking": "restrain", "output_dir": str(out)}
+    restraining = trainer | {"on_hacking": "restrain", "output_dir": str(out), "save_freq": 1}
     restrained = make("restrained", **settings, trainer=restraining)
     for outcome in (WentBack, WentBack, Interrupted):
         counts.clear()
@@ -322,9 +322,11 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
         with pytest.raises(outcome) as caught:
             run(stage.job, state)
         go_back(out, stage.job.store.delete_after)
-        restraint = read_restraints(out)[-1]
-        assert (restraint.after, restraint.to, restraint.pending) == (at, 2, False)
-        assert stage.job.store.steps() == [2]
+        restraint, first = read_restraints(out)[-1], read_restraints(out)[0]
+        assert (restraint.after, restraint.pending) == (at, False)
+        assert stage.job.store.steps()[-1] == restraint.to == min(3, first.to)
+        # A later return goes at least as far back as the first.
+        write_restraints(out, [replace(first, to=2), *read_restraints(out)[1:]])
     assert restraint.changes == {} and state.step == 2 and "Go on with" in str(caught.value)
     for old, new in (r.changes["algorithm.kl_ctrl.kl_coef"] for r in read_restraints(out)[:2]):
         assert (old, 5.0 <= new <= 50.0) == (0.5, True)

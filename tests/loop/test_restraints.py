@@ -11,7 +11,7 @@ import torch
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.planning.run_plan import make_plan
 from ppo_cli.run.assemble import WENT_BACK, _resume_command
-from ppo_cli.run.identity import setting_values
+from ppo_cli.run.identity import keep_decisions, setting_values
 from ppo_cli.run.refusals import plan_resume
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.lines import rollout_file, rollout_steps
@@ -94,6 +94,14 @@ def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
         rollout_file(tmp_path, step).touch()
     restraint = Restraint(4, 2, {key: (old, 10 * old)}, "alarm", setting_values(plan.settings))
     write_restraints(tmp_path, [restraint])
+    # The KL is now to the policy of that step, if the reference was the whole initial model.
+    for settings, reference in (
+        ((), str(store.directory / "step_000002" / "actor")),
+        (("model.lora_rank=8",), "embedded"),
+        (("ref.path=teacher",), "teacher"),
+    ):
+        kept, _, _ = keep_decisions(make_plan(settle(*here, *settings)), tmp_path)
+        assert kept.settings.ref.path == reference
     assert find_resume(store, "auto") == store.directory / "step_000002" and len(store.steps()) == 2
     earlier = go_back(tmp_path, store.delete_after)
     assert store.steps() == [2] and rollout_steps(tmp_path) == [2]

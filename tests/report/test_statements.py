@@ -179,22 +179,22 @@ def runs(draw: st.DrawFn) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_a_finding_says_what_its_numbers_say() -> None:
-    found: set[str] = set()
-    said: set[str] = set()
+    kinds_met: set[str] = set()
+    patterns_met: set[str] = set()
 
     @settings(max_examples=400, deadline=None, derandomize=True, database=None)
     @given(runs(), st.sampled_from([None, 20]))
     @example(OPPOSED, None)
     def walk(steps: Lines, total: int | None) -> None:
         for kind, text in find_troubles(steps, Limits(total_steps=total)).items():
-            found.add(kind)
+            kinds_met.add(kind)
             for pattern, holds in COMPARISONS:
                 for match in re.finditer(pattern, text):
-                    said.add(pattern)
+                    patterns_met.add(pattern)
                     assert holds(*map(float, match.groups())), (kind, text)
             assert kind not in KINDS or KINDS[kind](steps, text), (kind, text)
 
     walk()
     # Each rule meets a finding: one that none has would check nothing.
-    assert set(KINDS) <= found
-    assert len(said) >= len(COMPARISONS) - 4, {p for p, _ in COMPARISONS} - said
+    assert set(KINDS) <= kinds_met
+    assert len(patterns_met) >= len(COMPARISONS) - 4, {p for p, _ in COMPARISONS} - patterns_met
