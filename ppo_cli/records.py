@@ -6,7 +6,8 @@ Plain Python and numpy: every room can use them, and they are pickled between pr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +85,21 @@ class Prompt:
 def mark_validation(prompts: Iterable[Prompt]) -> list[Prompt]:
     """Return prompts as those of a validation."""
     return [replace(prompt, validation=True) for prompt in prompts]
+
+
+class LargePrompts(Sequence[Prompt]):
+    """Prompts that are not built before they are read."""
+
+    @abstractmethod
+    def data_sources(self) -> set[str]:
+        """Return the data_sources of all prompts, without reading them."""
+
+
+def data_sources(prompts: Sequence[Prompt]) -> set[str]:
+    """Return the data_sources of all prompts."""
+    if isinstance(prompts, LargePrompts):
+        return prompts.data_sources()
+    return {prompt.data_source for prompt in prompts}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,17 +12,18 @@ import gzip
 import io
 import json
 import os
+import re
 import resource
 import shlex
 import weakref
 import zlib
 from abc import abstractmethod
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,23 +150,34 @@ class StoredRecords(Sequence[tuple[Place, Record]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return Place(self.source, self.numbers[index], self.unit), self.decode(index)
+        return self.place(index), self.decode(index)
 
     def __iter__(self) -> Iterator[tuple[Place, Record]]:
-        for number, record in zip(self.numbers, self.decode_all(), strict=True):
-            yield Place(self.source, number, self.unit), record
+        for index, record in enumerate(self.decode_some(range(len(self)))):
+            yield self.place(index), record
 
     def select(self, names: Sequence[str]) -> StoredRecords:
         """Return these records, if possible without other columns, which take time to decode."""
         return self
 
+    def place(self, index: int) -> Place:
+        """Return the place of a record."""
+        return Place(self.source, self.numbers[index], self.unit)
+
+    @abstractmethod
+    def batches(self) -> Iterator[tuple[range, Any]]:
+        """Yield the numbers of consecutive records, with a batch of Arrow that has these rows.
+
+        None in its place: Arrow does not read them, or not in the same way.
+        """
+
     @abstractmethod
     def decode(self, index: int) -> Record:
         """Return one record."""
 
-    @abstractmethod
-    def decode_all(self) -> Iterator[Record]:
-        """Yield all records, faster than one by one."""
+    def decode_some(self, indices: Sequence[int]) -> Iterator[Record]:
+        """Yield records, faster than one by one where that is possible."""
+        return map(self.decode, indices)
 
 
 _decode = json.JSONDecoder().decode
@@ -187,21 +199,28 @@ class StoredLines(StoredRecords):
 
     def decode(self, index: int) -> Record:
         """Parse the line again."""
-        start, length = self._starts[index], self._lengths[index]
-        if self._descriptor is None:
-            line = (self._data or b"")[start : start + length]
-        else:
-            line = os.pread(self._descriptor, length, start)
+        line = self._read(self._starts[index], self._lengths[index])
         try:
             record: Record = _decode(line.decode())
         except ValueError as error:
-            place = Place(self.source, self.numbers[index], self.unit)
-            raise DataError(f"{place}: the file was changed while it was in use.") from error
+            raise DataError(
+                f"{self.place(index)}: the file was changed while it was in use."
+            ) from error
         return record
 
-    def decode_all(self) -> Iterator[Record]:
-        """Parse all lines again."""
-        return map(self.decode, range(len(self)))
+    def _read(self, start: int, length: int) -> bytes:
+        if self._descriptor is None:
+            return (self._data or b"")[start : start + length]
+        return os.pread(self._descriptor, length, start)
+
+    def batches(self) -> Iterator[tuple[range, Any]]:
+        """Let Arrow read blocks of lines."""
+        end = 0
+        while (start := end) < len(self):
+            end = bisect_right(self._starts, self._starts[start] + BLOCK_BYTES)
+            size = self._starts[end - 1] + self._lengths[end - 1] - self._starts[start]
+            lines = self._read(self._starts[start], size)
+            yield range(start, end), read_as_arrow(lines, end - start)
 
 
 class StoredBatches(StoredRecords):
@@ -219,20 +238,23 @@ class StoredBatches(StoredRecords):
         batches = [batch.select(names) for batch in self._batches]
         return StoredBatches(self.source, batches, self.numbers)
 
+    def batches(self) -> Iterator[tuple[range, Any]]:
+        """Return the batches, but not those with rows that cannot be decoded."""
+        for start, batch in zip(self._starts, self._batches, strict=False):
+            rows = start + 1, start + batch.num_rows + 1
+            numbers = range(*(bisect_left(self.numbers, row) for row in rows))
+            yield numbers, batch if len(numbers) == batch.num_rows else None
+
     def decode(self, index: int) -> Record:
         """Decode one row of its batch."""
-        row = self.numbers[index] - 1
-        batch = bisect_right(self._starts, row) - 1
-        rows: list[Record] = self._batches[batch].slice(row - self._starts[batch], 1).to_pylist()
-        return rows[0]
+        return next(self.decode_some([index]))
 
-    def decode_all(self) -> Iterator[Record]:
-        """Decode batch by batch, or the usable rows alone."""
-        if len(self) == self._starts[-1]:
-            for batch in self._batches:
-                yield from batch.to_pylist()
-        else:
-            yield from map(self.decode, range(len(self)))
+    def decode_some(self, indices: Sequence[int]) -> Iterator[Record]:
+        """Decode consecutive rows of one batch together."""
+        rows = (self.numbers[index] - 1 for index in indices)
+        for batch, in_batch in groupby(rows, lambda row: bisect_right(self._starts, row) - 1):
+            chosen = [row - self._starts[batch] for row in in_batch]
+            yield from self._batches[batch].take(chosen).to_pylist()
 
 
 ReadResult = tuple[Sequence[tuple[Place, Record]], list[RowProblem]]
@@ -645,9 +667,12 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 # Shares of the machine's memory for the text of a file, and for this process while it reads rows,
 # which take several times as much. A few megabytes of gzip may hold more than that.
 TEXT_SHARE, ROWS_SHARE = 8, 2
-CHUNK_BYTES, CHUNK_ROWS = 1 << 24, 1 << 16
+CHUNK_BYTES = 1 << 24
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 1 << 22  # of a file that is read line by line
+BLOCK_BYTES = 1 << 22  # of lines that Arrow reads at once
+# A name of infinity that Arrow reads as a number and JSON does not know.
+OTHER_INFINITY = re.compile(rb"[\s:,\[-]Inf[\s,\]}]")
 
 
 def _too_large(path: Path, what: str) -> DataError:
@@ -695,44 +720,69 @@ def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
     problems: list[RowProblem] = []
     numbers, starts, lengths = array("q"), array("q"), array("q")
     names: dict[str, None] = {}
-    end = 0
+    number = end = 0
     parse, repeated = _make_parser()
-    for number, line in enumerate(file, start=1):
-        start, end = end, end + len(line)
-        if number == 1 and line.startswith(BYTE_ORDER_MARK):
-            start, line = start + len(BYTE_ORDER_MARK), line.removeprefix(BYTE_ORDER_MARK)
-        if number % CHUNK_ROWS == 0:
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            if peak > host_memory() // ROWS_SHARE:
-                raise _too_large(path, f"more than {number:,} rows, which take more")
-        # Blank lines keep their number.
-        if not line.strip():
-            continue
-        try:
-            record = parse(line)
-        except (ValueError, RecursionError):
-            record = None
-        if type(record) is not dict or repeated:
-            repeated.clear()
-            # Parsed again for the message.
-            place = Place(str(path), number, "line")
-            try:
-                record = as_record(*parse_json(line.rstrip(b"\n")))
-            except (ValueError, RecursionError) as error:
-                problems.append(RowProblem(place, "", json_problem(error)))
-                continue
-        numbers.append(number)
-        starts.append(start)
-        lengths.append(len(line))
-        if not record.keys() <= names.keys():
-            names |= dict.fromkeys(record)
-        if len(numbers) <= EAGER_ROWS:
-            records.append((Place(str(path), number, "line"), record))
-        else:
+    while block := file.readlines(BLOCK_BYTES):
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if number > EAGER_ROWS and peak > host_memory() // ROWS_SHARE:
+            raise _too_large(path, f"more than {number:,} rows, which take more")
+        # Of a large file Arrow checks whole blocks, and names their columns.
+        batch = None
+        if len(numbers) > EAGER_ROWS:
             records.clear()
+            batch = read_as_arrow(b"".join(block), sum(1 for line in block if line.strip()))
+            names |= dict.fromkeys(batch.schema.names if batch is not None else ())
+        for line in block:
+            number, start, end = number + 1, end, end + len(line)
+            if number == 1 and line.startswith(BYTE_ORDER_MARK):
+                start, line = start + len(BYTE_ORDER_MARK), line.removeprefix(BYTE_ORDER_MARK)
+            # Blank lines keep their number.
+            if not line.strip():
+                continue
+            if batch is None:
+                place = Place(str(path), number, "line")
+                try:
+                    record = parse(line)
+                except (ValueError, RecursionError):
+                    record = None
+                if type(record) is not dict or repeated:
+                    repeated.clear()
+                    # Parsed again for the message.
+                    try:
+                        record = as_record(*parse_json(line.rstrip(b"\n")))
+                    except (ValueError, RecursionError) as error:
+                        problems.append(RowProblem(place, "", json_problem(error)))
+                        continue
+                if not record.keys() <= names.keys():
+                    names |= dict.fromkeys(record)
+                if len(numbers) < EAGER_ROWS:
+                    records.append((place, record))
+            numbers.append(number)
+            starts.append(start)
+            lengths.append(len(line))
     if len(numbers) <= EAGER_ROWS:
         return records, problems
     return StoredLines(path, data, numbers, starts, lengths, names), problems
+
+
+def read_as_arrow(lines: bytes, count: int) -> Any:
+    """Return `count` lines of JSON as a batch of Arrow; None if it may read them otherwise."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    # One object a line: Arrow also reads several in one, and one in several.
+    begins = lines.startswith(b"{") + lines.count(b"\n{")
+    ends = lines.endswith(b"}") + lines.count(b"}\n") + lines.count(b"}\r\n")
+    if not begins == ends == count or OTHER_INFINITY.search(lines):
+        return None
+    options = arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
+    try:
+        table = arrow_json.read_json(pa.BufferReader(lines), read_options=options)
+        table.validate(full=True)  # UTF-8
+    except pa.ArrowException:
+        return None
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if [batch.num_rows for batch in batches] == [count] else None
 
 
 def _make_parser() -> tuple[Callable[[bytes], Any], list[str]]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_cli.data_sets.files import (
     Place,
@@ -33,6 +32,9 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, did_you_mean, list_some
 from ppo_cli.records import Message, Prompt
+
+if TYPE_CHECKING:
+    from ppo_cli.data_sets.facts import RowFacts
 
 PLAIN_TYPES = frozenset({type(None), int, float, bool})
 LEAVES = PLAIN_TYPES | {str}
@@ -184,7 +186,9 @@ def is_nested_deep(value: Any) -> bool:
 
 def read_plain(value: Any, column: str) -> Any:
     """Return the plain value of a column; RowError for text that is not UTF-8, or deep nesting."""
-    if type(value) not in LEAVES and is_nested_deep(value):
+    if type(value) in PLAIN_TYPES:
+        return value
+    if type(value) is not str and is_nested_deep(value):
         raise RowError(column, f"has lists or objects in more than {MAX_NESTING} levels")
     try:
         return as_plain(value, strict=True)
@@ -352,37 +356,6 @@ class Columns:
     answers: tuple[str, ...] = ()
 
 
-class RowFacts:
-    """What a run needs to know of each row before it is rendered, in 13 bytes a row.
-
-    `first` has the first row of each kind: the prompts of one kind are texts, or messages with the
-    same roles and keys. `kind` and `size` have the number of a row's kind, and an upper bound of
-    the bytes of its contents, normalised by any tokenizer. `marked` rows have a character with
-    which control tokens begin.
-    """
-
-    def __init__(self) -> None:
-        self.kinds: dict[Any, int] = {}
-        self.first: list[Row] = []
-        self.kind, self.size, self.marked = array("i"), array("q"), array("b")
-
-    def add(self, row: Row) -> None:
-        """Note the next row."""
-        prompt = row.prompt
-        if isinstance(prompt, str):
-            shape, text = None, prompt
-        else:
-            shape = tuple((m["role"], *sorted(m.keys() - {"role", "content"})) for m in prompt)
-            text = "".join([m["content"] for m in prompt])
-        number = self.kinds.setdefault(shape, len(self.first))
-        if number == len(self.first):
-            self.first.append(row)
-        self.kind.append(number)
-        # Composed characters that a normaliser takes apart become at most three times as long.
-        self.size.append(len(text) if text.isascii() else 3 * len(text.encode()))
-        self.marked.append("<" in text or "[" in text)
-
-
 class EpisodeRows(Sequence[Row]):
     """Rows without a prompt, for an environment that opens the episodes by their numbers."""
 
@@ -513,42 +486,46 @@ def load_rows(
     columns = find_columns(raw, prompt_key, source_key, answer_key)
     read = partial(read_row, columns=columns, keep_columns=keep_columns)
     problems = list(raw.problems)
-    rows: list[Row] = []
-    facts, usable = RowFacts(), array("q")
-    stored = isinstance(raw.records, StoredRecords)
-    all_columns = raw
-    if not keep_columns and isinstance(raw.records, StoredRecords):
-        needed = [n for n in raw.names if n not in columns.unused or is_media(n)]
-        raw = replace(raw, records=raw.records.select(needed))
     answered, nans = False, 0
-    for index, (place, record) in enumerate(raw.records):
+
+    def read_checked(place: Place, record: Record) -> Row | None:
+        nonlocal answered, nans
         try:
             row = read(place, record)
         except RowError as error:
             problems.append(RowProblem(place, error.column, str(error)))
-            continue
+            return None
         if row.ground_truth is not None:
             answered = True
         else:
             nans += is_nan(find_value(record, columns.ground_truth)) or is_nan(
                 _nested_truth(record)
             )
-        if stored:
-            facts.add(row)
-            usable.append(index)
-        else:
-            rows.append(row)
+        return row
+
+    rows: Sequence[Row]
+    if isinstance(raw.records, StoredRecords):
+        from ppo_cli.data_sets.facts import check_records
+
+        # Other columns take time to decode.
+        needed = [n for n in raw.names if keep_columns or n not in columns.unused or is_media(n)]
+        records = raw.records.select(needed)
+        facts, usable, in_columns = check_records(records, columns, read_checked)
+        rows = StoredRows(replace(raw, records=records), read, usable, facts)
+        answered = answered or in_columns
+    else:
+        read_rows = (read_checked(place, record) for place, record in raw.records)
+        rows = tuple(row for row in read_rows if row is not None)
     problems.sort(key=lambda problem: problem.place.number)
-    if (rows or usable) and not answered:
-        columns = replace(columns, answers=tuple(list_answer_like(all_columns, columns)))
-    notes = (*raw.notes, *column_notes(all_columns, columns, prompt_key))
+    if rows and not answered:
+        columns = replace(columns, answers=tuple(list_answer_like(raw, columns)))
+    notes = (*raw.notes, *column_notes(raw, columns, prompt_key))
     if nans:
         notes += (
             f"{Path(raw.source).name}: NaN is no ground truth: {nans:,} of {len(raw.records):,} "
             "rows have none.",
         )
-    usable_rows = StoredRows(raw, read, usable, facts) if stored else tuple(rows)
-    return RowSet(raw.source, raw.label, usable_rows, tuple(problems), columns, notes)
+    return RowSet(raw.source, raw.label, rows, tuple(problems), columns, notes)
 
 
 def prompt_of(label: str, row: Row) -> Prompt:

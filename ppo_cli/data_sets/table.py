@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ppo_cli.data_sets.facts import RowFacts
 from ppo_cli.data_sets.files import EAGER_ROWS, raise_problems
 from ppo_cli.data_sets.prompts import (
     PromptSet,
@@ -37,14 +38,13 @@ from ppo_cli.data_sets.prompts import (
 from ppo_cli.data_sets.rows import (
     EpisodeRows,
     Row,
-    RowFacts,
     RowSet,
     StoredRows,
     load_sets,
     prompt_of,
 )
 from ppo_cli.errors import UserError
-from ppo_cli.records import Message, Prompt
+from ppo_cli.records import LargePrompts, Message, Prompt, data_sources
 
 FIRST_ROWS = 1000  # that are rendered at the start
 BATCH_ROWS = 4096  # that are rendered at once
@@ -99,15 +99,12 @@ def _facts_of(rows: Sequence[Row]) -> RowFacts:
         return rows.facts
     facts = RowFacts()
     # All episodes are like the first.
-    for row in rows[:1] if isinstance(rows, EpisodeRows) else rows:
-        facts.add(row)
-    if isinstance(rows, EpisodeRows):
-        for values in (facts.kind, facts.size, facts.marked):
-            values *= len(rows)
+    like = [rows[0]] * len(rows) if rows and isinstance(rows, EpisodeRows) else rows
+    facts.extend(map(facts.describe, like))
     return facts
 
 
-class PromptTable(Sequence[Prompt]):
+class PromptTable(LargePrompts):
     """Prompts that are built each time that they are read."""
 
     def __init__(
@@ -136,6 +133,18 @@ class PromptTable(Sequence[Prompt]):
         """Return prompts in this order; DataError with the rows that the template refuses."""
         return self._build(*self._rows.read(self._indices[index] for index in indices))
 
+    def data_sources(self) -> set[str]:
+        """Return the data_sources of all prompts, without reading them."""
+        indices, sources = np.asarray(self._indices), set[str]()
+        for start, facts, row_set in zip(
+            self._rows.starts, self._rows.facts, self._rows.sets, strict=False
+        ):
+            end = start + len(row_set.rows)
+            chosen = indices[(indices >= start) & (indices < end)] - start
+            names = list(facts.sources)
+            sources.update(names[number] for number in np.unique(np.asarray(facts.source)[chosen]))
+        return sources
+
     def stream(self) -> Iterator[Prompt]:
         """Yield the prompts in order, not yet rendered and tokenised."""
         chosen = np.zeros(len(self._rows), dtype=bool)
@@ -143,7 +152,7 @@ class PromptTable(Sequence[Prompt]):
         return compress(self._rows.stream(), chosen)
 
 
-class StartPrompts(Sequence[Prompt]):
+class StartPrompts(LargePrompts):
     """The prompts of a table and those of the validation, with which a reward starts.
 
     Checks of rows iterate over them: that does not render and tokenise those of the table. Prompts
@@ -166,6 +175,10 @@ class StartPrompts(Sequence[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return chain(self._table.stream(), self._others)
+
+    def data_sources(self) -> set[str]:
+        """Return the data_sources of all prompts."""
+        return self._table.data_sources() | data_sources(self._others)
 
 
 def pick(prompts: Sequence[Prompt], indices: Iterable[int]) -> Sequence[Prompt]:

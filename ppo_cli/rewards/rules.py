@@ -22,7 +22,7 @@ from typing import Any
 from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.plugins import entry_points, find_plugin, load
 from ppo_cli.processes.user_code import describe_error
-from ppo_cli.records import Prompt, Score
+from ppo_cli.records import Prompt, Score, data_sources
 from ppo_cli.rewards.algebra import Unreadable, decide, equal
 from ppo_cli.rewards.answers import (
     Extraction,
@@ -393,7 +393,7 @@ def runs_code(rule: Rule | None, prompts: Sequence[Prompt]) -> bool:
     """Whether this rule, or the rule of any prompt's data_source, runs the responses as code."""
     if rule is not None:
         return rule is RULES["code"]
-    return any(find_rule(prompt.data_source) is RULES["code"] for prompt in prompts)
+    return any(find_rule(source) is RULES["code"] for source in data_sources(prompts))
 
 
 def _leave_to_worker(reply: str, truth: Any, extra: Facts, **settings: Any) -> None:
@@ -414,9 +414,12 @@ def score_immediately(rule: Rule, call: Call, settings: Facts) -> Score | None:
 def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:
     """Raise RewardError if a rule has nothing to compare with in any of its prompts."""
     # One scorable prompt of a rule is enough: others fail alone.
+    rules = {rule} if rule else {find_rule(source) for source in data_sources(prompts)} - {None}
     scorable: set[str] = set()
     failures: dict[str, tuple[int, str]] = {}  # how many, and the last
     for prompt in prompts:
+        if len(scorable) == len(rules):
+            break
         chosen = rule or find_rule(prompt.data_source)
         if chosen is None or chosen.name in scorable:
             continue

@@ -56,7 +56,7 @@ from ppo_cli.planning.placement import placement_of
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
-from ppo_cli.records import Prompt, mark_validation
+from ppo_cli.records import Prompt, data_sources, mark_validation
 from ppo_cli.report.alerts import send_alerts
 from ppo_cli.report.features import FEATURES, Wish, asks_for_wishes, read_requests
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
@@ -458,8 +458,7 @@ def reward_for(
     settings: RewardSettings, prompts: Sequence[Prompt], host: HostMaker | None
 ) -> Reward:
     """Return the reward of the settings for these prompts."""
-    sources = {prompt.data_source for prompt in prompts}
-    return build_reward(settings, sources=sources, host=host)
+    return build_reward(settings, sources=data_sources(prompts), host=host)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ppo_cli.config.mixture import MixPart, judges_of, mixture_of
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted, RewardError, plural
 from ppo_cli.moments import TINY, Moments, correlation
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Prompt, Rollout, Score, data_sources
 from ppo_cli.rewards.base import Reward, RoundKind, submit_rollout
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder.lines import plain
@@ -88,12 +88,11 @@ def open_reward(
             "but these rows are not from a run. Use --rm_compare ground_truth, or --rm_mode text."
         )
     # Turn the monitors off in every judge, then build the reward.
-    sources = {prompt.data_source for prompt in prompts}
     # The self-test only warns here: a bad model shows in the scores.
     quiet = override_all(settings, "judge", MONITORS_OFF)
     if settings.model.self_test == "strict":
         quiet = override_all(quiet, "model", {"self_test": "warn"})
-    reward = build_reward(quiet, sources=sources)
+    reward = build_reward(quiet, sources=data_sources(prompts))
     try:
         if folder is not None:
             reward.attach(folder)
