@@ -15,6 +15,7 @@ from ppo_cli.data_sets import files, table
 from ppo_cli.data_sets.prompts import PromptSet
 from ppo_cli.data_sets.table import PromptTable, join_prompts, load_prompts
 from ppo_cli.errors import DataError
+from ppo_cli.records import data_sources
 from ppo_cli.run.identity import run_identity
 from tests.settings import complete
 
@@ -37,6 +38,7 @@ TURNS = [
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (files, table):
         monkeypatch.setattr(module, "EAGER_ROWS", 6)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 200)
     monkeypatch.setattr(table, "FIRST_ROWS", 4)
     monkeypatch.setattr(files, "LARGE_BYTES", 64)
 
@@ -51,6 +53,29 @@ def sources(tmp_path: Path) -> Mapping[str, str]:
     (tmp_path / "text.jsonl").write_text("\ufeff" + "\n".join(lines))
     (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     pq.write_table(pa.Table.from_pylist(TURNS), tmp_path / "turns.parquet")
+    # Rows that columns do not show to be usable, and what Arrow reads otherwise than JSON.
+    odd: list[Any] = [
+        row | {"image": None, "n": n, "metadata": {"date": "2020-01-01"}}
+        for n, row in enumerate(TURNS)
+    ]
+    odd[11]["prompt"] = [{"role": "user", "content": "<3 [a]", "name": "x"}]
+    odd[12] |= {"ground_truth": 1.5, "reward_model": None}
+    odd[13]["prompt"] = [
+        *odd[0]["prompt"],
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    (tmp_path / "odd.jsonl").write_text("\r\n".join(map(json.dumps, odd)))
+    odd[14]["image"], odd[15]["prompt"], odd[16]["data_source"] = "a.png", [{"role": "human"}], 3
+    odd[17]["prompt"][-1]["content"], odd[18]["ground_truth"] = "an <image>", "other"
+    wrong = [
+        *map(json.dumps, odd),
+        '{"prompt": "a"}{"prompt": "b"}',
+        '{"prompt": Inf}',
+        '{"prompt":',
+        '"a"}',
+    ]
+    (tmp_path / "wrong.jsonl").write_text("\n".join(wrong))
     lines[20], lines[30] = '{"prompt": "a", "prompt": "b"}', '{"prompt": 5}'
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     return {path.name: str(path) for path in tmp_path.iterdir()}
@@ -67,7 +92,9 @@ def sources(tmp_path: Path) -> Mapping[str, str]:
         (["text.jsonl"], {"max_prompt_length": 75}),
         (["text.jsonl"], {"max_prompt_length": 9, "filter_overlong": True}),
         (["turns.parquet"], {"apply_chat_template": False}),
+        (["odd.jsonl"], {}),
         (["bad.jsonl"], {}),
+        (["wrong.jsonl"], {}),
     ],
 )
 def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
@@ -87,6 +114,7 @@ def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
         assert later == together
         return
     prompts = later.prompts
+    assert data_sources(prompts) == {prompt.data_source for prompt in together.prompts}
     assert isinstance(prompts, PromptTable) and len(prompts) == len(together.prompts)
     assert (list(prompts), later.notes) == (list(together.prompts), together.notes)
     order = [5, 0, len(prompts) - 1]
