@@ -267,8 +267,11 @@ class Renderer:
         raw = not self.uses_template
         for start in range(0, len(texts), CHUNK):
             chunk = list(texts[start : start + CHUNK])
-            encoded = self.tokenizer(chunk, add_special_tokens=raw, verbose=False)["input_ids"]
-            ids.extend(tuple(map(int, row)) for row in encoded)
+            # Attention masks, which nobody reads, take as long as the tokens.
+            encoded = self.tokenizer(
+                chunk, add_special_tokens=raw, return_attention_mask=False, verbose=False
+            )
+            ids.extend(map(tuple, encoded["input_ids"]))
         # Some tokenizers append EOS to raw text, after which a model does not continue.
         eos = self.tokenizer.eos_token_id
         return [self.without_eos(row, eos) if raw else row for row in ids]
