@@ -21,7 +21,8 @@ from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import Place, RowProblem, group_problems
-from ppo_cli.data_sets.rows import Row, load_rows
+from ppo_cli.data_sets.row_sets import load_rows
+from ppo_cli.data_sets.rows import Row
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural
 from ppo_cli.planning.batches import describe_lowered_batches

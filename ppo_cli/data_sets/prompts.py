@@ -22,7 +22,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import Row, RowSet, prompt_of
+from ppo_cli.data_sets.row_sets import RowSet
+from ppo_cli.data_sets.rows import Row, prompt_of
 from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark

@@ -35,14 +35,8 @@ from ppo_cli.data_sets.prompts import (
     render_prompts,
     unique_labels,
 )
-from ppo_cli.data_sets.rows import (
-    EpisodeRows,
-    Row,
-    RowSet,
-    StoredRows,
-    load_sets,
-    prompt_of,
-)
+from ppo_cli.data_sets.row_sets import EpisodeRows, RowSet, StoredRows, load_sets
+from ppo_cli.data_sets.rows import Row, prompt_of
 from ppo_cli.errors import UserError
 from ppo_cli.records import LargePrompts, Message, Prompt, data_sources
 

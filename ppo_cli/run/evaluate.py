@@ -29,7 +29,8 @@ from ppo_cli.config.schema.reward import Composite, Reward, Shaping
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
-from ppo_cli.data_sets.rows import Columns, Row, RowSet
+from ppo_cli.data_sets.row_sets import RowSet
+from ppo_cli.data_sets.rows import Columns, Row
 from ppo_cli.engine.base import Sampler, Sampling, build_sampler
 from ppo_cli.engine.cpu.runtime import set_threads
 from ppo_cli.engine.device import require_gpus

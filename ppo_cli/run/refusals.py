@@ -19,7 +19,8 @@ from ppo_cli.config.models.folder import (
 )
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config, Trainer
-from ppo_cli.data_sets.rows import RowSet, list_names, load_sets, prompt_of
+from ppo_cli.data_sets.row_sets import RowSet, load_sets
+from ppo_cli.data_sets.rows import list_names, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems

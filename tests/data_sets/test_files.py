@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import count_rows, read_file
-from ppo_cli.data_sets.rows import load_sets
+from ppo_cli.data_sets.row_sets import load_sets
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError
 

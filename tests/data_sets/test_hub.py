@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.data_sets.row_sets import load_rows
 from ppo_cli.data_sets.sources import HubName, is_hub_name, parse_hub_name
 from ppo_cli.errors import DataError
 

@@ -14,7 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import SHOWN, Place, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import NotUtf8Error, Row, RowSet, as_plain, load_rows, question_of
+from ppo_cli.data_sets.row_sets import RowSet, load_rows
+from ppo_cli.data_sets.rows import NotUtf8Error, Row, as_plain, question_of
 from ppo_cli.errors import DataError
 from tests.data_sets.lines import write_rows
 from tests.rewards.tables import table

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.data_sets.files import check_readable, count_rows
-from ppo_cli.data_sets.rows import load_sets
+from ppo_cli.data_sets.row_sets import load_sets
 from ppo_cli.data_sets.sources import is_hub_name, split_sources
 from ppo_cli.errors import DataError
 from ppo_cli.planning.resolve import resolve

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import SETS
-from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.data_sets.row_sets import load_rows
 from ppo_cli.errors import DataError
 from ppo_cli.extras.lab.prepare import (
     GSM8K_INSTRUCTION,

@@ -18,7 +18,8 @@ from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.prompts import unique_labels
-from ppo_cli.data_sets.rows import load_sets, prompt_of
+from ppo_cli.data_sets.row_sets import load_sets
+from ppo_cli.data_sets.rows import prompt_of
 from ppo_cli.errors import ConfigError, collect_problems
 from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, VERSION, VerlOverrides
 from ppo_cli.extras.migrate.bridge.rewards import KEYS_FILE, ROW, STOPPED, encode_row
