@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ppo_cli.data_sets.files import Place, Record, RowError, StoredRecords
 from ppo_cli.data_sets.rows import (
     MAX_NESTING,
@@ -81,6 +79,8 @@ def check_records(
     `read` returns a row, or None for one that is not usable. It reads only the rows that are not
     certainly usable, and the first of each kind.
     """
+    import numpy as np
+
     facts, usable, answered = RowFacts(), array("q"), False
     for numbers, batch in records.batches():
         count = len(numbers)
@@ -134,6 +134,7 @@ class BatchFacts:
 
 def check_batch(batch: Any, columns: Columns) -> BatchFacts | None:
     """Return the facts of a batch; None if its rows have to be read one by one."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -231,6 +232,7 @@ def _is_plain(column_type: Any, levels: int = MAX_NESTING) -> bool:
 
 def _is_number(column: Any) -> Any:
     """Return which values are not NaN."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -249,6 +251,7 @@ def _as_mask(column: Any) -> Any:
 
 def _measure(texts: Any) -> tuple[Any, Any, Any]:
     """Return the bytes of texts, which are ASCII, and which have a mark of control tokens."""
+    import numpy as np
     import pyarrow.compute as pc
 
     lengths = _as_array(pc.binary_length(texts).fill_null(0)).astype(np.int64)
@@ -258,6 +261,7 @@ def _measure(texts: Any) -> tuple[Any, Any, Any]:
 
 def _find_usable(texts: Any, check: Callable[[str], object]) -> Any:
     """Return which texts are usable; only those that are not plainly so are read."""
+    import numpy as np
     import pyarrow.compute as pc
 
     usable = _as_mask(pc.match_substring_regex(texts, r"[!-~]"))  # not blank
@@ -273,6 +277,8 @@ def _find_usable(texts: Any, check: Callable[[str], object]) -> Any:
 
 
 def _check_texts(prompts: Any, name: str) -> Any:
+    import numpy as np
+
     usable = _find_usable(prompts, lambda text: read_text_prompt(text, name))
     lengths, is_ascii, marked = _measure(prompts)
     # Composed characters that a normaliser takes apart become at most three times as long.
@@ -282,6 +288,7 @@ def _check_texts(prompts: Any, name: str) -> Any:
 
 def _check_messages(prompts: Any, name: str) -> Any:
     """Check prompts of messages, whose fields other than the role and the content are null."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
