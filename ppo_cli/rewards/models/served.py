@@ -8,10 +8,8 @@ checks that the server answers, that its scores are raw, and that good responses
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-import ssl
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -230,11 +228,13 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
             headers = {"Content-Type": "application/json"}
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
-            settings = {"verify": _certificates()} | client_settings(self._protocol.url)
             # The client's own queue limits concurrency, so httpx does not.
             limits = httpx.Limits(max_connections=None)
             self._http = httpx.AsyncClient(
-                headers=headers, timeout=self._timeout, limits=limits, **settings
+                headers=headers,
+                timeout=self._timeout,
+                limits=limits,
+                **client_settings(self._protocol.url),
             )
         return self._http
 
@@ -249,14 +249,6 @@ def _status_error(status: int, text: str, headers: Mapping[str, str]) -> RemoteE
     kind = kind_of_status(status)
     wait = parse_retry_after(headers) if kind is Failure.RETRYABLE else None
     return RemoteError(kind, f"http_{status}", message, status=status, retry_after=wait)
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Return the trusted certificates; reading them takes longer than many a request."""
-    import httpx
-
-    return httpx.create_ssl_context()
 
 
 def read_model_name(listed: object, tell: Tell) -> str:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
+
+if TYPE_CHECKING:
+    import ssl
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -31,16 +35,21 @@ def is_socks(proxy: str | None) -> bool:
 
 
 def client_settings(url: str) -> dict[str, Any]:
-    """Return the arguments that lead an httpx client to an address.
+    """Return the arguments with which an httpx client calls an address: certificates, and a proxy.
 
-    Empty where all proxies of the environment are HTTP ones: httpx reads those correctly itself.
+    Without a proxy where all of the environment are HTTP ones: httpx reads those correctly itself.
     """
     if all(re.match("https?://|(?!.*://)", proxy, re.I) for proxy in getproxies().values()):
-        return {}
+        return {"verify": _certificates()}
+    return {"verify": _certificates(), "proxy": proxy_for(url), "trust_env": False}
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return the trusted certificates; reading them takes longer than many a request."""
     import httpx
 
-    # `trust_env` would read SSL_CERT_FILE too, so the certificates are passed explicitly.
-    return {"proxy": proxy_for(url), "trust_env": False, "verify": httpx.create_ssl_context()}
+    return httpx.create_ssl_context()
 
 
 def _exempts(entry: str, address: SplitResult) -> bool:

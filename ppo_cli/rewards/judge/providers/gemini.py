@@ -92,11 +92,13 @@ class Judge(SdkProvider):
         base, version = match.groups() if match else (self.base_url, None)
         if version is None and self.api.mode == "decision":
             version = "v1beta"
+        # The SDK's own certificates: Vertex AI may ask for one of the client.
         settings = client_settings(self.base_url)
+        proxied = settings if "proxy" in settings else None
         http = types.HttpOptions(
             base_url=base, api_version=version,
             retry_options=types.HttpRetryOptions(attempts=1),
-            client_args=settings or None, async_client_args=settings or None,
+            client_args=proxied, async_client_args=proxied,
         )  # fmt: skip
         if is_socks(settings.get("proxy")):  # aiohttp speaks HTTP only
             hooks: Any = {"response": [check_response]}
@@ -105,7 +107,7 @@ class Judge(SdkProvider):
             )
         else:  # the SDK's session warns when it is not closed
             self._session = http.aiohttp_client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), trust_env=not settings,
+                connector=aiohttp.TCPConnector(limit=0), trust_env=proxied is None,
                 middlewares=[check_reply],
             )  # fmt: skip
         return genai.Client(http_options=http, **self.credentials(key))

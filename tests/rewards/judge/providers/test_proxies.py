@@ -48,7 +48,7 @@ def test_without_a_socks_proxy_a_client_reads_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert client_settings("http://example.com") == {}
+    assert list(client_settings("http://example.com")) == ["verify"]
 
 
 @pytest.mark.parametrize(
