@@ -183,6 +183,8 @@ class ToolEnvironment:
             if self._turns and not any(run.failed for run in runs):
                 self._forks.give_back(self._fork)
                 self._fork = None
+            if self._turns:
+                self._end_fork()
             return runs
         except TimeoutError:
             text, late = f"timeout: took longer than {self._timeout:g} s", True

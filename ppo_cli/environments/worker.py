@@ -418,6 +418,7 @@ class Worker:
     def give_back(self, fork: Any) -> None:
         """Keep a fork, whose calls have left nothing in it, for another episode."""
         if len(self._spares) < forks.TOGETHER:
+            fork.forget_prints()
             self._spares.append(fork)
         else:
             fork.kill("there are enough others")

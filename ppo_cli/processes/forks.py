@@ -180,6 +180,10 @@ class Fork:
             pieces += chunk
         return bytes(pieces)
 
+    def forget_prints(self) -> None:
+        """Begin again to count and to keep what it prints, for another episode."""
+        self._printed, self._tail = 0, b""
+
     def lives(self) -> bool:
         """Whether its process has not ended."""
         return not self._find_exit()
