@@ -8,7 +8,6 @@ import pytest
 
 from ppo_cli.config.models.known_models import JUDGES, shutdown_date
 from ppo_cli.config.schema.keys import table
-from ppo_cli.config.schema.reward import parse_scale_bounds
 from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.findings.rewards import judge_remarks, missing_keys
 from ppo_cli.planning.resolved import Resolved
@@ -35,14 +34,6 @@ def config(*overrides: str) -> Config:
 def test_a_judge_that_is_off_clashes_with_nothing() -> None:
     resolved = settle("enable=false", "price_input=1", "model=null", "reward.rule=exact").config
     assert (resolved.reward.api.enable, resolved.reward.rule) == (False, "exact")
-
-
-@pytest.mark.parametrize(
-    ("text", "ends"),
-    [("1-10", (1, 10)), (" 0 - 5 ", (0, 5)), ("-2--1", (-2, -1)), ("0 to 1000", (0, 1000))],
-)
-def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
-    assert parse_scale_bounds(text) == ends
 
 
 @pytest.mark.parametrize(

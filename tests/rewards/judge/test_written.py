@@ -31,7 +31,10 @@ def test_the_setting_wins() -> None:
     api = ApiReward(scoring_prompt="{response} Score 0-7")
     assert load_template(api).scale == Scale(0, 7)
     assert load_template(ApiReward(scoring_prompt="{response}")).scale == Scale(1, 10)
-    for typed, ends in (("0–100", (0, 100)), ("1:4", (1, 4)), (" -5 - -1", (-5, -1))):
+    scales = {
+        "0–100": (0, 100), "1:4": (1, 4), " -5 - -1": (-5, -1), "-2--1": (-2, -1), "0 to 9": (0, 9)
+    }  # fmt: skip
+    for typed, ends in scales.items():
         assert load_template(ApiReward(scale=typed)).scale == Scale(*ends)
 
 
