@@ -46,9 +46,9 @@ def make(judge_of: Make, others: list[JudgeServer]) -> Make:
         }  # fmt: skip
         usual = {
             "prompt_preset": "math", "price_input": 10.0, "price_output": 20.0, "judges": judges,
-            "panel": {"judges": NAMES, "least": least},
+            "panel": {"judges": NAMES, "least": least}, "key_env": "FIRST_KEY",
         }  # fmt: skip
-        return judge_of(kind=PanelReward, **(usual | changes))
+        return judge_of(kind=PanelReward, environ={"FIRST_KEY": "k1"}, **(usual | changes))
 
     return build
 
