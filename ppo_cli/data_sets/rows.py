@@ -305,9 +305,9 @@ NESTING = ("reward_model", "extra_info", "metadata", "info")  # columns that may
 LAST_TURN = "[-1].content"  # after the prompt column: its last message is the answer
 # Columns that a message names where no ground truth is read.
 ANSWER_LIKE = re.compile(
-    r"(?:.*[._])?(?:answers?|solutions?|labels?|targets?|gold|truth|references?|responses?|outputs?"
-    r"|completions?|chosen|gt)(?:_.*)?",
-    re.IGNORECASE,
+    r"(?:.*[._ -]|.*[a-z](?=[A-Z]))?"
+    r"(?i:answers?|solutions?|labels?|targets?|gold|truth|references?|responses?|outputs?"
+    r"|completions?|chosen|gt)(?:[._ -].*|[A-Z].*)?"
 )
 Item = TypeVar("Item")
 OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")
