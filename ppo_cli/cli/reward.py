@@ -1,9 +1,9 @@
-"""`ppo reward`: scores files, lists the models of judges."""
+"""`ppo reward`: scores files; packages add commands to it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -15,12 +15,11 @@ from ppo_cli.cli.flags import (
     make_switch,
 )
 from ppo_cli.cli.help import App
-from ppo_cli.cli.reward_tables import Facts, format_scores
+from ppo_cli.cli.reward_tables import format_scores
 from ppo_cli.cli.screen import (
     make_printable,
     make_screen,
     print_result,
-    titled_table,
 )
 from ppo_cli.config.layers import (
     EMBEDDED_NOTE,
@@ -32,19 +31,19 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import (
     ConfigError,
     Interrupted,
-    RewardError,
-    plural,
 )
 from ppo_cli.paths import user_path
 from ppo_cli.report.tracker import Screen
-
-# Prices are US dollars per million tokens; "reads" is the context length.
-MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
 
 reward_app = App(
     help="Score files with a reward, compare it with labels, or test it with attacks.",
     epilog="ppo reward score outputs --rule math\nppo reward audit --reward_function my_reward.py",
 )
+
+
+@reward_app.callback()
+def _keep_group() -> None:
+    """Keep `score` a command of a group, to which packages add others."""
 
 
 def score(arguments: Arguments) -> None:
@@ -117,39 +116,6 @@ def score(arguments: Arguments) -> None:
         print(make_printable(warning), file=sys.stderr)
 
 
-def models(arguments: Arguments) -> None:
-    """List the models that your judge keys may use, with prices, limits and end dates."""
-    resolved = arguments.resolve()
-    from ppo_cli.scoring.forecast import list_models
-
-    # Without --rm_api_type every provider with a key is asked.
-    chosen = resolved.origins["reward.api.type"] != "default"
-    kind = resolved.config.reward.api.type if chosen else None
-    models = list(list_models(resolved.config.reward, kind))
-    if not models:
-        raise ConfigError(
-            "No API key of a judge is set: set one, or name a type with --rm_api_type."
-        )
-    lines = [line for listing in models for line in _format_listing(listing)]
-    print_result(models, lambda: "\n".join(lines), as_json=arguments.extras["json"])
-    if failed := [
-        f"{model['provider']}: {model['problem']}" for model in models if "problem" in model
-    ]:
-        raise RewardError("\n".join(failed))
-
-
-def _format_listing(listing: Facts) -> list[str]:
-    """Return the models of one provider as a table, with notes below."""
-    cells: list[Sequence[str]] = [MODEL_COLUMNS] if listing["models"] else []
-    for row in listing["models"] or ():
-        prices = ["-" if usd is None else f"{usd:g}" for usd in (row["input"], row["output"])]
-        reads = f"{row['context']:,}" if row["context"] else "-"
-        cells.append([row["model"], *prices, reads, row["until"] or "-", row["source"] or "-"])
-    count = "no list" if listing["models"] is None else plural(len(listing["models"]), "model")
-    lines = titled_table(f"{listing['provider']}: {count}", cells, left_aligned=1)
-    return lines + [f"  {note}" for note in listing["notes"]]
-
-
 def resolve_settings(arguments: Arguments) -> tuple[Config, Screen]:
     """Return the checked settings and a screen on stderr; stdout is for the result."""
     resolved = arguments.resolve()
@@ -203,10 +169,3 @@ add_command(
     ],
     ("reward.",),
 )  # fmt: skip
-add_command(
-    reward_app,
-    models,
-    "ppo reward models --rm_api_type openai",
-    [make_switch("json", "Print JSON.")],
-    ("reward.api.type", "reward.api.base_url", "reward.api.key_env"),
-)

@@ -1,4 +1,4 @@
-"""Forecast of a judge: calls, tokens and cost of a run; and the models that an API key may use.
+"""Forecast of a judge: calls, tokens and cost of a run; and what an API key may use.
 
 Requests are rendered from real rows as in training. The lengths of responses and verdicts and the
 judge's tokenizer are unknown beforehand, so each figure has a low and a high value.
@@ -6,8 +6,6 @@ judge's tokenizer are unknown beforehand, so each figure has a low and a high va
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_cli.config.mixture import judges_of, other_judges
-from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings, shutdown_date
-from ppo_cli.config.schema.reward import ApiReward, Reward
+from ppo_cli.config.mixture import other_judges
+from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings
+from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
-from ppo_cli.errors import DataError, UserError, did_you_mean, plural
+from ppo_cli.errors import DataError, did_you_mean, plural
 from ppo_cli.planning.batches import batch_arithmetic, split_files, train_rows, val_rows
 from ppo_cli.records import Prompt
 from ppo_cli.report.features import asks_for_wishes
-from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
+from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
 from ppo_cli.rewards.judge.monitor import NOISE_REPEATS
@@ -41,7 +39,7 @@ from ppo_cli.rewards.judge.prompt import (
     reference_answer,
     rubric_reader,
 )
-from ppo_cli.rewards.judge.providers import build_provider, describe_endpoint, monitor_settings
+from ppo_cli.rewards.judge.providers import describe_endpoint, monitor_settings
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.rubric import TOKENS_A_PIECE
 from ppo_cli.rewards.judge.sanitise import cut_middle
@@ -553,21 +551,6 @@ LIST_TIMEOUT_S = 30.0  # for a provider's list of models
 NO_LIST = "this provider does not list the models of a key"
 
 
-def list_models(
-    settings: Reward, kind: str | None, environ: Mapping[str, str] = os.environ
-) -> Iterator[dict[str, Any]]:
-    """Yield the models that each provider lists for its key, with prices.
-
-    The providers are those of the reward's judges, else the one named `kind`, else all with a key.
-    `problem` says why listing failed; `models` is None if there is no list.
-    """
-    # The reward's judges come first, then the provider that the user names, then all with a key.
-    judges = [judge.settings for judge in judges_of(settings)]
-    named = [settings.api.model_copy(update={"type": kind})] if kind else []
-    for api in judges or named or [ApiReward(type=name) for name in providers_with_keys(environ)]:
-        yield _list_provider(api, environ)
-
-
 def providers_with_keys(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the judge types for which the environment has a key."""
     for name, provider in JUDGES.items():
@@ -595,44 +578,3 @@ def describe_availability(model: str, names: list[str] | None) -> str:
         return f"the key may use {plural(len(names), 'model')}, including {model}"
     near = did_you_mean(model, names)
     return f"the key may use {plural(len(names), 'model')}, but not {model}.{near}"
-
-
-def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the models of one provider as facts; `problem` if it could not be asked."""
-    listing: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
-
-    async def fetch() -> list[str] | None:
-        provider = build_provider(api, environ=environ)
-        try:
-            return await fetch_models(provider)
-        finally:
-            await provider.close()
-
-    try:
-        names = asyncio.run(fetch())
-    except (UserError, JudgeError) as error:
-        return listing | {"problem": redact(str(error))}
-    # What to say about the configured model; a provider may have no list.
-    if api.model:
-        listing["notes"].append(describe_availability(api.model, names))
-    elif names is None:
-        listing["notes"].append(NO_LIST)
-    if names is None:
-        return listing
-    each = [api.model_copy(update={"model": name}) for name in names]
-    listing["models"] = [_model_facts(model) for model in each]
-    return listing
-
-
-def _model_facts(api: ApiReward) -> dict[str, Any]:
-    """A model's price in US dollars per million tokens, its context and its retirement date."""
-    price, listed = find_price(api), look_up_model(api)
-    day = shutdown_date(api.type, api.model or "") if api.base_url is None else None
-    return {
-        "model": api.model,
-        "input": price and price.input,
-        "output": price and price.output,
-        "source": price and price.source,
-        "context": listed and listed.context,
-        "until": day and day.isoformat(),
-    }

@@ -10,6 +10,11 @@ prepare = Command(
 prompts = Command(
     f"{_COMMANDS}.prompts:app", "List judge prompts, or show the request for a data row.", "Judge"
 )
+models = Command(
+    f"{_COMMANDS}.models:app",
+    "List the models that your judge keys may use, with prices, limits and end dates.",
+    order=80,
+)
 audit = Command(
     f"{_COMMANDS}.audit:app", "Test a reward with worthless and hostile responses.", order=90
 )
