@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import typer
@@ -150,14 +149,6 @@ def _entry_point(ctx: Any, name: str) -> str:
     return ".".join([*ctx.command_path.split()[1:], name])
 
 
-@cache
-def build_command(app: str, name: str) -> Any:
-    """Import a Typer app, MODULE:NAME, and return its command under this name."""
-    command: Any = typer.main.get_command(import_name(app))
-    command.name = name
-    return command
-
-
 class HelpGroup(_Examples, TyperGroup):
     """A group of commands with this module's help, to which packages may add commands.
 
@@ -203,7 +194,9 @@ class HelpGroup(_Examples, TyperGroup):
         if name not in self.built_in and point is None:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, self.list_commands(ctx))}")
         declared = load("commands", point.name) if point else self.built_in[name]
-        return name, build_command(declared.app, name), args[1:]
+        command: Any = typer.main.get_command(import_name(declared.app))
+        command.name = name
+        return name, command, args[1:]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, then the flags."""
