@@ -345,7 +345,7 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
 
 
 TOOL_LINES = (
-    ("uv run -m skyrl_train.entrypoints.main trainer.policy.model.path=m", "SkyRL", "--model m"),
+    ("uv run -m skyrl_train.entrypoints.main trainer.max_steps=7", "SkyRL", "--max_steps 7"),
     ("uv run examples/run_grpo_math.py grpo.num_prompts_per_step=4", "NeMo-RL", "--batch_size 4"),
     ("--config nemo.yaml", "NeMo-RL", "--lr 5e-06 --max_prompt_length 7 --kl_coef"),
     ("a.py --hf-checkpoint m --advantage-estimator ppo", "slime", "--adv_estimator gae --train"),
