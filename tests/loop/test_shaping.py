@@ -113,6 +113,8 @@ def test_groups_compare_scores_and_the_kl_is_added_unscaled(estimator: str) -> N
     for name in ("advantages_BT", "returns_BT"):
         expected = getattr(plain, name) - 0.3 * later_BT
         torch.testing.assert_close(getattr(both, name), expected, atol=1e-5, rtol=1e-5)
+    rewards_BT = plain.token_rewards_BT - 0.3 * gap_BT * plain.loss_mask_BT
+    torch.testing.assert_close(both.token_rewards_BT, rewards_BT)
 
 
 @pytest.mark.parametrize(
