@@ -123,7 +123,8 @@ def test_more_pieces_than_fit_into_an_answer_are_joined() -> None:
     assert len(pieces) == 60
     assert {piece.count("\n") for piece in pieces} == {5, 6}
     # An example gets a second piece only where it has one.
-    assert len(show_example("One. Two.", complete_judge(place="sentence"), "Three.")) == 2
+    for place, text in (("sentence", "One. Two."), ("turn", "One.")):
+        assert len(show_example(text, complete_judge(place=place), "Three.")) == 2
 
 
 def reply(*pieces: Any, whole: Any = 7, **more: Any) -> str:
