@@ -16,6 +16,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.schema.reward import Shaping
 from ppo_cli.engine.samplers.text import decode_text
+from ppo_cli.errors import RewardError
 from ppo_cli.estimates import repeated_share
 from ppo_cli.moments import Moments
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score, Scored, Turn
@@ -332,6 +333,10 @@ def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
         batch = shape_step(config, annotate(created), scores, 0.0, None).batch
         assert batch.valid_B.tolist() == valid and not batch.advantages_BT[1].any()
         assert bool(batch.advantages_BT.isfinite().all())
+    config = complete({"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["x"]}})
+    scores[0] = Scored(created[0], Score(1.0, parts={name: Part(1.0, None) for name in "dbca"}))
+    with pytest.raises(RewardError, match="no score has such a part; there are a, b, c, d"):
+        shape_step(config, annotate(created), scores, 0.0, None)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "gdpo"])
