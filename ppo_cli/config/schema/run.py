@@ -154,7 +154,7 @@ class Model(Section):
     )  # fmt: skip
     compile_layers: bool = setting(
         Chosen(choose_compiled, "on GPUs if the self-test has proven it"),
-        "Fuse the kernels of each layer with torch.compile; a first step takes longer.",
+        "Fuse the kernels of each layer with torch.compile; the first step takes longer.",
         identity="start",
     )  # fmt: skip
 

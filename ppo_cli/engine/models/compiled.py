@@ -20,6 +20,7 @@ from ppo_cli.engine.models.gradient_checkpointing import find_blocks
 from ppo_cli.errors import ModelError, first_line
 
 VARIANTS = 32
+CACHES = ("past_key_values", "layer_past")
 
 
 def compile_blocks(model: Any) -> None:
@@ -38,8 +39,8 @@ def compile_blocks(model: Any) -> None:
 
 
 def _run(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A sampler's cache grows with each token.
-    if kwargs.get("past_key_values") is not None:
+    # A sampler's cache grows with each token; families name it differently.
+    if any(kwargs.get(name) is not None for name in CACHES):
         return plain(*args, **kwargs)
     try:
         return compiled(*args, **kwargs)

@@ -34,8 +34,8 @@ def find_blocks(model: Any, setting: str) -> list[nn.Module]:
     ]
     if not blocks:
         raise ModelError(
-            f"{setting} does not know the blocks of this {model.config.model_type} model: add "
-            f"{setting}=false to the command."
+            f"The blocks of this {model.config.model_type} model are not known, which {setting} "
+            f"needs: add {setting}=false to the command."
         )
     # An outer block computes the inner ones again.
     inner = {name for name in blocks if any(name.startswith(f"{other}.") for other in blocks)}
