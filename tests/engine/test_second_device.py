@@ -84,7 +84,7 @@ def test_bodies_of_gpu_tests_pass_on_the_second_device() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", BODIES, "-p", "no:cacheprovider",
          *map(str, files)],
-        cwd=ROOT, env=environment() | {"PPO_TEST_DEVICE": "second"},
+        cwd=ROOT, env=environment() | {"PPO_TEST_DEVICE": "second", "PYTEST_ADDOPTS": ""},
         capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -56,7 +56,7 @@ def test_real_engines_pass_their_checks_and_leave_nothing_behind(part: str, tmp_
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
         [*checks, *options, f"--basetemp={tmp_path / 'pytest'}"],
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTEST_ADDOPTS": ""}, cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         out, errors = process.communicate(timeout=850)
