@@ -76,11 +76,12 @@ async def load(
 
 @dataclass(eq=False)
 class Connection:
-    """A client of a started server, what closes it, and when it last answered."""
+    """A client, what closes it, when it last answered, and when its latest answered call began."""
 
     client: Any
     close: Callable[[], None]
     answered: float = 0.0
+    latest: float = 0.0
 
 
 @dataclass(eq=False)
@@ -136,11 +137,14 @@ class Server:
         try:
             result = await self._ask(call.connection.client, name, arguments)
             call.connection.answered = time.monotonic()
+            call.connection.latest = max(call.connection.latest, call.started)
         except (self._worker.TimedOut, ServerEnded) as error:
             await self._replace(call.connection)
-            # Another call may be the reason, unless the server answered others while this one hung.
-            answers = call.connection.answered > call.started + self._timeout / 2
-            if not call.shared or (answers and not isinstance(error, ServerEnded)):
+            # Others may be the reason, also those before it in a queue, unless the server answered
+            # later calls, while this one hung.
+            late = call.connection.answered > call.started + self._timeout / 2
+            passed = late and call.connection.latest > call.started
+            if not call.shared or (passed and not isinstance(error, ServerEnded)):
                 raise
             result = await self._ask_alone(name, arguments)
         finally:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
+from ppo_cli.environments.mcp import Connection, Server
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import UserError
 from tests.environments.conftest import ROW
@@ -468,6 +472,35 @@ def test_an_mcp_server_has_tools(
     assert call(pool, ("add", {"a": 1, "b": 1})).messages[0]["content"] == "2"
     assert "ended" in call(pool, ("end", {}), episode="1").messages[0]["content"]
     assert resting.result(60).messages[0]["content"] == "rested"
+
+
+class Serial:
+    """A client of an MCP server that answers one call after the other, in `seconds`."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def call_tool(self, name: str, arguments: dict[str, float]) -> Any:
+        async with self._lock:
+            await asyncio.sleep(arguments["seconds"])
+        block = SimpleNamespace(type="text", text=name)
+        return SimpleNamespace(content=[block], is_error=False)
+
+
+def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def connect(_: Server) -> Connection:
+        return Connection(Serial(), lambda: None)
+
+    async def ask_all() -> list[str]:
+        spec = {"name": "serial", "label": "--mcp serial"}
+        server = Server(SimpleNamespace(MCPError=OSError), spec, 1.0, worker, [], ValueError)
+        await server.start()
+        return await asyncio.gather(*(server.call("done", seconds=0.25) for _ in range(6)))
+
+    monkeypatch.setattr(Server, "_connect", connect)
+    assert asyncio.run(ask_all()) == ["done"] * 6
 
 
 @pytest.mark.slow
