@@ -728,8 +728,17 @@ def rules_of(reward: Reward) -> tuple[Reward, ...]:
 
 def is_watched(reward: Reward) -> bool:
     """Whether the alarm of exploits watches a reward: its own rules alone are not."""
-    functions = any(rules.function for rules in rules_of(reward))
+    parts = read_mixture(reward).parts
+    measured = find_measured(parts)
+    functions = any(_has_function(reward, part) for part in parts if part not in measured)
+    if not parts:
+        functions = any(rules.function for rules in rules_of(reward))
     return bool(judges_of(reward) or models_of(reward) or functions)
+
+
+def _has_function(reward: Reward, part: MixPart) -> bool:
+    """Whether a part of a mixture is scored by somebody's function, its own or the run's."""
+    return part.kind == "rule" and rule_settings(reward, part).function is not None
 
 
 class Watched(NamedTuple):
@@ -749,15 +758,20 @@ def find_measured(parts: Sequence[MixPart]) -> list[MixPart]:
 def find_watched(reward: Reward) -> Watched | None:
     """Return what of a mixture a rule watches: a judge, or with a measured rule another part.
 
-    None without both. A measured rule comes before one that pays.
+    None without both, or if that part does not pay most: what pays less may rise honestly while
+    the rule does not. Built-in rules pay beside a judge. A measured rule comes before one that
+    pays.
     """
-    parts = mixture_of(reward)
+    parts = read_mixture(reward).parts
     measured, judges = find_measured(parts), [part for part in parts if part.kind == "judge"]
     rules = measured or [part for part in parts if part.kind == "rule"]
-    others = [p for p in parts if measured and p.weight and (p.kind == "model" or p.function)]
-    if not rules or not (watched := [*judges, *others]):
+    gameable = [p for p in parts if p.kind != "rule" or _has_function(reward, p)]
+    others = [p for p in gameable if measured and p.kind in ("model", "rule")]
+    paying = [p for p in (gameable if judges else parts) if p not in rules]
+    watched = max(judges or others, key=lambda part: part.weight, default=None)
+    if not rules or watched is None or 2 * watched.weight <= sum(abs(p.weight) for p in paying):
         return None
-    return Watched(watched[0].name, rules[0].name, bool(judges))
+    return Watched(watched.name, rules[0].name, bool(judges))
 
 
 def describe_reward(reward: Reward) -> str:

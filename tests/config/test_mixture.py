@@ -127,6 +127,8 @@ def test_a_mixture_may_be_switched_off() -> None:
         (("judge:1", "rule:format:0"), "judge.only_if=format>=1", False),
         (("judge:1", "rule:format:0"), "", False),  # a second opinion
         (("rule:exact:1", "rule:format:0"), "", True),  # nothing may be exploited
+        (("rule:exact:1",), "mine={function: f.py, weight: 0}", True),  # the function pays nothing
+        (("judge:1", "rule:format:0", "rule:exact:0"), "", True),  # one opinion is asked
         (("judge:0", "rule:format:1"), "", True),  # paid for in vain
     ],
 )

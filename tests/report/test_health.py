@@ -195,6 +195,10 @@ RIGHT = {"kind": "rule", "rule": "number", "weight": 0}
         ({"judge": 0.5, "rule": 0.5}, ("judge", "rule", True)),
         ({"judge": 1, "rule": 0.5, "right": RIGHT}, ("judge", "right", True)),
         ({"pay": PAY, "right": RIGHT}, ("pay", "right", False)),
+        # What pays little may rise alone.
+        ({"tags": PAY | {"weight": 0.5}, "pay": PAY, "right": RIGHT}, ("pay", "right", False)),
+        ({"pay": PAY, "exact": {"rule": "exact", "weight": 1}, "right": RIGHT}, None),
+        ({"judge": 1, "pay": PAY, "right": RIGHT}, None),
         # What pays, or only opens a gate, is no opinion on a function.
         ({"pay": PAY, "right": RIGHT | {"weight": 1}}, None),
         ({"pay": PAY | {"only_if": "right >= 1"}, "right": RIGHT}, None),

@@ -12,9 +12,8 @@ from ppo_cli.config.mixture import (
     SCALINGS,
     Judge,
     Mixture,
-    find_measured,
+    find_watched,
     has_mixture,
-    is_watched,
     judges_of,
     model_settings,
     other_judge,
@@ -306,15 +305,17 @@ def check_mixture(scene: Scene) -> Iterator[Finding]:
                 "--environment FILE.py:NAME, or leave the part out.",
             )
     yield from _check_gates(mixture)
-    # A weight of 0 is for parts that another one waits for, and for second opinions.
+    # A weight of 0 is for parts that another one waits for, and for the second opinion.
     gates = {part.gate.part for part in mixture.parts if part.gate is not None}
-    measured = find_measured(mixture.parts) if is_watched(reward) else []
+    watched = find_watched(reward)
+    opinions = {watched.rule} if watched else set()
     for part in mixture.parts:
-        if part.weight == 0 and part.name not in gates and part not in measured:
+        if part.weight == 0 and part.name not in gates | opinions:
             yield Finding(
                 mixture.set_by[part.name],
                 f"part {part.name} has the weight 0 and would be scored without counting; leave it "
-                "out, or let another part wait for it with only_if.",
+                "out, or let another part wait for it with only_if. As a second opinion one rule "
+                "may weigh nothing, where a judge, reward model or function pays most.",
             )
     kinds = {part.kind for part in mixture.parts}
     if reward.api.enable and mixture.parts and not mixture.clashes and "judge" not in kinds:
