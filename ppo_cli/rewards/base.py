@@ -58,9 +58,14 @@ class Reward(Protocol):
         """Ask a judge questions with known answers, and show a warning for a wrong verdict."""
         return
 
-    def read_wishes(self, text: str, features: Sequence[str], tell: Tell) -> Mapping[str, int]:
-        """Ask a judge of which features a text wants more (1) or less (-1) in responses."""
-        return {}
+    def read_wishes(
+        self, text: str, features: Sequence[str], tell: Tell
+    ) -> Mapping[str, int] | None:
+        """Ask a judge of which features a text wants more (1) or less (-1); None without one.
+
+        A judge with `canary_every` 0 is not asked.
+        """
+        return None
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout without waiting for the score."""

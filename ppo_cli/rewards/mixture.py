@@ -337,10 +337,12 @@ class CompositeReward(Reward):
         for reward in self._rewards.values():
             reward.check_format(tell)
 
-    def read_wishes(self, text: str, features: Sequence[str], tell: Tell) -> Mapping[str, int]:
-        """Ask the first judge that names any."""
+    def read_wishes(
+        self, text: str, features: Sequence[str], tell: Tell
+    ) -> Mapping[str, int] | None:
+        """Ask the first judge that is asked at all."""
         wishes = (r.read_wishes(text, features, tell) for r in self._rewards.values())
-        return next(filter(None, wishes), {})
+        return next((answer for answer in wishes if answer is not None), None)
 
     def begin_step(self, step: int) -> None:
         """Pass it on."""

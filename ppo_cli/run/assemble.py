@@ -644,7 +644,7 @@ def _start_reward(
         if not asks_for_wishes(config.reward):
             return ()
         text = read_requests(config.reward)
-        return reward.read_wishes(text, FEATURES, screen.note).items()
+        return (reward.read_wishes(text, FEATURES, screen.note) or {}).items()
     except (Interrupted, WorkerLost) as stop:
         command = _resume_command(start.plan.resolved, begun=False)
         if isinstance(stop, Interrupted):

@@ -6,9 +6,10 @@ The judge of a reward and the cheaper judge of a cascade are both askers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.errors import RewardError, ppo, shorten
@@ -41,7 +42,10 @@ from ppo_cli.secrets.redact import redact
 from ppo_cli.thoughts import NO_ANSWER
 
 MAX_REFUSED_PROMPTS = 3  # prompts that the judge may refuse before the start asks no more
+UNREAD = "Only the words of the prompts and rubrics count."
 UNKNOWN_ANSWER = "I do not know."  # the response of test questions without a reference
+
+T = TypeVar("T")
 
 
 class JudgeAsker:
@@ -97,12 +101,7 @@ class JudgeAsker:
         checks = format_checks(self._api, self.template)
         if not checks:
             return
-        asking, told = self._loop.submit(self._ask_checks(checks)), False
-        while not wait([asking], timeout=0.5).done:
-            if not told and (reason := self.connection.direct.waiting_for()) is not None:
-                tell(reason)
-                told = True
-        answers = asking.result()
+        answers = self._wait_for(self._ask_checks(checks), tell)
         # A stop or a bug ends the start; a JudgeError is a wrong answer.
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
@@ -124,23 +123,36 @@ class JudgeAsker:
             f"labels (`{ppo('reward calibrate')}`), or try another --rm_model."
         )
 
-    def read_wishes(self, text: str, features: Sequence[str], tell: Tell) -> Mapping[str, int]:
+    def read_wishes(
+        self, text: str, features: Sequence[str], tell: Tell
+    ) -> Mapping[str, int] | None:
         """Ask of which features a text wants more (1) or less (-1); nothing if that is unclear."""
-        question, unread = wish_question(self._api, text, features), "they are read by words alone"
+        if not self._api.canary_every:
+            return None
+        question = wish_question(self._api, text, features)
         try:
-            verdict = self._loop.call(self.connection.direct.ask(question))
+            verdict = self._wait_for(self.connection.direct.ask(question), tell)
         except JudgeError as error:
-            tell(f"The judge does not say which features the reward asks for ({error}): {unread}.")
+            tell(f"The judge does not say which features the reward asks for ({error}). {UNREAD}")
             return {}
         signs = [round(2 * grade) - 1 for grade in verdict.info["grades"]]
         wishes = {feature: s for feature, s in zip(features, signs, strict=True) if s}
         if 2 * len(wishes) > len(features):
-            tell(f"The judge says that the reward asks for most features of a text: {unread}.")
+            tell(f"The judge says that most features are asked for, which is implausible. {UNREAD}")
             return {}
         if wishes:
             named = (f"{'more' if sign > 0 else 'less'} {f}" for f, sign in wishes.items())
             tell(f"The reward asks for this, as the judge reads it: {', '.join(named)}.")
         return wishes
+
+    def _wait_for(self, asking: Coroutine[Any, Any, T], tell: Tell) -> T:
+        """Return the result of calls; a pause of the judge is told once."""
+        future, told = self._loop.submit(asking), False
+        while not wait([future], timeout=0.5).done:
+            if not told and (reason := self.connection.direct.waiting_for()) is not None:
+                tell(reason)
+                told = True
+        return future.result()
 
     async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:
         calls = (self.connection.direct.ask(check.question) for check in checks)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.config.mixture import MixPart
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.compare import CompareReward
 from ppo_cli.rewards.judge.prompt import load_template
 from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.mixture import CompositeReward
 from tests.judge_server import JudgeServer, verdict_keys
 from tests.judge_server.asking import judge_api
 from tests.judge_server.wire import fenced
@@ -142,8 +144,13 @@ def test_a_judge_says_which_features_a_prompt_asks_for(
         return json.dumps(verdicts)
 
     server.score = answer
-    for _ in range(2):  # the second answer is in the cache
+    # One judge of a mixture is asked, and once: its answer is in the cache.
+    others = judge_of(name="quiet", model="m"), judge_of(name="last", model="n", canary_every=1)
+    parts = others[0], judge_of(canary_every=1), others[1]
+    judge = CompositeReward([(MixPart(name=part.name, kind="judge"), part) for part in parts])
+    for _ in range(2):
         notes: list[str] = []
-        read = judge_of().read_wishes("Seid knapp und nett.", FEATURES, notes.append)
+        read = judge.read_wishes("Seid knapp und nett.", FEATURES, notes.append)
         assert read == (wishes or {}) and bool(notes) is (wishes != {})
+    judge.close()
     assert set(seen) == {"Seid knapp und nett."} and (wishes is None or len(seen) == 1)
