@@ -21,7 +21,7 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -202,6 +202,8 @@ class StoredLines(StoredRecords):
         line = self._read(self._starts[index], self._lengths[index])
         try:
             record: Record = _decode(line.decode())
+        except RecursionError as error:
+            raise DataError(f"{self.place(index)}: {json_problem(error)}.") from error
         except ValueError as error:
             raise DataError(
                 f"{self.place(index)}: the file was changed while it was in use."
@@ -251,10 +253,17 @@ class StoredBatches(StoredRecords):
 
     def decode_some(self, indices: Sequence[int]) -> Iterator[Record]:
         """Decode consecutive rows of one batch together."""
+        from pyarrow.lib import ArrowNotImplementedError
+
         rows = (self.numbers[index] - 1 for index in indices)
         for batch, in_batch in groupby(rows, lambda row: bisect_right(self._starts, row) - 1):
+            stored = self._batches[batch]
             chosen = [row - self._starts[batch] for row in in_batch]
-            yield from self._batches[batch].take(chosen).to_pylist()
+            try:
+                parts = [stored.take(chosen)]
+            except ArrowNotImplementedError:  # columns of views, or encoded by runs
+                parts = [stored.slice(row, 1) for row in chosen]
+            yield from chain.from_iterable(part.to_pylist() for part in parts)
 
 
 ReadResult = tuple[Sequence[tuple[Place, Record]], list[RowProblem]]
@@ -671,8 +680,15 @@ CHUNK_BYTES = 1 << 24
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 1 << 22  # of a file that is read line by line
 BLOCK_BYTES = 1 << 22  # of lines that Arrow reads at once
-# A name of infinity that Arrow reads as a number and JSON does not know.
-OTHER_INFINITY = re.compile(rb"[\s:,\[-]Inf[\s,\]}]")
+# Names that Arrow reads as numbers and JSON does not know. The search is fast for plain letters.
+OTHER_INFINITY = re.compile(rb"Inf(?<=[\s:,\[-]Inf)[\s,\]}]")
+OTHER_NAN = re.compile(rb"-NaN(?<=[\s:,\[]-NaN)[\s,\]}]")
+# Python limits the digits of a number to 4300: 4301 digits have 16 in a row of each 256th byte.
+MANY_DIGITS = re.compile(rb"\d{16}")
+KEY = re.compile(rb'"[^"]*"\s*:')  # or the end of one
+SCHEMA_LINES = 1000  # from which Arrow infers the columns of a block
+MAX_FIELDS = 256  # each takes memory in all rows of a block
+MAX_OPEN = 500  # brackets in a line: Arrow's reader is recursive, without a limit
 
 
 def _too_large(path: Path, what: str) -> DataError:
@@ -723,8 +739,10 @@ def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
     number = end = 0
     parse, repeated = _make_parser()
     while block := file.readlines(BLOCK_BYTES):
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if number > EAGER_ROWS and peak > host_memory() // ROWS_SHARE:
+        resident = 0
+        with suppress(OSError):  # macOS has no such file
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        if number > EAGER_ROWS and resident > host_memory() // ROWS_SHARE:
             raise _too_large(path, f"more than {number:,} rows, which take more")
         # Of a large file Arrow checks whole blocks, and names their columns.
         batch = None
@@ -773,13 +791,37 @@ def read_as_arrow(lines: bytes, count: int) -> Any:
     # One object a line: Arrow also reads several in one, and one in several.
     begins = lines.startswith(b"{") + lines.count(b"\n{")
     ends = lines.endswith(b"}") + lines.count(b"}\n") + lines.count(b"}\r\n")
-    if not begins == ends == count or OTHER_INFINITY.search(lines):
+    if not begins == ends == count or MANY_DIGITS.search(lines[::256]):
         return None
-    options = arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
+    split = lines.split(b"\n")
+    head = b"\n".join(split[:SCHEMA_LINES])
+    if (
+        OTHER_INFINITY.search(lines)
+        or OTHER_NAN.search(lines)
+        or any(line.count(b"[") + line.count(b"{") > MAX_OPEN for line in split)
+        or len(set(KEY.findall(head))) > MAX_FIELDS
+    ):
+        return None
+
+    def read(text: bytes, schema: Any) -> Any:
+        return arrow_json.read_json(
+            pa.BufferReader(text),
+            arrow_json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+            arrow_json.ParseOptions(
+                explicit_schema=schema,
+                unexpected_field_behavior="infer" if schema is None else "error",
+            ),
+        )
+
     try:
-        table = arrow_json.read_json(pa.BufferReader(lines), read_options=options)
+        lines.decode()  # keys too
+        schema = read(head, None).schema
+        # One line for each field, also inside others.
+        if schema.to_string().count("\n") >= MAX_FIELDS:
+            return None
+        table = read(lines, schema)
         table.validate(full=True)  # UTF-8
-    except pa.ArrowException:
+    except (UnicodeDecodeError, pa.ArrowException):
         return None
     batches = table.combine_chunks().to_batches()
     return batches[0] if [batch.num_rows for batch in batches] == [count] else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,10 @@ def sources(tmp_path: Path) -> Mapping[str, str]:
         '"a"}',
     ]
     (tmp_path / "wrong.jsonl").write_text("\n".join(wrong))
+    views = pa.Table.from_pylist(TEXT)
+    views = views.set_column(0, "prompt", views["prompt"].cast(pa.string_view()))
+    with pa.ipc.new_file(tmp_path / "views.arrow", views.schema) as writer:
+        writer.write_table(views)
     lines[20], lines[30] = '{"prompt": "a", "prompt": "b"}', '{"prompt": 5}'
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     return {path.name: str(path) for path in tmp_path.iterdir()}
@@ -95,6 +100,7 @@ def sources(tmp_path: Path) -> Mapping[str, str]:
         (["odd.jsonl"], {}),
         (["bad.jsonl"], {}),
         (["wrong.jsonl"], {}),
+        (["views.arrow"], {}),
     ],
 )
 def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
@@ -160,3 +166,31 @@ def test_a_file_that_changes_during_a_run_is_an_error(
     Path(sources["text.jsonl"]).write_text("{}\n")
     with pytest.raises(DataError, match="line 41: the file was changed"):
         rows.prompts[COUNT - 1]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b'{"\xff": 1}',
+        b'{"x": [-NaN]}',
+        b'{"x": %s}' % (b"1" * 4301),
+        b'{"x": %s}' % (b"[" * 600 + b"]" * 600),
+        b"\n".join(b'{"x": {"%d": 1}}' % n for n in range(300)),
+        b"\n" * files.SCHEMA_LINES + b'{"y": 1}',
+    ],
+)
+def test_arrow_reads_no_block_with_what_json_refuses_or_with_free_keys(end: bytes) -> None:
+    lines = b'{"prompt": "q", "x": null}\n' * 3
+    assert files.read_as_arrow(lines, 3).num_rows == 3
+    assert files.read_as_arrow(lines + end, 3 + end.count(b"{") - end.count(b": {")) is None
+
+
+def test_only_the_memory_that_is_in_use_limits_the_rows(
+    sources: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More was in use before, as in a training that ended.
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = b"x" * (1 << 27)
+    del before
+    monkeypatch.setattr(files, "ROWS_SHARE", files.host_memory() / (resident + (1 << 26)))
+    assert len(files.read_file(sources["text.jsonl"]).records) == COUNT
