@@ -175,6 +175,9 @@ class ToolEnvironment:
             asking = asyncio.ensure_future(request)
             if has_turn:
                 await asyncio.wait([asking], timeout=TURN_S)
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
         finally:
             if self._turns and has_turn:
                 self._turns.release()
@@ -329,9 +332,12 @@ async def _load_functions(spec: str, worker: Any) -> tuple[list[Tool], bool]:
         line = function.__code__.co_firstlineno
         problems += [f"{label}: {function.__name__} (line {line}) {text}." for text in mistakes]
         tools.append(tool)
+    stateless = getattr(module, "STATELESS", False)
+    if not isinstance(stateless, bool):
+        problems.append(f"{label}: STATELESS is {stateless!r}; write True or False.")
     if problems:
         raise worker.Problems(*problems)
-    return tools, getattr(module, "STATELESS", False) is True
+    return tools, stateless
 
 
 def read_function(function: Callable[..., Any], source: str) -> tuple[Tool, list[str]]:

@@ -57,12 +57,14 @@ def installed_editions(package: str) -> dict[str, str]:
     return {name: version for name in names if (version := version_of(name)) is not None}
 
 
-@cache
+_read_version = cache(metadata.version)
+
+
 def version_of(name: str) -> str | None:
     """Return the version of an installed package, read once; None if it is not installed."""
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
+        return _read_version(name)
+    except metadata.PackageNotFoundError:  # it may be installed later
         return None
 
 

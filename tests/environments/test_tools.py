@@ -373,6 +373,10 @@ def test_functions_that_are_no_tools_are_refused_together(tmp_path: Path) -> Non
         "int, float, bool, list, dict, Literal, an Enum, a dataclass, a model of pydantic, or a "
         "Union of these.",
     ]
+    path.write_text(f"STATELESS = 1\n{PROCESS}")
+    with pytest.raises(UserError, match=r"STATELESS is 1; write True or False\."):
+        check_environment(complete_environment(tools=str(path)))
+    path.write_text("def third(): 'Do.'")
     with pytest.raises(UserError, match=r"has no 'thrd'\. Did you mean 'third'"):
         check_environment(complete_environment(tools=f"{path}:thrd"))
 

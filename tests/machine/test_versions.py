@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import re
 import sys
@@ -47,6 +48,17 @@ def test_supported_versions_have_no_fault(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert faults(monkeypatch, **installed) == []
+
+
+def test_a_package_is_found_once_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions_module.version_of("acme-late") is None
+    (tmp_path / "acme_late-1.5.dist-info").mkdir()
+    (tmp_path / "acme_late-1.5.dist-info" / "METADATA").write_text("Name: acme-late\nVersion: 1.5")
+    importlib.invalidate_caches()
+    assert versions_module.version_of("acme-late") == "1.5"
 
 
 @pytest.mark.parametrize(

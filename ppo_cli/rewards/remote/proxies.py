@@ -7,6 +7,7 @@ names a SOCKS proxy and socksio is missing, even if NO_PROXY exempts the only ad
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -39,13 +40,15 @@ def client_settings(url: str) -> dict[str, Any]:
 
     Without a proxy where all of the environment are HTTP ones: httpx reads those correctly itself.
     """
+    # httpx reads these two variables.
+    certificates = _certificates(*map(os.environ.get, ("SSL_CERT_FILE", "SSL_CERT_DIR")))
     if all(re.match("https?://|(?!.*://)", proxy, re.I) for proxy in getproxies().values()):
-        return {"verify": _certificates()}
-    return {"verify": _certificates(), "proxy": proxy_for(url), "trust_env": False}
+        return {"verify": certificates}
+    return {"verify": certificates, "proxy": proxy_for(url), "trust_env": False}
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _certificates(file: str | None, folder: str | None) -> ssl.SSLContext:
     """Return the trusted certificates; reading them takes longer than many a request."""
     import httpx
 

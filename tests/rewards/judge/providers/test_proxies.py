@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,10 +46,16 @@ def test_the_proxy_of_the_scheme_wins_over_that_of_all(monkeypatch: pytest.Monke
 
 
 def test_without_a_socks_proxy_a_client_reads_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert list(client_settings("http://example.com")) == ["verify"]
+    settings = client_settings("http://example.com")
+    assert list(settings) == ["verify"]
+    # Certificates are read once for each file that the environment names.
+    assert client_settings("http://example.org") == settings
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        client_settings("http://example.com")
 
 
 @pytest.mark.parametrize(
