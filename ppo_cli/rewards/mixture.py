@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ppo_cli.config.mixture import Condition, MixPart
+from ppo_cli.config.mixture import Condition, MixPart, find_measured
 from ppo_cli.moments import Affine, Moments, clip, correlation, standardise
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
@@ -183,7 +183,8 @@ def _mix_row(
     """Return the weighted sum of one rollout's scaled part scores.
 
     A failed part with on_failure=fail makes it a failure, and so does a rollout where no part with
-    a weight has a score. Otherwise the other parts take over the weight of a failed one.
+    a weight has a score. Otherwise the other parts take over the weight of a failed one. A part
+    that is only measured takes nothing away.
     """
     # What every score of a mixture records, failed or not.
     lost = [p for p in parts if columns[p.name].scaled[row] is None]
@@ -198,7 +199,9 @@ def _mix_row(
     )
     scored = [p for p in parts if p not in lost]
     scored_weight = math.fsum(abs(p.weight) for p in scored)
-    fatal = next((p for p in lost if p.on_failure == "fail" or not scored_weight), None)
+    measured = find_measured(parts)
+    counted = [p for p in lost if p not in measured]
+    fatal = next((p for p in counted if p.on_failure == "fail" or not scored_weight), None)
     if fatal is not None:
         return replace(of_all, failure=f"{fatal.name}: {part_scores[fatal.name].failure}")
     # The remaining parts share the weight of the failed ones.

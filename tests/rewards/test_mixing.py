@@ -196,6 +196,10 @@ def test_renormalising_lets_the_others_share_the_weight() -> None:
     parts = [part("a", 0.6), part("toxic", -0.1), part("b", 0.3, on_failure="renormalise")]
     round_ = mixed(parts, a=[1.0], toxic=[2.0], b=[None])
     assert totals(round_) == [pytest.approx((0.6 - 0.2) / 0.7)]
+    # A part that is only measured fails alone; one that opens a gate fails the response.
+    for gate, total in ((None, 1.0), ("right >= 1", None)):
+        parts = [part("a", only_if=gate), part("right", 0.0)]
+        assert totals(mixed(parts, a=[1.0], right=[None])) == [total]
 
 
 def test_a_closed_gate_counts_as_the_lowest_of_the_round_and_never_above_0() -> None:
