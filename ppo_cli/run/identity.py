@@ -146,14 +146,15 @@ def _apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
 
     Some follow from another: actor.kl_loss_coef from the coefficient in the reward.
     A setting that somebody has changed since keeps their value. Where the reference is the initial
-    model in full, it is now the checkpoint: the KL must not undo what was learned before.
+    model in full, and nobody has named it, it is now the checkpoint of the last return: the KL
+    must not undo what was learned before.
     """
-    changes, origin, settings = dict[str, Any](), "", plan.settings
-    is_initial = settings.ref.path == settings.model.path and not settings.shares_reference
-    for restraint in read_restraints(run):
-        if restraint.changes and is_initial:
-            checkpoint = run / "checkpoints" / f"step_{restraint.to:06d}" / "actor"
-            changes["ref.path"] = str(checkpoint) if restraint.to else settings.model.path
+    changes, origin, restraints = dict[str, Any](), "", read_restraints(run)
+    if restraints and "ref.path" in plan.why and not plan.settings.shares_reference:
+        to = restraints[-1].to
+        checkpoint = run / "checkpoints" / f"step_{to:06d}" / "actor"
+        changes["ref.path"] = str(checkpoint) if to else plan.settings.model.path
+    for restraint in restraints:
         for key, (before, now) in restraint.changes.items():
             if key in changes or value_of(plan.settings, key) == before:
                 changes[key], origin = now, f"restrained after step {restraint.after}"

@@ -27,7 +27,7 @@ from ppo_cli.atomic import (
 from ppo_cli.digests import NAMED_IN, write_manifest
 from ppo_cli.errors import ModelError, UserError, plural, ppo
 from ppo_cli.paths import load_json, read_text, user_path
-from ppo_cli.run_folder.restraints import find_pending
+from ppo_cli.run_folder.restraints import find_pending, read_restraints
 
 # Version of everything in a checkpoint's `state/`: raise it when the format of any part changes.
 FORMAT = 2
@@ -143,10 +143,14 @@ class CheckpointStore:
             ) from error
 
     def _prune(self) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one; None keeps all."""
+        """Delete all but the newest `keep` checkpoints and the best one; None keeps all.
+
+        Those that the run went back to stay: one is the reference.
+        """
         if self._keep is None:
             return
         spared = {self._link_target("latest"), self._link_target("best")}
+        spared |= {self._folder(r.to).name for r in read_restraints(self.directory.parent)}
         # The newest `keep` are not in this slice; `latest` and `best` may point to older ones.
         for step in self.steps()[: -self._keep]:
             folder = self._folder(step)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, WentBack
+from ppo_cli.paths import user_path
 from ppo_cli.report.hacking import find_hacking, find_onset, find_rise, name_checkpoint_before
 from ppo_cli.report.metrics import read_limits
 from ppo_cli.run_folder.restraints import Restraint, go_back, read_restraints, write_restraints
@@ -58,7 +61,7 @@ def _act_on_alarm(job: Job, state: RunState) -> str | None:
     # A fork has no start of its own to go back to.
     if not to and (is_last or steps[0]["step"] > 1):
         return f"--on_hacking restrain; no checkpoint is from step {onset} or before"
-    changes = {} if is_last else _raise_kl(job.config.kl_weights, steps, to)
+    changes = {} if is_last else _raise_kl(job.config, job.store.directory, steps, to)
     restraint = Restraint(int(steps[-1]["step"]), to, changes, alarm, dict(job.fingerprint))
     # From here on the run has gone back, also if it is killed now.
     write_restraints(run_dir, [*restraints, restraint])
@@ -86,19 +89,22 @@ def _find_return(job: Job, onset: int) -> int:
 
 
 def _raise_kl(
-    weights: Mapping[str, float], steps: Sequence[Mapping[str, Any]], to: int
+    config: Config, checkpoints: Path, steps: Sequence[Mapping[str, Any]], to: int
 ) -> dict[str, tuple[float, float]]:
     """Return the KL's weights before and from now on.
 
     A response's KL since step `to` then costs more than the reward has risen, within bounds.
     """
     before = next((line.get("kl_divergence") for line in steps if line["step"] == to), None)
+    # The KL since a return is to one of the checkpoints, not to the model of the steps before it.
+    if checkpoints.resolve() in user_path(config.ref.path).resolve().parents:
+        before = 0.0
     kl, length = (steps[-1].get(key) for key in ("kl_divergence", "response_length_mean"))
     cost = max((kl or 0.0) - (before or 0.0), 0.0) * (length or 0.0)
     dear = float(f"{KL_COST * find_rise(steps)[1] / cost:.3g}") if cost > 0 else 0.0
     return {
         key: (old, min(max(KL_FACTOR * old, dear), MAX_KL_FACTOR * old))
-        for key, old in weights.items()
+        for key, old in config.kl_weights.items()
     }
 
 

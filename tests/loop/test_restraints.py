@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ppo_cli.run.refusals import plan_resume
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.lines import rollout_file, rollout_steps
 from ppo_cli.run_folder.restraints import Restraint, go_back, read_restraints, write_restraints
+from ppo_cli.step.stops import _raise_kl
 from tests.config.settling import settle
 from tests.forked import Forked
 from tests.loop.runs import command, environment, metrics, rows, stored, train
@@ -83,6 +85,24 @@ def test_the_command_to_go_on_after_a_return_keeps_the_run(monkeypatch: pytest.M
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("reference", "factor"), [("embedded", 10), ("step_000010/actor", 67)])
+def test_the_kl_is_raised_by_what_the_exploit_costs_in_kl_to_its_reference(
+    tmp_path: Path, reference: str, factor: float
+) -> None:
+    """The KL is 0.2 at step 10, and 0.06 four steps later: after a return its reference is new."""
+    config = settle(
+        "model.path=embedded", "algorithm.use_kl_in_reward=true",
+        f"ref.path={tmp_path / reference if '/' in reference else reference}",
+    ).config  # fmt: skip
+    steps = [
+        {"step": s, "kl_divergence": 0.02 * s if s <= 10 else 0.015 * (s - 10),
+         "reward_mean": 0.2 * (s > 10), "response_length_mean": 100.0}
+        for s in range(1, 15)
+    ]  # fmt: skip
+    ((old, new),) = _raise_kl(config, tmp_path, steps, 10).values()
+    assert new / old == pytest.approx(factor, rel=0.01)
+
+
 def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
     here = ("model.path=embedded", f"trainer.output_dir={tmp_path}")
     plan = make_plan(settle(*here))
@@ -93,12 +113,19 @@ def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
         (store.directory / f"step_{step:06d}").mkdir(parents=True)
         rollout_file(tmp_path, step).touch()
     restraint = Restraint(4, 2, {key: (old, 10 * old)}, "alarm", setting_values(plan.settings))
+    # The last return counts, also one that changes no weight.
+    write_restraints(
+        tmp_path, [replace(restraint, to=3, pending=False), replace(restraint, changes={})]
+    )
+    kept, _, _ = keep_decisions(plan, tmp_path)
+    assert kept.settings.ref.path == str(store.directory / "step_000002" / "actor")
     write_restraints(tmp_path, [restraint])
     # The KL is now to the policy of that step, if the reference was the whole initial model.
     for settings, reference in (
         ((), str(store.directory / "step_000002" / "actor")),
         (("model.lora_rank=8",), "embedded"),
         (("ref.path=teacher",), "teacher"),
+        (("ref.path=embedded",), "embedded"),
     ):
         kept, _, _ = keep_decisions(make_plan(settle(*here, *settings)), tmp_path)
         assert kept.settings.ref.path == reference

@@ -18,6 +18,7 @@ import pytest
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import LOCK, SPENT, RunFolder, is_active
+from ppo_cli.run_folder.restraints import Restraint, write_restraints
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Path) -> None:
@@ -270,10 +271,11 @@ def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    write_restraints(tmp_path, [Restraint(4, 1, {}, "alarm", {}, pending=False)])
     write(store, 1, 2, 3, 4, 5, best=2)
-    assert store.steps() == [2, 4, 5]
-    assert saved(tmp_path / "best") == 2
+    assert store.steps() == [1, 2, 4, 5], "and what a run went back to"
+    assert saved(store.directory / "best") == 2
 
 
 def test_the_same_step_again_replaces_it(store: CheckpointStore, tmp_path: Path) -> None:
