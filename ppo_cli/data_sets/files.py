@@ -686,7 +686,8 @@ OTHER_NAN = re.compile(rb"-NaN(?<=[\s:,\[]-NaN)[\s,\]}]")
 # Python limits the digits of a number to 4300: 4301 digits have 16 in a row of each 256th byte.
 MANY_DIGITS = re.compile(rb"\d{16}")
 KEY = re.compile(rb'"[^"]*"\s*:')  # or the end of one
-SCHEMA_LINES = 1000  # from which Arrow infers the columns of a block
+# From so many lines Arrow infers the columns of a block; fewer first, as there may be too many.
+SCHEMA_LINES = 15, 125, 1000
 MAX_FIELDS = 256  # each takes memory in all rows of a block
 MAX_OPEN = 500  # brackets in a line: Arrow's reader is recursive, without a limit
 
@@ -794,12 +795,12 @@ def read_as_arrow(lines: bytes, count: int) -> Any:
     if not begins == ends == count or MANY_DIGITS.search(lines[::256]):
         return None
     split = lines.split(b"\n")
-    head = b"\n".join(split[:SCHEMA_LINES])
+    heads = [b"\n".join(split[:number]) for number in SCHEMA_LINES]
     if (
         OTHER_INFINITY.search(lines)
         or OTHER_NAN.search(lines)
         or any(line.count(b"[") + line.count(b"{") > MAX_OPEN for line in split)
-        or len(set(KEY.findall(head))) > MAX_FIELDS
+        or len(set(KEY.findall(heads[-1]))) > MAX_FIELDS
     ):
         return None
 
@@ -815,10 +816,11 @@ def read_as_arrow(lines: bytes, count: int) -> Any:
 
     try:
         lines.decode()  # keys too
-        schema = read(head, None).schema
-        # One line for each field, also inside others.
-        if schema.to_string().count("\n") >= MAX_FIELDS:
-            return None
+        for head in heads:
+            schema = read(head, None).schema
+            # One line for each field, also inside others.
+            if schema.to_string().count("\n") >= MAX_FIELDS:
+                return None
         table = read(lines, schema)
         table.validate(full=True)  # UTF-8
     except (UnicodeDecodeError, pa.ArrowException):

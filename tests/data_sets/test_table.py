@@ -176,7 +176,8 @@ def test_a_file_that_changes_during_a_run_is_an_error(
         b'{"x": %s}' % (b"1" * 4301),
         b'{"x": %s}' % (b"[" * 600 + b"]" * 600),
         b"\n".join(b'{"x": {"%d": 1}}' % n for n in range(300)),
-        b"\n" * files.SCHEMA_LINES + b'{"y": 1}',
+        b"\n".join(b'{"x": {"%d": {"%d": 1}}}' % divmod(n, 20) for n in range(400)),
+        b"\n" * files.SCHEMA_LINES[-1] + b'{"y": 1}',
     ],
 )
 def test_arrow_reads_no_block_with_what_json_refuses_or_with_free_keys(end: bytes) -> None:
