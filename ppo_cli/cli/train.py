@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ppo_cli.config.layers import (
 from ppo_cli.config.mixture import describe_reward, judges_of
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.reward import Composite, ModelReward
+from ppo_cli.config.schema.reward import Composite, ModelReward, Reward
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import (
@@ -48,7 +48,7 @@ from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan, make_plan
 from ppo_cli.planning.second_judge import add_second_judge
 from ppo_cli.planning.text import format_plan
-from ppo_cli.plugins import PlanSection, import_name, load_all
+from ppo_cli.plugins import PlanSection, entry_points, import_name, load, load_all
 from ppo_cli.run_folder.checkpoints import find_resume
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import METRICS_FILE, read_metrics
@@ -341,9 +341,7 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
         screen.health(shortage)
     trainer = resolved.config.trainer
     if find_resume(checkpoints_of(trainer), trainer.resume_mode) is None:
-        checks, problems = load_all("reward_checks")
-        warnings = [warning for check in checks if (warning := check(resolved.config.reward))]
-        for warning in problems + warnings:
+        for warning in filter(None, _check_reward(resolved.config.reward)):
             screen.health(warning)
     try:
         _train_on_nodes(run_plan, screen)
@@ -357,6 +355,21 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
         if expected:
             raise
         raise Crash(user_path(resolved.config.trainer.output_dir)) from error
+
+
+def _check_reward(reward: Reward) -> Iterator[str]:
+    """Yield what plug-ins say against a reward; one that fails is reported and stops no run."""
+    for name in sorted(entry_points("reward_checks")):
+        try:
+            check = load("reward_checks", name)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        try:
+            yield check(reward)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            yield f"The check of a reward '{name}' does not work ({problem}): it is left out."
 
 
 def _describe_start(run_plan: RunPlan) -> list[Sequence[str]]:

@@ -269,6 +269,7 @@ def read_schema(
         return read_schema(target, parameters, depth + 1)
     kinds = schema.get("type") or []
     types = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+    types |= {"integer"} if "number" in types else set()  # each integer is a number
     listed = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
     for key in ("anyOf", "oneOf", "allOf"):
         parts = [read_schema(part, parameters, depth + 1) for part in schema.get(key) or ()]

@@ -67,9 +67,9 @@ def _below(pid: int, processes: Processes) -> list[int]:
 
 
 def kill_below(leader: int) -> None:
-    """Kill the descendants of a process and the others in its session, until none is left.
+    """Send SIGKILL once to each descendant of a process and to the others in its session.
 
-    Its id must not be in use again.
+    Returns without waiting for their end. Its id must not be in use again.
     """
     killed: set[int] = set()
     for _ in range(MAX_ATTEMPTS):  # they fork until their signal comes

@@ -34,8 +34,9 @@ URL_QUERY = re.compile(
 
 # A secret of a configured command, whatever it looks like: `--api-key KEY`, `env X_TOKEN=KEY`.
 _OPTION = re.compile(
-    r"""(?i)(?:^|[\s"'])(?:--?[\w-]*(?:api[_-]?key|token|secret|password|\bpat)[=\s]+"""
-    r"""|[\w-]*(?:api_?key|access_key|token|secret|password|\bpat|_pat)=)["']?(?![-$])([^\s"']+)"""
+    r"""(?i)(?:^|[\s"'])(?:--?(?:[\w-]*(?:api[_-]?key|token|secret|password|_PAT_)|pat)[=\s]+"""
+    r"""|(?:[\w-]*(?:api_?key|access_key|token|secret|password|_PAT_)|(?-i:[A-Z0-9_]+_PAT)|pat)=)"""
+    r"""["']?(?![-$])([^\s"']+)""".replace("_PAT_", "(?:github|gitlab|access)[_-]?pat")
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from ppo_cli import plan, train
 from ppo_cli.cli.app import main
+from ppo_cli.cli.train import _check_reward
 from ppo_cli.config.schema.keys import describe_range, table
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, RewardError
@@ -22,7 +23,7 @@ from ppo_cli.plugins import read_metadata
 from ppo_cli.rewards.rules import get_rule
 from ppo_cli.run.identity import describe_changes, setting_values
 from tests.environments.conftest import ROW
-from tests.settings import complete_environment
+from tests.settings import complete, complete_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -134,6 +135,14 @@ def test_a_package_adds_commands(site: Path, capsys: pytest.CaptureFixture[str])
         assert main(line) == 0 and capsys.readouterr().out == "Hello, Ada\n"
     for name, problem in (("broken", "does not load"), ("train", "in ppo-cli and the package")):
         assert main([name]) == 2 and problem in capsys.readouterr().err
+
+
+def test_a_check_of_a_reward_that_fails_is_a_warning(site: Path) -> None:
+    # The function of a rule takes other arguments.
+    install(site, "other", {"ppo_cli.reward_checks": {"acme": "acme_ppo:short", "lost": "no:x"}})
+    read_metadata.cache_clear()
+    warnings = [text for text in _check_reward(complete({}).reward) if text]
+    assert [re.findall("'(acme|lost)'", text) for text in warnings] == [["acme"], ["lost"]]
 
 
 READER = """

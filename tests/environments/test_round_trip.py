@@ -23,6 +23,7 @@ from tests.environments.families import (
 from tests.marks import quick_only
 
 TEXT, NULL = {"type": "string"}, {"type": "null"}
+WHOLE = {"allOf": [{"type": "number"}, {"type": "integer"}]}
 # Schemas by the name of the argument, and values that each allows.
 VALUES: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
     "text": (TEXT, [
@@ -40,6 +41,7 @@ VALUES: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
     "either": ({"anyOf": [{"type": "boolean"}, TEXT]}, [True, "x", "yes"]),
     "several": ({"oneOf": [TEXT, {"type": "integer"}]}, [5, "0123", "x"]),
     "bounded": ({"allOf": [TEXT, {"minLength": 1}], "anyOf": [{"maxLength": 9}, {}]}, ["1", "x"]),
+    "whole": ({"anyOf": [WHOLE, TEXT]}, ["1.50", 7]),
     "level": ({"type": "string", "enum": ["low", "None", "1"]}, ["low", "None", "1"]),
     "grade": ({"enum": [1, 2.5, None, "3", "true"]}, [1, 2.5, None, "3", "true"]),
     "fixed-text": ({"const": "7"}, ["7"]),

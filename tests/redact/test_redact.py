@@ -155,9 +155,12 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
         "function_kwargs": {"api_key": "key-of-a-function", "eos_token": "<|the end|>"},
         "path": "https://me:word-of-an-address@h/v1?key=lowercase-in-a-query&n=many-responses",
         "mcp": ("x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x"),
-        "mcp_of_github": "x --pat one-of-github",
+        "mcp_of_github": "x --pat one-of-github --file-pat a-pattern-of-files",
+        "mcp_of_gitlab": "x --gitlab-pat one-of-gitlab --include_pat=many-responses",
+        "line": "env MY_PAT=my-variable x",
     })  # fmt: skip
-    assert redact("word-of-a-flag word-of-a-variable one-of-github", {}) == "*** *** ***"
+    text = "word-of-a-flag word-of-a-variable one-of-github one-of-gitlab my-variable"
+    assert redact(f"{text} a-pattern-of-files", {}) == "*** *** *** *** *** a-pattern-of-files"
     text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
     assert redact(text, {}) == "*** <|the end|> *** *** many-responses"
 
