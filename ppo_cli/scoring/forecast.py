@@ -23,7 +23,6 @@ from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, did_you_mean, plural
 from ppo_cli.planning.batches import batch_arithmetic, split_files, train_rows, val_rows
 from ppo_cli.records import Prompt
-from ppo_cli.report.features import asks_for_wishes
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, Usage
 from ppo_cli.rewards.judge.compare import calls_per_prompt
 from ppo_cli.rewards.judge.format_check import format_checks
@@ -327,10 +326,11 @@ class Forecast:
         )
 
 
-def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecast:
+def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: int = 0) -> Forecast:
     """Forecast the calls, tokens and cost of a run's judge; UserError if that is not possible.
 
-    `read` returns the first prompts of a split ("train" or "val").
+    `read` returns the first prompts of a split ("train" or "val"); `wishes` are calls that ask what
+    the prompts want.
     """
     template, api = load_template(config.reward.api), config.reward.api
     sums, listed = batch_arithmetic(config), api.compare == "list"
@@ -377,7 +377,6 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     # The labelled responses are scored at the start, and again every `labels_every` steps.
     labelled *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
     checks = len(format_checks(api, template)) if api.canary_every else 0
-    wishes = int(asks_for_wishes(config.reward))
     # A few responses of the first step are judged again, unless votes show the noise.
     a_step = (sums["reward_calls_per_step"] or 0) * requests
     repeated = 0

@@ -11,6 +11,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import RewardError
 from ppo_cli.planning.resolve import resolve
+from ppo_cli.report.features import asks_for_wishes
 from ppo_cli.rewards.judge.prompt import EPISODE
 from ppo_cli.run.refusals import FirstRows
 from ppo_cli.scoring.forecast import (
@@ -50,7 +51,8 @@ def foretell(*overrides: str) -> Forecast:
     settings = resolve(
         flags={}, preset=None, config_files=(), overrides=[*base, *overrides], environ=ENV
     ).config
-    return forecast(settings, FirstRows(settings).prompts)
+    wishes = int(asks_for_wishes(settings.reward))
+    return forecast(settings, FirstRows(settings).prompts, wishes)
 
 
 def whole_run(forecast: Forecast) -> UsageRange:
@@ -253,6 +255,13 @@ def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     output = json.loads(capsys.readouterr().out)["judge"]
     assert (output["model"], output["run"]["calls"]) == ("qwen-plus", 2 + 8 + 2 * 4)
     assert output["run"]["cost_usd"][0] < output["run"]["cost_usd"][1]
+    # In a mixture, the first judge with canaries says what the prompts want.
+    parts = "a: {kind: judge, judge: {canary_every: 0}}, b: {kind: judge}, c: {kind: judge}"
+    mixture = f"reward.composite.parts={{{parts}}}"
+    assert main([*TYPED, "--rm_system_prompt", "Be brief.", "--json", mixture]) == 0
+    judges = json.loads(capsys.readouterr().out)["judge"]["judges"]
+    calls = [judges[part]["run"]["calls"] for part in "abc"]
+    assert [number - calls[0] for number in calls] == [0, 2 + 1, 2]
     assert main(["plan", "--preset", "embedded", "--json"]) == 0
     assert "judge" not in json.loads(capsys.readouterr().out), "without a judge there is none"
 
