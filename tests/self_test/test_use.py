@@ -83,7 +83,7 @@ def test_a_report_carries_the_record_without_names_of_the_machine(
     command = ["report", str(run), "--out", str(out), "--self_test"]
     assert main(command) == 2
     assert "doctor --self-test" in capsys.readouterr().err
-    detail = f"node-of-mine: {Path.home()}/x <b> {SECRET}"
+    detail = f"node-of-mine: {Path.home()}/runs/x <b> {SECRET}"
     check = CheckRecord("products", "ok", detail, 1.0, {})
     record = DeviceRecord(DeviceKey.of_this_machine(), "2026-01-01", [check], [])
     path = device_record.write_record(record)
