@@ -241,12 +241,10 @@ def _forecast_judges(config: Config, rows: FirstRows) -> PlanPart:
     judges = judges_of(config.reward)
     if not judges:
         return PlanPart((), {})
-    from ppo_cli.report.features import asks_for_wishes
+    from ppo_cli.report.features import find_asked_judge
     from ppo_cli.scoring.forecast import first_request, forecast
 
-    # The first judge with canaries is asked what the prompts of all want.
-    asked = next((judge for judge in judges if judge.settings.canary_every), None)
-    asks = asks_for_wishes(config.reward)
+    asked = find_asked_judge(config.reward)
     forecasts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
     # Forecast each judge as if it were the only reward.
@@ -256,7 +254,7 @@ def _forecast_judges(config: Config, rows: FirstRows) -> PlanPart:
         }  # fmt: skip
         alone = config.model_copy(update={"reward": config.reward.model_copy(update=only)})
         try:
-            estimate = forecast(alone, rows.prompts, wishes=int(asks and judge is asked))
+            estimate = forecast(alone, rows.prompts, wishes=int(judge is asked))
             sentences, facts = estimate.lines(), estimate.as_dict()
             request = first_request(judge.settings, rows.prompts("train"))
             sentences += ["the request about the first row:", *(f"  {s}" for s in request)]

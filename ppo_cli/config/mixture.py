@@ -730,8 +730,9 @@ def is_watched(reward: Reward) -> bool:
     """Whether the alarm of exploits watches a reward: its own rules alone are not."""
     parts = read_mixture(reward).parts
     measured = find_measured(parts)
-    functions = any(_has_function(reward, part) for part in parts if part not in measured)
-    if not parts:
+    if parts:
+        functions = any(_has_function(reward, part) for part in parts if part not in measured)
+    else:
         functions = any(rules.function for rules in rules_of(reward))
     return bool(judges_of(reward) or models_of(reward) or functions)
 

@@ -25,6 +25,7 @@ from ppo_cli.data_sets.rows import (
 MAX_TURNS = 20  # whose roles are written as the digits of a number in 64 bits
 OTHER_MARKS = r"[<\[{]"  # with which a placeholder or a message list begins
 CONTROL_MARKS = r"[<\[]"  # with which control tokens begin
+GROWTH = 3  # at most, of composed characters that a normaliser takes apart
 
 
 class RowFacts:
@@ -53,8 +54,7 @@ class RowFacts:
             text = "".join([m["content"] for m in prompt])
         if shape not in self.kinds:
             self.add_kind(shape, row)
-        # Composed characters that a normaliser takes apart become at most three times as long.
-        size = len(text) if text.isascii() else 3 * len(text.encode())
+        size = len(text) if text.isascii() else GROWTH * len(text.encode())
         source = self.sources.setdefault(row.data_source, len(self.sources))
         return self.kinds[shape], size, "<" in text or "[" in text, source
 
@@ -281,8 +281,7 @@ def _check_texts(prompts: Any, name: str) -> Any:
 
     usable = _find_usable(prompts, lambda text: read_text_prompt(text, name))
     lengths, is_ascii, marked = _measure(prompts)
-    # Composed characters that a normaliser takes apart become at most three times as long.
-    size = np.where(is_ascii, lengths, 3 * lengths)
+    size = np.where(is_ascii, lengths, GROWTH * lengths)
     return usable, np.zeros(len(prompts), dtype=np.int64), [None], size, marked
 
 
@@ -324,5 +323,5 @@ def _check_messages(prompts: Any, name: str) -> Any:
     numbers = np.where(usable, add_up(digits), -1)
     _, rows, shape = np.unique(numbers, return_index=True, return_inverse=True)
     shapes = [tuple((ROLES[number],) for number in role[ends[row] : ends[row + 1]]) for row in rows]
-    size = np.where(add_up(~is_ascii) == 0, 1, 3) * add_up(lengths)
+    size = np.where(add_up(~is_ascii) == 0, 1, GROWTH) * add_up(lengths)
     return usable, shape, shapes, size, add_up(marked) > 0

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import re
-import resource
 import shlex
 import weakref
 import zlib
@@ -21,14 +20,14 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
-from ppo_cli.machine.memory import host_memory
+from ppo_cli.machine.memory import host_memory, own_memory
 from ppo_cli.paths import load_json, read_text, user_path
 
 SHOWN = 5  # causes in a message, and row numbers of each
@@ -740,9 +739,7 @@ def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
     number = end = 0
     parse, repeated = _make_parser()
     while block := file.readlines(BLOCK_BYTES):
-        resident = 0
-        with suppress(OSError):  # macOS has no such file
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        _, resident = own_memory() or (0, 0)
         if number > EAGER_ROWS and resident > host_memory() // ROWS_SHARE:
             raise _too_large(path, f"more than {number:,} rows, which take more")
         # Of a large file Arrow checks whole blocks, and names their columns.

@@ -25,6 +25,7 @@ from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.row_sets import RowSet
 from ppo_cli.data_sets.rows import Row, prompt_of
 from ppo_cli.errors import DataError, first_line, plural
+from ppo_cli.machine.memory import own_memory
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark
 
@@ -299,10 +300,11 @@ def limit_template() -> Iterator[None]:
         return
     # The address space may grow by TEMPLATE_BYTES, unless a lower limit is set.
     usual = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        if usual[0] == resource.RLIM_INFINITY or usual[0] > mapped + TEMPLATE_BYTES:
-            resource.setrlimit(resource.RLIMIT_AS, (mapped + TEMPLATE_BYTES, usual[1]))
+    if memory := own_memory():
+        limit = memory[0] + TEMPLATE_BYTES
+        if usual[0] == resource.RLIM_INFINITY or usual[0] > limit:
+            with suppress(OSError, ValueError):  # above the hard limit
+                resource.setrlimit(resource.RLIMIT_AS, (limit, usual[1]))
     handler = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
     try:

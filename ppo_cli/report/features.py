@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.mixture import Judge, judges_of, rules_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.estimates import repeated_share
 from ppo_cli.paths import user_path
@@ -237,10 +237,13 @@ def read_requests(reward: Reward) -> str:
     return "\n".join(texts)
 
 
-def asks_for_wishes(reward: Reward) -> bool:
-    """Whether a judge is asked at the start what the user's own prompts and rubrics ask for."""
-    checked = any(judge.settings.canary_every for judge in judges_of(reward))
-    return checked and bool(read_requests(reward).strip())
+def find_asked_judge(reward: Reward) -> Judge | None:
+    """Return the judge that is asked at the start what the user's prompts and rubrics ask for.
+
+    It is the first with canaries; None without one, or without a text of the user's own.
+    """
+    checked = (judge for judge in judges_of(reward) if judge.settings.canary_every)
+    return next(checked, None) if read_requests(reward).strip() else None
 
 
 def _list_wishes(source: str, name: str) -> Iterator[str]:

@@ -58,7 +58,7 @@ from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.planning.second_judge import restore_second_judge
 from ppo_cli.records import Prompt, data_sources, mark_validation
 from ppo_cli.report.alerts import send_alerts
-from ppo_cli.report.features import FEATURES, Wish, asks_for_wishes, read_requests
+from ppo_cli.report.features import FEATURES, Wish, find_asked_judge, read_requests
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, HostMaker, Reward
@@ -641,7 +641,7 @@ def _start_reward(
     reward.set_labelled(read_labelled_rollouts(config.reward))
     try:
         reward.start(prompts, patient=start.resume_from is not None, tell=screen.note)
-        if not asks_for_wishes(config.reward):
+        if find_asked_judge(config.reward) is None:
             return ()
         text = read_requests(config.reward)
         return (reward.read_wishes(text, FEATURES, screen.note) or {}).items()

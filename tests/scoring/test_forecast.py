@@ -11,7 +11,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.errors import RewardError
 from ppo_cli.planning.resolve import resolve
-from ppo_cli.report.features import asks_for_wishes
+from ppo_cli.report.features import find_asked_judge
 from ppo_cli.rewards.judge.prompt import EPISODE
 from ppo_cli.run.refusals import FirstRows
 from ppo_cli.scoring.forecast import (
@@ -51,7 +51,7 @@ def foretell(*overrides: str) -> Forecast:
     settings = resolve(
         flags={}, preset=None, config_files=(), overrides=[*base, *overrides], environ=ENV
     ).config
-    wishes = int(asks_for_wishes(settings.reward))
+    wishes = int(find_asked_judge(settings.reward) is not None)
     return forecast(settings, FirstRows(settings).prompts, wishes)
 
 
