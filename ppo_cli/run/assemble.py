@@ -72,7 +72,7 @@ from ppo_cli.run.identity import (
     run_identity,
 )
 from ppo_cli.run.network import find_network
-from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore, find_resume, step_of
 from ppo_cli.run_folder.folder import FORK_LINE, SPENT, WRITTEN_BY, RunFolder, read_fork
 from ppo_cli.run_folder.lines import JUDGES_FILE, read_metrics, replace_lines
 from ppo_cli.run_folder.restraints import (
@@ -434,7 +434,7 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     if checkpoint or (config.trainer.resume_mode == "auto" and read_restraints(folder.path)):
         # What the run decided holds here too; `free` are settings that cannot be kept here.
         kept, free, notes = keep_decisions(
-            plan, checkpoint.parents[1] if checkpoint else folder.path
+            plan, checkpoint.parents[1] if checkpoint else folder.path, step_of(checkpoint)
         )
         same = run_identity(kept.settings, prompts, val_prompts)
         bound = {key: value for key, value in same.items() if key not in free}

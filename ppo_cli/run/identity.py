@@ -141,15 +141,15 @@ def digest_value(value: Any) -> str:
     return digest_text(text, 12)
 
 
-def _apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
-    """Return the plan with what a run has restrained, and all settings that this changes.
+def _apply_restraints(plan: RunPlan, run: Path, step: int) -> tuple[RunPlan, set[str]]:
+    """Return the plan with what a run has restrained until `step`, and all settings this changes.
 
     Some follow from another: actor.kl_loss_coef from the coefficient in the reward.
     A setting that somebody has changed since keeps their value. Where the reference is the initial
     model in full, and nobody has named it, it is now the checkpoint of the last return: the KL
     must not undo what was learned before.
     """
-    changes, origin, restraints = dict[str, Any](), "", read_restraints(run)
+    changes, origin, restraints = dict[str, Any](), "", read_restraints(run, step)
     if restraints and "ref.path" in plan.why and not plan.settings.shares_reference:
         to = restraints[-1].to
         checkpoint = run / "checkpoints" / f"step_{to:06d}" / "actor"
@@ -165,8 +165,8 @@ def _apply_restraints(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str]]:
     return restrained, {key for key, value in values if value != value_of(plan.settings, key)}
 
 
-def keep_decisions(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str], list[str]]:
-    """Return the plan with what the run that is to go on has decided, and notes on it.
+def keep_decisions(plan: RunPlan, run: Path, step: int = 0) -> tuple[RunPlan, set[str], list[str]]:
+    """Return the plan with what the run that goes on after `step` has decided, and notes on it.
 
     What nobody has set may be decided otherwise on this machine; the run goes on as it began. The
     set has the settings for which that is not possible here, or which the run has restrained: they
@@ -175,7 +175,7 @@ def keep_decisions(plan: RunPlan, run: Path) -> tuple[RunPlan, set[str], list[st
     restrained = set[str]()
     # A fork begins without the restraints of the run before it.
     if run.resolve() == user_path(plan.settings.trainer.output_dir).resolve():
-        plan, restrained = _apply_restraints(plan, run)
+        plan, restrained = _apply_restraints(plan, run, step)
     decided = _read_defaults(run) | read_decisions(run)
     before = {
         key: value

@@ -37,7 +37,7 @@ from ppo_cli.planning.findings.rules import list_texts
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 from ppo_cli.records import Prompt, mark_validation
-from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume, read_state, step_of
 from ppo_cli.run_folder.lines import METRICS_FILE
 from ppo_cli.run_folder.restraints import read_restraints
 from ppo_cli.scoring.sources import file_checks, row_checks, sandbox_checks
@@ -170,7 +170,7 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
         )
 
         run = checkpoint.parents[1] if checkpoint else folder
-        kept, free, kept_notes = keep_decisions(plan, run)
+        kept, free, kept_notes = keep_decisions(plan, run, step_of(checkpoint))
         identity = {k: v for k, v in setting_values(kept.settings).items() if k not in free}
         if other := find_changes(checkpoint, kept.settings, identity, command):
             notes.append(describe_new_run(other, run, checkpoint, identity))

@@ -223,6 +223,12 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
     return path.resolve()
 
 
+def step_of(checkpoint: Path | None) -> int:
+    """The step of a checkpoint of a run; 0, the start, without one and for a folder of the user."""
+    match = checkpoint and STEP_NAME.match(checkpoint.name)
+    return int(match[1]) if match else 0
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the saved state of a checkpoint; ModelError if it cannot be resumed.
 

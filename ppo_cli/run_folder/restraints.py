@@ -55,14 +55,18 @@ class Restraint:
         return f"back from step {self.after} to {where}, {', '.join(changed) or 'and stopped'}"
 
 
-def read_restraints(run: Path) -> list[Restraint]:
+def read_restraints(run: Path, step: int | None = None) -> list[Restraint]:
     """Return the restraints of a run, the oldest first; empty without any.
 
+    A run that goes on after `step` undoes the last ones if they led to later steps.
     Raises UserError for a damaged file.
     """
     path = run / RESTRAINTS_FILE
     try:
-        return TypeAdapter(list[Restraint]).validate_json(path.read_bytes())
+        restraints = TypeAdapter(list[Restraint]).validate_json(path.read_bytes())
+        while restraints and step is not None and restraints[-1].to > step:
+            restraints.pop()
+        return restraints
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValidationError) as error:
@@ -110,6 +114,12 @@ def end_return(run: Path) -> None:
     """Record that no return is pending: the run has gone back, or goes on from elsewhere."""
     if find_pending(run):
         write_restraints(run, [replace(r, pending=False) for r in read_restraints(run)])
+
+
+def undo_restraints(run: Path, step: int) -> None:
+    """Drop the restraints that are undone where the run goes on after `step`."""
+    if len(holding := read_restraints(run, step)) < len(read_restraints(run)):
+        write_restraints(run, holding)
 
 
 def describe_restraints(run: Path) -> str:

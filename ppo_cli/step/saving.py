@@ -12,6 +12,7 @@ from typing import Any
 
 from ppo_cli.errors import Interrupted, plural
 from ppo_cli.report.metrics import extend_budget, is_pretrained
+from ppo_cli.run_folder.restraints import undo_restraints
 from ppo_cli.step.state import Job, RunState
 
 
@@ -69,6 +70,7 @@ def load(job: Job, folder: Path) -> RunState:
     job.engine.load(folder)
     job.tracker.resume_at(state.step, state.pretraining)
     job.store.delete_after(state.step)
+    undo_restraints(job.store.directory.parent, state.step)
     return state
 
 

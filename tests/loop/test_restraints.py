@@ -117,8 +117,9 @@ def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
     write_restraints(
         tmp_path, [replace(restraint, to=3, pending=False), replace(restraint, changes={})]
     )
-    kept, _, _ = keep_decisions(plan, tmp_path)
-    assert kept.settings.ref.path == str(store.directory / "step_000002" / "actor")
+    for step, reference in ((3, store.directory / "step_000002" / "actor"), (1, "embedded")):
+        kept, _, _ = keep_decisions(plan, tmp_path, step)
+        assert kept.settings.ref.path == str(reference)
     write_restraints(tmp_path, [restraint])
     # The KL is now to the policy of that step, if the reference was the whole initial model.
     for settings, reference in (
@@ -127,7 +128,7 @@ def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
         (("ref.path=teacher",), "teacher"),
         (("ref.path=embedded",), "embedded"),
     ):
-        kept, _, _ = keep_decisions(make_plan(settle(*here, *settings)), tmp_path)
+        kept, _, _ = keep_decisions(make_plan(settle(*here, *settings)), tmp_path, 2)
         assert kept.settings.ref.path == reference
     assert find_resume(store, "auto") == store.directory / "step_000002" and len(store.steps()) == 2
     earlier = go_back(tmp_path, store.delete_after)
@@ -135,6 +136,7 @@ def test_a_pending_return_binds_the_same_run_alone(tmp_path: Path) -> None:
     assert earlier and rollout_steps(earlier) == [4] and not go_back(tmp_path, store.delete_after)
     # Without a checkpoint the run begins again as it was restrained; another one does not.
     store.delete_after(0)
+    write_restraints(tmp_path, [replace(restraint, to=0, pending=False)])
     notes, problems = plan_resume(plan, "ppo train")
     assert notes[0].startswith(f"{key} is {10 * old}: restrained after step 4") and not problems
     (note,), _ = plan_resume(make_plan(settle(*here, "trainer.seed=7")), "ppo train")
