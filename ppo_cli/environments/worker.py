@@ -221,6 +221,10 @@ async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], An
     load = import_module if file.startswith(PLUGIN) else import_file
     module = await run_call(load, file.removeprefix(PLUGIN), label)
     factory = find_name(module, name, label)
+    # If a fork is the first to import numpy, its generator does not begin with the seed.
+    with contextlib.suppress(ImportError, OSError, TypeError):
+        if "numpy" in inspect.getsource(module):
+            importlib.import_module("numpy")
     if not callable(factory):
         raise Problems(f"{label} is of type {type(factory).__name__}; name a class.")
     if inspect.isclass(factory):

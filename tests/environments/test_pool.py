@@ -211,7 +211,7 @@ def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -
     files = "[open(__file__) for _ in range(9)]"
     made = GAME.replace("self.turn = start", f"self.turn, self.files = start, {files}")
     game.write_text(
-        "import random, socket\nTURNS, OPENED = [], open(__file__)\n"
+        "import random, socket\nTURNS, OPENED, LATER = [], open(__file__), 'numpy'\n"
         f"socket.setdefaulttimeout(0.1)\n{made}"
     )
     pool = start(path=f"{game}:Game")
@@ -221,7 +221,7 @@ def test_an_episode_has_the_state_of_its_own_process(start: Start, game: Path) -
     code = (
         "do TURNS.append(1); os.fstat(OPENED.fileno()); "
         "ends = sum(':[' in os.path.realpath(f'/dev/fd/{n}') for n in range(3, 99)); "
-        "reply = f'{len(TURNS)} {ends} {random.random()}'"
+        "reply = f'{len(TURNS)} {ends} {random.random()} {__import__(LATER).random.random()}'"
     )
     first, second = (say(pool, name, code).messages for name in "ab")
     # Of equal seeds; nothing is shared with the other.

@@ -83,8 +83,8 @@ def _cut(text: str, shown: Sequence[tuple[int, int]], opened: int, place: str) -
     """Return the pieces of a text of which the judge sees the spans `shown`; [] if it is one."""
     ends = sorted(_list_ends(text, shown, opened, place))
     # Of too many pieces neighbours are joined, as evenly as possible.
-    if len(ends) > MAX_PIECES:
-        ends = [ends[len(ends) * (k + 1) // MAX_PIECES - 1] for k in range(MAX_PIECES)]
+    count = min(len(ends), MAX_PIECES)
+    ends = [ends[len(ends) * (k + 1) // count - 1] for k in range(count)]
     # The last piece goes to the end of the text: nothing lies behind all pieces.
     ends[-1:] = [len(text)] if ends else []
     pieces, start = list[Piece](), 0

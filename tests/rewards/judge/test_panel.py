@@ -164,11 +164,11 @@ def test_a_judge_that_fails_is_left_out_while_enough_remain(
     (repeated,) = reward.repeat(sum_rollout(1), 1).result(60)
     assert repeated.value == score.value
     # Failures and spreads are those of one step.
-    others[0].score = lambda system, user: 10 if "What is 2 +" in user else 4
+    others[0].score = lambda system, user: 8 if "What is 2 +" in user else 4
     score_all(reward, [sum_rollout(number) for number in (2, 3, 4)])
     metrics = reward.pop_metrics()
     assert metrics["judge/panel_failed/third"] == 3
-    assert metrics["judge/panel_spread"] == pytest.approx((3 / 9 + 0 + 0) / 3)
+    assert metrics["judge/panel_spread"] == pytest.approx((2 / 9 + 0 + 0) / 3)
     others[0].score = lambda system, user: 6
     # Too few verdicts: no score, and never 0.
     strict = make(least=3, cache="off")
