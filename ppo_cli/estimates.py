@@ -34,7 +34,6 @@ def bootstrap(
     statistic: Callable[[NDArray[np.intp]], float | None],
     count: int,
     *,
-    seed: int = 0,
     resamples: int | None = None,
     share: bool = False,
 ) -> Estimate:
@@ -51,7 +50,7 @@ def bootstrap(
     value = statistic(np.arange(count))
     if value is None:
         return Estimate(None)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     times = RESAMPLES if resamples is None else resamples
     # Resample rows with replacement (Efron & Tibshirani 1993, percentile interval).
     drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]

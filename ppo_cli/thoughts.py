@@ -121,9 +121,9 @@ def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
     return spans
 
 
-def strip_reasoning(text: str, *, cut: bool = False) -> str:
+def strip_reasoning(text: str) -> str:
     """Return the answer without thoughts; "" if there are only thoughts."""
-    return remove_thoughts(text, find_thoughts(text, cut=cut))
+    return remove_thoughts(text, find_thoughts(text))
 
 
 def remove_thoughts(text: str, spans: Sequence[Span]) -> str:

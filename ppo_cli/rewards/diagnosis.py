@@ -200,13 +200,11 @@ def _format_example(response: Scored) -> str:
     )
 
 
-def _shorten_line(text: str, max_chars: int = 120) -> str:
-    return shorten(" ".join(text.split()), max_chars)
+def _shorten_line(text: str) -> str:
+    return shorten(" ".join(text.split()), 120)
 
 
-def _shorten_middle(text: str, max_chars: int = 160) -> str:
+def _shorten_middle(text: str) -> str:
     """Cut out the middle: answers are at the end of a response."""
     plain = " ".join(text.split())
-    if len(plain) <= max_chars:
-        return plain
-    return f"{plain[: max_chars // 3]} … {plain[-(max_chars * 2 // 3) :]}"
+    return plain if len(plain) <= 160 else f"{plain[:53]} … {plain[-106:]}"

@@ -23,7 +23,6 @@ from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.plugins import entry_points, find_plugin, load
 from ppo_cli.processes.user_code import describe_error
 from ppo_cli.records import Prompt, Score, data_sources
-from ppo_cli.rewards.algebra import Unreadable, decide, equal
 from ppo_cli.rewards.answers import (
     Extraction,
     extract_answer,
@@ -33,7 +32,6 @@ from ppo_cli.rewards.answers import (
     read_choice,
 )
 from ppo_cli.rewards.base import Call, CannotScore, read_returned
-from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.values import (
     Quantity,
     accepted_answers,
@@ -168,6 +166,8 @@ def _read_value(text: str) -> Quantity | None:
 
 def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the reply's answer is mathematically equal to a ground truth; may hang."""
+    from ppo_cli.rewards.algebra import Unreadable, decide, equal
+
     golds = [_gold_maths(gold) for gold in _golds(truth)]
     answer = _extract_maths(reply, golds)
     reason = answer.reason
@@ -189,6 +189,8 @@ def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
 )  # fmt: skip
 def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score by comparing texts and numbers; None when the comparison needs algebra."""
+    from ppo_cli.rewards.algebra import decide
+
     golds = [_gold_maths(gold) for gold in _golds(truth)]
     answer = _extract_maths(reply, golds)
     verdicts = [decide(answer.text, gold) for gold in golds]
@@ -326,6 +328,8 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """0 for a reply without code; None for code, which a sandbox must run."""
+    from ppo_cli.rewards.code.extract import find_code, read_tests
+
     if find_code(reply, read_tests(truth, extra).entry_point).strip():
         return None
     return {"score": 0.0, "extracted": None, "reason": "no code in the response"}

@@ -57,7 +57,7 @@ CONFIG = {
     },
     "actor": {"ppo_mini_batch_size": 4},
     "reward": {"rule": "exact", "code": {"allow_unsandboxed": True}},
-    "trainer": {"total_training_steps": 2},
+    "trainer": {"total_training_steps": 2, "old_setting": 1},
 }  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def test_consents_are_not_taken_from_a_run(run: Path) -> None:
     assert not config.model.trust_remote_code and not config.reward.code.allow_unsandboxed
     notes = [note for note in resolved.notes if "is not taken from a run" in note]
     assert ["model.trust_remote_code=true" in note for note in notes] == [True, False]
+    assert any("trainer.old_setting is no setting any more" in note for note in resolved.notes)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_run_acts_when_its_alarm_begins_as_it_was_asked_to(make: Make, tmp_pat
         "score": score, "steps": 12, "prompts": 20, "reward": {"function": "f.py"},
         "algorithm": weights, "data": {"train_batch_size": 10},
     }  # fmt: skip
-    stopping = trainer | {"stop_on_hacking": True, "max_ckpt_to_keep": None}
+    stopping = trainer | {"on_hacking": "stop", "max_ckpt_to_keep": None}
     script = make(**settings, trainer=stopping)
     stopped = ran(script, Interrupted)
     at, before = stopped.state.step, tmp_path / "run" / "checkpoints" / "step_000002"

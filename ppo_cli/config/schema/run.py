@@ -18,7 +18,6 @@ from ppo_cli.config.choices import (
     choose_engine,
     choose_gpus,
     choose_matmul,
-    choose_on_hacking,
     choose_sampler,
     choose_samplers,
     choose_save_freq,
@@ -425,14 +424,11 @@ class Trainer(Section):
         flag="--patience", ge=1,
     )  # fmt: skip
     on_hacking: Literal["warn", "stop", "restrain"] = setting(
-        Chosen(choose_on_hacking, "stop with --stop_on_hacking, else warn"),
+        "warn",
         "When the model begins to exploit its reward: warn, stop, or restrain: go back to the last "
         "checkpoint before, and on with a higher KL coefficient; at most twice, then stop.",
         flag="--on_hacking", unused="not_watched",
     )  # fmt: skip
-    stop_on_hacking: bool = setting(
-        False, "The same as --on_hacking stop.", flag="--stop_on_hacking", unused="not_watched"
-    )
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
@@ -480,9 +476,6 @@ class Trainer(Section):
     )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "Learner processes that share each layer.", flag="--tensor_parallel_size", ge=1
-    )
-    pipeline_parallel_size: int = setting(
-        1, "Pipeline parallelism is not available: 1.", flag="--pipeline_parallel_size", ge=1
     )
     placement: str | None = setting(
         None, "Devices of each role, such as train:0-5,rollout:6,reward:5,judge:7.",
@@ -548,13 +541,6 @@ class Trainer(Section):
             advice="test_freq=10",
         ),
         Conflict(
-            "on_hacking stop_on_hacking",
-            lambda s: s.stop_on_hacking and s.on_hacking != "stop",
-            lambda s, at: f"--stop_on_hacking is --on_hacking stop, not {s.on_hacking}; keep one.",
-            example="on_hacking=restrain stop_on_hacking=true",
-            advice="on_hacking=restrain stop_on_hacking=false",
-        ),
-        Conflict(
             "on_hacking save_freq",
             lambda s: s.on_hacking == "restrain" and s.save_freq < 1,
             lambda s, at: (
@@ -575,16 +561,6 @@ class Trainer(Section):
             example="nnodes=2 node_rank=2 master_addr=host",
             advice="node_rank=1",
         ),
-        Conflict(
-            "pipeline_parallel_size",
-            lambda s: not runs_elsewhere(s.engine) and s.pipeline_parallel_size > 1,
-            lambda s, at: (
-                f"{at}pipeline_parallel_size {s.pipeline_parallel_size} is not offered: "
-                f"{SHARDING_NOTE}. Use 1."
-            ),
-            example="pipeline_parallel_size=2",
-            advice="pipeline_parallel_size=1",
-        ),
     )
 
     def is_profiled(self, step: int) -> bool:
@@ -593,17 +569,14 @@ class Trainer(Section):
         return any(int(first) <= step <= int(last or first) for first, _, last in spans)
 
 
-# What ppo-cli has instead of Megatron and pipelines.
-SHARDING_NOTE = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
-
-
 def _megatron(who: str) -> Conflict:
     """Return the conflict of a trained model's strategy with what is offered."""
     return Conflict(
         f"{who}.strategy",
         lambda c: not runs_elsewhere(c.trainer.engine) and getattr(c, who).strategy == "megatron",
         lambda c, at: (
-            f"{who}.strategy megatron is not offered: {SHARDING_NOTE}. Use {who}.strategy=fsdp2."
+            f"{who}.strategy megatron is not offered: models are sharded with FSDP2, and layers "
+            f"split with --tensor_parallel_size. Use {who}.strategy=fsdp2."
         ),
         example=f"{who}.strategy=megatron",
         advice=f"{who}.strategy=fsdp2",

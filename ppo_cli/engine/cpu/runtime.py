@@ -6,21 +6,20 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Mapping
 
 import torch
 
 from ppo_cli.machine.processor import count_cores
 
 
-def set_threads(threads: int | None, environ: Mapping[str, str] = os.environ) -> None:
+def set_threads(threads: int | None) -> None:
     """Set the number of threads; None means OMP_NUM_THREADS, else torch's choice within the quota.
 
     The number stays fixed during a run: with another number sums are computed in another order,
     and a resumed run would differ in the last bits.
     """
     if threads is None:
-        chosen = "OMP_NUM_THREADS" in environ
+        chosen = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if chosen else min(torch.get_num_threads(), count_cores())
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

@@ -150,7 +150,7 @@ def parse_seconds(text: str) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-def parse_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
+def parse_retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the wait that a reply asks for: retry-after-ms, or Retry-After (seconds or date)."""
     # OpenAI and Azure send milliseconds in a separate header.
     milliseconds = parse_seconds(headers.get("retry-after-ms", ""))
@@ -164,4 +164,4 @@ def parse_retry_after(headers: Mapping[str, str], *, now: float | None = None) -
         moment = parsedate_to_datetime(value).timestamp()
     except (TypeError, ValueError):
         return None
-    return max(0.0, moment - (time.time() if now is None else now))
+    return max(0.0, moment - time.time())

@@ -428,15 +428,13 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "reward.api.monitor.labels_every": (50, "it belongs to reward.api.monitor.labels"),
     "trainer.patience": (None, "verl always runs all steps"),
     "trainer.store": (None, "verl saves to its own folder only; name one with --output_dir"),
-    "trainer.on_hacking": (None, "verl always runs all steps"),
-    "trainer.stop_on_hacking": (False, "verl always runs all steps"),
+    "trainer.on_hacking": ("warn", "verl always runs all steps"),
     "trainer.num_workers": (None, "verl trains on GPUs only; name them with --n_gpus"),
     "trainer.placement": (None, "verl puts everything on all GPUs, or see trainer.v1.* of verl"),
     "trainer.async_steps": (0, "use verl's own trainer.v1.trainer_mode=separate_async"),
     "rollout.partial_tokens": (None, "it belongs to trainer.async_steps"),
     "trainer.profile_steps": ((), "use verl's own global_profiler.*"),
     "trainer.tensor_parallel_size": (1, "use verl's own model_engine=megatron"),
-    "trainer.pipeline_parallel_size": (1, "use verl's own model_engine=megatron"),
 }
 
 
