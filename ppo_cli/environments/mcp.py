@@ -9,18 +9,28 @@ replaces.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import json
+import math
 import os
+import re
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 START_S = 30.0  # a server has this long to start again
-SPARES = 4  # servers at once for calls that are asked again
+SPARES = 4  # servers that are asked again at once; a call that hangs there leaves its turn
+LOOK_S = 0.5  # for a server that answers no call to list its tools
+EXIT_S = 0.5  # for a server to end by itself
+CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
+MAX_LINE, ID_BYTES = 8 << 20, 200  # bytes of a message, and those at its ends that have its id
+TOO_LONG = b"""{"jsonrpc": "2.0", "id": %s, "error": {
+    "code": -32000, "message": "the answer has more than 8 MiB"}}"""
 
 
 class ServerEnded(Exception):
@@ -76,21 +86,21 @@ async def load(
 
 @dataclass(eq=False)
 class Connection:
-    """A client, what closes it, when it last answered, and when its latest answered call began."""
+    """A client, what closes it, and whether it still lives."""
 
     client: Any
     close: Callable[[], None]
-    answered: float = 0.0
-    latest: float = 0.0
+    lives: bool = True
 
 
 @dataclass(eq=False)
 class Open:
-    """A call under way; `shared`: others were under way with it."""
+    """A call under way; `shared`: with others; `passed`: when a later call was answered."""
 
     connection: Connection
     started: float
     shared: bool
+    passed: float = math.inf
 
 
 class Server:
@@ -107,7 +117,7 @@ class Server:
         self._current: Any = None  # a Connection, after the start
         self._open: set[Open] = set()
         self._lock = asyncio.Lock()
-        self._slots, self._spares = asyncio.Semaphore(SPARES), list[Connection]()
+        self._turns, self._spares = worker.Turns(SPARES), list[Connection]()
 
     async def start(self) -> Any:
         """Connect; returns the client, or raises the worker's Problems."""
@@ -136,15 +146,15 @@ class Server:
         self._open.add(call)
         try:
             result = await self._ask(call.connection.client, name, arguments)
-            call.connection.answered = time.monotonic()
-            call.connection.latest = max(call.connection.latest, call.started)
-        except (self._worker.TimedOut, ServerEnded) as error:
+            for other in self._open:
+                if other.connection is call.connection and other.started < call.started:
+                    other.passed = min(other.passed, time.monotonic())
+        except (self._worker.TimedOut, ServerEnded):
             await self._replace(call.connection)
-            # Others may be the reason, also those before it in a queue, unless the server answered
-            # later calls, while this one hung.
-            late = call.connection.answered > call.started + self._timeout / 2
-            passed = late and call.connection.latest > call.started
-            if not call.shared or (passed and not isinstance(error, ServerEnded)):
+            # Others may be the reason, also those before it in a queue or in a pipe, unless the
+            # server lives and has answered a later call for long, or none was under way.
+            passed = time.monotonic() > call.passed + self._timeout / 2 or not call.shared
+            if self._is_own or (passed and call.connection.lives):
                 raise
             result = await self._ask_alone(name, arguments)
         finally:
@@ -162,32 +172,49 @@ class Server:
         try:
             return await self._worker.run_call(call, timeout=self._timeout)
         except self._mcp.MCPError as error:
-            try:
-                listing = functools.partial(client.list_tools, cache_mode="bypass")
-                await self._worker.run_call(listing, timeout=self._timeout)
-            except self._mcp.MCPError:
+            if not await self._lives(client, self._timeout):
                 raise ServerEnded("the call ended its MCP server") from None
             raise self._tool_error(error.message) from None
 
+    async def _lives(self, client: Any, limit: float) -> bool:
+        listing = functools.partial(client.list_tools, cache_mode="bypass")
+        try:
+            await self._worker.run_call(listing, timeout=limit)
+        except (self._mcp.MCPError, self._worker.TimedOut):
+            return False
+        return True
+
     async def _ask_alone(self, name: str, arguments: dict[str, Any]) -> Any:
         """Ask a server that nobody else asks."""
-        try:
-            await asyncio.wait_for(self._slots.acquire(), self._timeout + START_S)
-        except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
-            raise ServerEnded("other calls ended its MCP server") from None
-        try:
-            spare = self._spares.pop() if self._spares else await self._connect()
-            keeps = True
-            try:
-                return await self._ask(spare.client, name, arguments)
-            except (self._worker.TimedOut, ServerEnded):
-                keeps = False
+        async with self._turns.take(self._timeout + START_S):
+            while True:
+                is_used = bool(self._spares)
+                spare = self._spares.pop() if is_used else await self._connect()
+                try:
+                    # The call before may have ended it.
+                    if is_used and not await self._lives(spare.client, LOOK_S):
+                        raise ServerEnded
+                    result = await self._ask(spare.client, name, arguments)
+                    self._keep(spare)
+                    return result
+                except self._tool_error:
+                    self._keep(spare)
+                    raise
+                except BaseException as error:
+                    spare.close()
+                    if not (is_used and isinstance(error, ServerEnded)):
+                        raise
+
+    def _keep(self, spare: Connection) -> None:
+        """Keep a server for the next call that is asked again, for a time."""
+        self._spares.append(spare)
+
+        def end() -> None:
+            if spare in self._spares:
+                self._spares.remove(spare)
                 spare.close()
-                raise
-            finally:
-                self._spares += [spare] if keeps else []
-        finally:
-            self._slots.release()
+
+        asyncio.get_running_loop().call_later(self._timeout, end)
 
     async def _replace(self, connection: Connection) -> None:
         """Start the server again, if this connection, which failed, is still in use."""
@@ -197,7 +224,8 @@ class Server:
             self._worker.RESTARTS.append(self._spec["label"])
             asyncio.get_running_loop().call_later(self._timeout, connection.close)
             try:
-                await self.start()
+                looking = self._lives(connection.client, LOOK_S)
+                connection.lives, _ = await asyncio.gather(looking, self.start())
             except self._worker.Problems as problems:
                 if self._is_own:
                     raise ServerEnded("the call ended its MCP server") from None
@@ -215,9 +243,7 @@ class Server:
             else:
                 # The package adds HOME, PATH and the like.
                 env = {name: os.environ[name] for name in self._passed} | spec.get("env", {})
-                server = self._mcp.StdioServerParameters(
-                    command=spec["command"], args=spec.get("args", []), env=env, cwd=spec.get("cwd")
-                )
+                server = open_server(spec, env, worker.reaper)
             # A command may download packages before it answers.
             limit = self._timeout if remote else None
             entering = worker.enter(self._mcp.Client(server))
@@ -235,6 +261,88 @@ class Server:
                 f"{spec['label']} does not start: {text}. Name the command of a server that "
                 "speaks MCP over stdin and stdout, or its http:// address."
             ) from error
+
+
+@contextlib.asynccontextmanager
+async def open_server(
+    spec: dict[str, Any], env: dict[str, str], reaper: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Start a command; yields the streams from which a client reads, and to which it writes.
+
+    Other than the package's own: a long message takes time in proportion to its length and is
+    answered as an error above MAX_LINE, notifications are left out, and nothing stays running.
+    """
+    anyio: Any = importlib.import_module("anyio")
+    defaults: Any = importlib.import_module("mcp.client.stdio").get_default_environment()
+    wrap: Any = importlib.import_module("mcp.shared.message").SessionMessage
+    types: Any = importlib.import_module("mcp_types").jsonrpc_message_adapter
+    process = await asyncio.create_subprocess_exec(
+        spec["command"], *spec.get("args", []), env=defaults | env, cwd=spec.get("cwd"),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+    received, messages = anyio.create_memory_object_stream(math.inf)
+    requests, to_send = anyio.create_memory_object_stream(math.inf)
+    closed = (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+    async def read() -> None:
+        line, head, complains = bytearray(), b"", True  # the head is that of too long a line
+        with received, contextlib.suppress(*closed):
+            while chunk := await stdout.read(CHUNK_BYTES):
+                await asyncio.sleep(0)  # others run beside a flood
+                first, *others = chunk.split(b"\n")
+                line += first
+                if len(line) > MAX_LINE:
+                    head = head or bytes(line[:ID_BYTES])
+                    del line[:-ID_BYTES]
+                if not others:
+                    continue
+                if head:
+                    number = re.search(rb'"id"\s*:\s*(\d+)', head + line)
+                    line, head = bytearray(TOO_LONG % (number[1] if number else b"0")), b""
+                for text in (bytes(line), *others[:-1]):
+                    # Notifications are left out.
+                    if text.isspace() or not text or (b'"method"' in text and b'"id"' not in text):
+                        continue
+                    try:
+                        message = types.validate_python(json.loads(text), by_name=False)
+                    except (ValueError, RecursionError):
+                        if complains:
+                            what = f"{spec['label']} printed what is not a message: {text[:80]!r}"
+                            print(what, file=sys.stderr, flush=True)
+                        complains = False
+                        continue
+                    content = getattr(message, "result", {}).get("content")
+                    if isinstance(content, list) and len(content) > MAX_PARTS:
+                        mark = f"… {len(content) - MAX_PARTS:,} parts left out …"
+                        content[MAX_PARTS:] = [{"type": "text", "text": mark}]
+                    received.send_nowait(wrap(message))
+                line = bytearray(others[-1])
+
+    async def write() -> None:
+        # A server that reads no more has ended, even if it still writes.
+        with received, to_send, contextlib.suppress(*closed):
+            async for request in to_send:
+                text = request.message.model_dump_json(by_alias=True, exclude_unset=True)
+                stdin.write(text.encode() + b"\n")
+                await stdin.drain()
+
+    tasks = [asyncio.ensure_future(read()), asyncio.ensure_future(write())]
+    try:
+        yield messages, requests
+    finally:
+        requests.close()
+        messages.close()
+        stdin.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), EXIT_S)
+        reaper.kill_below(process.pid)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait(tasks, timeout=EXIT_S)
+        for task in tasks:
+            task.cancel()
 
 
 def _read_block(block: Any) -> str:

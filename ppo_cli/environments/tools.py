@@ -39,8 +39,6 @@ HINTS = (
     "Union of these"
 )
 UNIONS = (typing.Union, getattr(types, "UnionType", typing.Union))
-# Of calls that share forks: how long one waits for its turn, and how long it keeps it.
-TURN_S = 0.5
 
 
 class ToolError(Exception):
@@ -74,7 +72,7 @@ class ToolEnvironment:
 
     def __init__(
         self, tools: dict[str, Tool], timeout: float, worker: Any, forks: Any, limit: int,
-        own_servers: bool, turns: asyncio.Semaphore | None,
+        own_servers: bool, turns: Any,
     ) -> None:  # fmt: skip
         self.tools = [tool.schema for tool in tools.values()]
         self._tools = tools
@@ -166,23 +164,17 @@ class ToolEnvironment:
             return []
         # A call alone is limited by the end of its fork.
         grace = self._worker.FORK_GRACE_S if self._awaits or len(calls) > 1 else 0
-        has_turn = await self._wait_for_turn()
         started, late = time.monotonic(), False
         try:
-            if self._fork is None:
-                self._fork = self._forks.fork(self._answer_in_fork, awaits=self._awaits)
-            request = self._fork.request(json.dumps(calls).encode(), self._timeout + grace)
-            asking = asyncio.ensure_future(request)
-            if has_turn:
-                await asyncio.wait([asking], timeout=TURN_S)
-        except asyncio.CancelledError:
-            asking.cancel()
-            raise
-        finally:
-            if self._turns and has_turn:
-                self._turns.release()
-        try:
-            runs = [Run(*fields) for fields in json.loads(await asking)]
+            async with contextlib.AsyncExitStack() as stack:
+                if self._turns:  # after a wait a call gets one more fork
+                    await stack.enter_async_context(self._turns.take(self._worker.TURN_S))
+                    started = time.monotonic()
+                if self._fork is None:
+                    self._fork = self._forks.fork(self._answer_in_fork, awaits=self._awaits)
+                data = json.dumps(calls).encode()
+                answer = await self._fork.request(data, self._timeout + grace)
+            runs = [Run(*fields) for fields in json.loads(answer)]
             if self._turns and not any(run.failed for run in runs):
                 self._forks.give_back(self._fork)
                 self._fork = None
@@ -199,15 +191,6 @@ class ToolEnvironment:
         seconds = time.monotonic() - started
         names = [call["function"]["name"] for call in calls]
         return [Run(name, f"Error: {text}", seconds, True, late, not late) for name in names]
-
-    async def _wait_for_turn(self) -> bool:
-        """Whether few calls run in shared forks; after a wait a call gets one more fork."""
-        if self._turns is None:
-            return False
-        try:
-            return await asyncio.wait_for(self._turns.acquire(), TURN_S)
-        except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
-            return False
 
     async def _answer_in_fork(self, data: bytes) -> bytes:
         """Run calls: side by side on an event loop, one alone without, since that takes long."""
@@ -298,7 +281,7 @@ async def load(
     if not tools:
         labels = ", ".join(server["label"] for server in servers)
         raise worker.Problems(f"No tools are offered by {labels}.")
-    turns = asyncio.Semaphore(worker.forks.TOGETHER) if stateless else None
+    turns = worker.Turns(worker.forks.TOGETHER) if stateless else None
     return lambda: ToolEnvironment(by_name, timeout, worker, forks, limit, own_servers, turns)
 
 

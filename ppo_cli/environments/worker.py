@@ -23,7 +23,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
 CLOSE_TIMEOUT_S = 1.0
 MACOS_FILES = 10240  # OPEN_MAX: macOS says that there is no limit, and refuses to set none
 FORK_GRACE_S = 1.0  # tools limit each call themselves; their fork is killed after this
+TURN_S = 0.5  # of calls that share few processes
 # What to do where the package of an adapter is missing.
 ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
@@ -134,6 +135,24 @@ async def run_alone(function: Callable[..., Any], *arguments: Any, timeout: floa
     value = function(*arguments)
     # A decorator may hide an async one.
     return asyncio.run(_wait(value)) if inspect.isawaitable(value) else value
+
+
+class Turns:
+    """Lets a few calls run at once; one that takes longer than TURN_S leaves its turn to others."""
+
+    def __init__(self, number: int) -> None:
+        self._free = asyncio.Semaphore(number)
+
+    @contextlib.asynccontextmanager
+    async def take(self, patience_s: float) -> AsyncIterator[None]:
+        """Wait for a turn, at most `patience_s`, and keep it in the context."""
+        with contextlib.ExitStack() as turn:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._free.acquire(), patience_s)
+                turn.callback(self._free.release)
+            timer = asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            turn.callback(timer.cancel)
+            yield
 
 
 RESTARTS: list[str] = []  # of MCP servers, since the last reply

@@ -490,6 +490,9 @@ class Serial:
         block = SimpleNamespace(type="text", text=name)
         return SimpleNamespace(content=[block], is_error=False)
 
+    async def list_tools(self, **_: Any) -> None:
+        await self.call_tool("", {"seconds": 0})
+
 
 def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
@@ -505,6 +508,48 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 
     monkeypatch.setattr(Server, "_connect", connect)
     assert asyncio.run(ask_all()) == ["done"] * 6
+
+
+ODD_SERVER = r"""
+import json, os, sys, time
+WAYS = ("flood", "long", "plain", "deaf")
+for line in sys.stdin:
+    request = json.loads(line)
+    if "id" not in request:
+        continue
+    way = request.get("params", {}).get("name")
+    if way == "flood":
+        print("\n[1]\n" + '{"jsonrpc": "2.0", "method": "notifications/x"}\n' * 100_000, flush=True)
+    result = {
+        "initialize": {
+            "protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+            "serverInfo": {"name": "odd", "version": "1"},
+        },
+        "tools/list": {"tools": [{"name": way, "inputSchema": {"type": "object"}} for way in WAYS]},
+    }.get(request["method"])
+    text = "x" * (9 << 20) if way == "long" else "done"
+    result = result or {"content": [{"type": "text", "text": text}]}
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+    if way == "deaf":
+        os.close(0)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
+    start: Start, tmp_path: Path
+) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(ODD_SERVER)
+    pool = start(mcp=(shlex.join([sys.executable, f"{tmp_path}/server.py"]),), num_workers=1)
+    ways = ("flood", "long", "plain", "deaf", "plain", "plain")
+    open_episodes(pool, *map(str, range(len(ways))))
+    waiting = [pool.step(str(i), make_message((way, {}))) for i, way in enumerate(ways)]
+    answers = [reply.result(200).messages[0]["content"] for reply in waiting]
+    assert answers.pop(1) == "Error: the answer has more than 8 MiB"
+    assert answers == ["done"] * 5
+    assert call(pool, ("plain", {}), episode="0").messages[0]["content"] == "done"
 
 
 @pytest.mark.slow
