@@ -33,7 +33,7 @@ KINDS = {
     "providers": "judge provider", "environments": "environment", "commands": "command",
     "readers": "reader of foreign settings", "engines": "engine",
     "plan_sections": "section of the plan", "batches": "batch interface of judges",
-    "reward_checks": "check of a reward",
+    "reward_checks": "check of a reward", "reward_forms": "form of reward functions",
 }  # fmt: skip
 # Sections of the settings that name plug-ins of a kind.
 SECTIONS = {

@@ -1,18 +1,20 @@
-"""The forms of reward functions: how each trainer calls the functions that are written for it.
+"""Reward functions that were written for other trainers, called as those call them.
 
-A form is recognised by the names of the parameters. A worker wraps the function with `adapt`, so
-that it is called as its own trainer calls it, and its results become scores.
+Plug-ins declare how a trainer calls its functions, as a `Form`. It is recognised by the names of
+the parameters. A worker wraps the function with `adapt`, and its results become scores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
+from ppo_cli import plugins
+from ppo_cli.errors import RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import BatchScore, as_plain, read_returned
 
@@ -49,7 +51,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Responses:
-    """The call of a foreign function: the responses of a round, or one of them."""
+    """The call of a foreign function, for the responses of its unit."""
 
     responses: tuple[Response, ...]
     step: int
@@ -57,11 +59,12 @@ class Responses:
 
 @dataclass(frozen=True)
 class Form:
-    """How a trainer calls its reward functions.
+    """How a trainer calls its reward functions; packages add them as `ppo_cli.reward_forms`.
 
     `mark`: parameters that only this form has. `arguments` returns what the trainer passes, by
-    name; columns of the data come with them if `takes_columns`. `batch`: the function gets all
-    responses of a round and returns a list.
+    name; `offered` are the names that are always there, and columns of the rows come with them if
+    `takes_columns`. `unit` has the responses of a call: one, those to a prompt, or all of a round.
+    `batch`: the arguments are lists, and so is what the function returns.
     """
 
     name: str
@@ -69,8 +72,17 @@ class Form:
     mark: tuple[str, ...]
     offered: tuple[str, ...]
     arguments: Callable[[Responses], dict[str, Any]]
+    unit: Literal["response", "group", "round"] = "round"
     batch: bool = True
     takes_columns: bool = False
+
+
+def list_forms() -> list[Form]:
+    """Return the forms that installed packages add; RewardError for one that does not load."""
+    forms, problems = plugins.load_all("reward_forms")
+    if problems:
+        raise RewardError(" ".join(problems))
+    return list(chain.from_iterable(forms))
 
 
 def describe_response(rollout: Rollout) -> Response:
@@ -90,93 +102,9 @@ def describe_finish(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "truncated": rollout.finish_reason == "length",
         "response_tokens": len(rollout.token_ids),
+        "num_turns": 2,  # as verl counts a question and its answer
+        "rollout_reward_scores": {},
     }
-
-
-def _call_trl(call: Responses) -> dict[str, Any]:
-    """TRL: prompts, completions, their tokens, the trainer's state, and columns by name."""
-    rows = call.responses
-    names = dict.fromkeys(name for row in rows for name in row.columns)
-    columns = {n: [row.columns.get(n) for row in rows] for n in names if n != "prompt"}
-    return columns | {
-        "prompts": [row.prompt for row in rows],
-        "completions": [row.completion for row in rows],
-        "completion_ids": [list(row.token_ids) for row in rows],
-        "trainer_state": SimpleNamespace(global_step=call.step, epoch=None, max_steps=None),
-    }
-
-
-def _call_openrlhf(call: Responses) -> dict[str, Any]:
-    """OpenRLHF: `reward_func(queries, prompts, labels)`; a query is a prompt with its response."""
-    rows = call.responses
-    return {
-        "queries": [row.rendered + row.text for row in rows],
-        "prompts": [row.rendered for row in rows],
-        "labels": ["" if row.ground_truth is None else row.ground_truth for row in rows],
-    }
-
-
-def _call_verl_batch(call: Responses) -> dict[str, Any]:
-    """verl's batch manager: lists of what `compute_score` gets one by one."""
-    rows = call.responses
-    return {
-        "data_sources": [row.data_source for row in rows],
-        "solution_strs": [row.text for row in rows],
-        "ground_truths": [row.ground_truth for row in rows],
-        "extra_infos": [dict(row.extra_info) for row in rows],
-    }
-
-
-def _call_slime(call: Responses) -> dict[str, Any]:
-    """slime: `async def reward_func(args, sample, **kwargs)`."""
-    (row,) = call.responses
-    name = "TRUNCATED" if row.finish_reason == "length" else "COMPLETED"
-    status = SimpleNamespace(name=name, value=name.lower())
-    sample = SimpleNamespace(
-        prompt=row.prompt, response=row.text, label=row.ground_truth,
-        metadata=dict(row.extra_info), tokens=[*row.prompt_ids, *row.token_ids],
-        response_length=len(row.token_ids), status=status,
-    )  # fmt: skip
-    return {"args": SimpleNamespace(reward_key=None), "sample": sample}
-
-
-def _call_verifiers(call: Responses) -> dict[str, Any]:
-    """A rubric of verifiers: any of prompt, completion, answer, state, info, task."""
-    (row,) = call.responses
-    answer = "" if row.ground_truth is None else row.ground_truth
-    completion = [{"role": "assistant", "content": row.text}]
-    given = {
-        "prompt": [dict(message) for message in row.messages], "completion": completion,
-        "answer": answer, "info": dict(row.extra_info), "task": row.data_source or "default",
-    }  # fmt: skip
-    return given | {"state": dict(given, is_truncated=row.finish_reason == "length")}
-
-
-FORMS = (
-    Form(
-        "TRL", "f(completions, **columns) -> list", ("completions",),
-        ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
-        _call_trl, takes_columns=True,
-    ),
-    Form(
-        "OpenRLHF", "f(queries, prompts, labels) -> list, tensor or {rewards: …}",
-        ("queries", "labels"), ("queries", "prompts", "labels"), _call_openrlhf,
-    ),
-    Form(
-        "verl's batch manager",
-        "f(data_sources, solution_strs, ground_truths, extra_infos) -> list",
-        ("solution_strs", "data_sources", "ground_truths", "extra_infos"),
-        ("data_sources", "solution_strs", "ground_truths", "extra_infos"), _call_verl_batch,
-    ),
-    Form(
-        "slime", "async f(args, sample) -> number or dict", ("sample",), ("args", "sample"),
-        _call_slime, batch=False,
-    ),
-    Form(
-        "verifiers", "f(completion, answer, …) -> number", ("completion", "state"),
-        ("prompt", "completion", "answer", "state", "info", "task"), _call_verifiers, batch=False,
-    ),
-)  # fmt: skip
 
 
 def find_form(
@@ -191,10 +119,14 @@ def find_form(
         "solution_str" in parameters and set(required(parameters, kwargs)) <= {*ARGUMENTS}
     ):
         return None
-    marked = [form for form in FORMS if set(form.mark) & set(parameters)]
+    needed = set(required(parameters, kwargs))
+    marked = [form for form in list_forms() if set(form.mark) & set(parameters)]
     # A column of the rows may have any name that does not hold the responses.
-    if "completions" in parameters and not {"queries", "solution_strs"} & parameters.keys():
-        marked = [form for form in marked if form.takes_columns]
+    by_columns = [form for form in marked if form.takes_columns and form.batch]
+    if by_columns and "states" in needed:
+        marked = [form for form in marked if needed <= {*form.offered}] or marked
+    elif by_columns and not {"queries", "solution_strs"} & parameters.keys():
+        marked = by_columns
     names = [
         *(["verl"] if marked and "solution_str" in parameters else []),
         *(f.name for f in marked),
@@ -207,7 +139,7 @@ def find_form(
     if not marked:
         return None
     form = marked[0]
-    lacking = [name for name in required(parameters, kwargs) if name not in form.offered]
+    lacking = sorted(needed.difference(form.offered))
     if lacking and not form.takes_columns:
         raise ValueError(
             f"it has the form of {form.name}, {form.signature}, which passes no "
@@ -237,28 +169,33 @@ def adapt(
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def choose(call: Responses, records: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function takes."""
-        arguments = form.arguments(call) | records
-        return {k: v for k, v in arguments.items() if open_ended or k in parameters} | dict(kwargs)
-
-    async def call_one(responses: tuple[Response, ...], step: int) -> Any:
-        return await function(**choose(Responses(responses, step), {}))
-
-    def call(responses: tuple[Response, ...], step: int) -> Any:
+    def prepare(responses: tuple[Response, ...], step: int) -> tuple[Any, Callable[[Any], Any]]:
+        """Call the function, and return what reads its result."""
         extra: dict[str, Sequence[Any]] = {}
         metrics: dict[str, Any] = {}
         logs = {"log_extra": extra.__setitem__, "log_metric": metrics.__setitem__}
-        records = logs if form.takes_columns else {}
-        returned = function(**choose(Responses(responses, step), records))
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
-        if not form.batch:
-            return returned
-        logged = extra | {name: [value] * len(responses) for name, value in metrics.items()}
-        return read_batch(returned, len(responses), logged)
+        arguments = form.arguments(Responses(responses, step)) | logs
+        chosen = {k: v for k, v in arguments.items() if open_ended or k in parameters}
 
-    wrapper: Any = call_one if not form.batch and inspect.iscoroutinefunction(function) else call
+        def read(returned: Any) -> Any:
+            if not form.batch:
+                return returned
+            logged = extra | {name: [value] * len(responses) for name, value in metrics.items()}
+            return read_batch(returned, len(responses), logged)
+
+        return function(**chosen | dict(kwargs)), read
+
+    async def call_async(responses: tuple[Response, ...], step: int) -> Any:
+        returned, read = prepare(responses, step)
+        return read(await returned)
+
+    def call(responses: tuple[Response, ...], step: int) -> Any:
+        returned, read = prepare(responses, step)
+        return read(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
+
+    method = getattr(function, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+    wrapper: Any = call_async if is_async else call
     wrapper.__wrapped__ = function  # its file is named in messages
     wrapper.form, wrapper.required = form.name, tuple(required(parameters, kwargs))
     return wrapper  # type: ignore[no-any-return]
@@ -280,8 +217,8 @@ def read_batch(returned: Any, count: int, logged: Mapping[str, Any]) -> BatchSco
         logged = {**logged, **(returned.get("extra_logs") or {})}
         returned = returned["rewards"]
     items = _as_list(returned)
-    if not isinstance(items, Sequence) or isinstance(items, str) or len(items) != count:
-        size = f"{len(items)} scores" if isinstance(items, Sequence) else type(items).__name__
+    if not isinstance(items, list) or len(items) != count:
+        size = f"{len(items)} scores" if isinstance(items, list) else type(items).__name__
         raise ValueError(f"it returned {size} for {count} responses")
     columns = {name: _as_list(values) for name, values in logged.items()}
     scores = []
@@ -290,7 +227,7 @@ def read_batch(returned: Any, count: int, logged: Mapping[str, Any]) -> BatchSco
         facts = {
             name: as_plain(values[at])
             for name, values in columns.items()
-            if isinstance(values, Sequence) and len(values) == count
+            if isinstance(values, list) and len(values) == count
         }
         score = (
             Score.failed("the function returned None") if value is None else read_returned(value)
@@ -300,4 +237,11 @@ def read_batch(returned: Any, count: int, logged: Mapping[str, Any]) -> BatchSco
 
 
 def _as_list(values: Any) -> Any:
-    return values.tolist() if hasattr(values, "tolist") else values
+    """Return a tensor, an array or any other iterable as a list; other values as they are."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return (
+        values
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable)
+        else [*values]
+    )

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import PathFinder
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -36,13 +37,13 @@ from ppo_cli.rewards.base import (
 )
 from ppo_cli.rewards.forms import (
     ARGUMENTS,
-    FORMS,
     Form,
     Responses,
     adapt,
     describe_finish,
     describe_response,
     find_form,
+    list_forms,
 )
 from ppo_cli.rewards.pool import RUN_ENDED, WorkerPool
 from ppo_cli.rewards.worker import Refused, Task
@@ -79,7 +80,7 @@ class FunctionReward(Reward):
             raise
         self._required = ready.required
         # Of a function for another trainer; None for our own form.
-        self._form = next((form for form in FORMS if form.name == ready.form), None)
+        self._form = next((f for f in list_forms() if f.name == ready.form), None)
         self._step = 0
         self._round: list[tuple[Rollout, Future[Score]]] = []  # not yet scored
 
@@ -104,13 +105,14 @@ class FunctionReward(Reward):
         self._step = step
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Send one rollout to a worker; a function of a whole round waits for its end."""
-        if self._form is not None and self._form.batch:
-            self._round.append((rollout, Future()))
-            return self._round[-1][1]
+        """Send one rollout to a worker; a function of several waits for the end of the round."""
         if self._form is not None:
-            responses = Responses((describe_response(rollout),), self._step)
-            return self._pool.submit(responses, partial(check_placed_rewards, rollout))
+            entry = rollout, Future[Score]()
+            if self._form.unit == "response":
+                self._call([entry])
+            else:
+                self._round.append(entry)
+            return entry[1]
         prompt = rollout.prompt
         columns = {k: v for k, v in prompt.columns.items() if k not in ROW_COLUMNS}
         facts = {**columns, **describe_finish(rollout)}
@@ -119,11 +121,17 @@ class FunctionReward(Reward):
         return self._pool.submit(call, partial(check_placed_rewards, rollout))
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Call a function of a whole round with all its responses, those to a prompt in a row."""
+        """Call a function of several responses: those to a prompt, or all in their order."""
         entries, self._round = self._round, []
-        if not entries:
-            return
         entries.sort(key=lambda entry: (entry[0].prompt.uid, entry[0].sample))
+        if entries and self._form and self._form.unit == "round":
+            self._call(entries)
+            return
+        for _, group in groupby(entries, lambda entry: entry[0].prompt.uid):
+            self._call(list(group))
+
+    def _call(self, entries: list[tuple[Rollout, Future[Score]]]) -> None:
+        """Send a call for these responses to a worker."""
         responses = Responses(tuple(describe_response(r) for r, _ in entries), self._step)
         scored = self._pool.submit(responses, lambda score: score, len(entries))
         scored.add_done_callback(partial(_deal, entries))
@@ -137,7 +145,7 @@ class FunctionReward(Reward):
 
 
 def _deal(entries: Sequence[tuple[Rollout, Future[Score]]], scored: Future[Score]) -> None:
-    """Give each response of a round its score, or the failure of the call."""
+    """Give each response of a call its score, or the failure of the call."""
     score = scored.result()
     scores = [score] * len(entries)
     if isinstance(score, BatchScore):
@@ -436,12 +444,12 @@ def _check_signature(
         extra = f" With reward.function_kwargs it also gets: {', '.join(kwargs)}." if kwargs else ""
         if isinstance(error, ValueError):
             raise Refused(f"{name}{signature} in {file}{line}: {error}.{extra}") from error
-        others = ", ".join(f"{form.name}'s ({form.signature})" for form in FORMS)
+        others = ", ".join(f"{form.name}: {form.signature}" for form in list_forms())
         raise Refused(
             f"{name}{signature} in {file}{line} cannot be called with "
             f"{', '.join(ARGUMENTS)}: {error}. Write it as "
             f"{name}(data_source, solution_str, ground_truth, extra_info=None), or with the "
-            f"parameters of another trainer: {others}.{extra}"
+            f"parameters of another trainer ({others}).{extra}"
         ) from error
 
 

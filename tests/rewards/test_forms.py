@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,47 +13,66 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import RewardError
+from ppo_cli.extras.migrate.forms import FORMS
+from ppo_cli.processes.user_code import import_file
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.base import read_returned
-from ppo_cli.rewards.forms import FORMS, describe_response
+from ppo_cli.rewards.base import BatchScore, read_returned
+from ppo_cli.rewards.forms import describe_response
 from ppo_cli.rewards.function import FunctionReward, load_function
 from ppo_cli.rewards.pool import RUN_ENDED
+from tests.rewards.foreign_callers import CALLERS
 from tests.rewards.scoring import make_rollout
 from tests.rewards.tables import read_blocks
 
 PATIENCE = 60.0
+STEP = 7
 FUNCTIONS = read_blocks("reward_forms")
+EXPECTED = [line.split() for line in FUNCTIONS["expected"].splitlines()]
 # Two responses: the second one was cut off, and its row has messages.
 TASK = ({"role": "user", "content": "1+1"},)
 
 
 def list_rollouts() -> list[Rollout]:
     rows: tuple[dict[str, Any], ...] = (
-        {"prompt": "1+1", "solution": "2", "level": 3},
-        {"prompt": list(TASK), "solution": "3", "level": 4},
+        {"prompt": "1+1", "solution": "2", "level": 3, "info": '{"unit": "cm"}'},
+        {"prompt": list(TASK), "solution": "3", "level": 4, "info": {"unit": "km"}},
     )
     rollouts = []
-    for number, (text, columns) in enumerate(zip(("2", "2"), rows, strict=True)):
-        rollout = make_rollout(text, columns["solution"], finish_reason=("stop", "length")[number])
+    for number, (row, token_ids) in enumerate(zip(rows, ((50, 0), (50,)), strict=True)):
+        rollout = make_rollout(
+            "2", row["solution"], finish_reason=("stop", "length")[number], level=row["level"]
+        )
         prompt = replace(
-            rollout.prompt, uid=f"rows:{number}", columns=columns, messages=TASK, rendered="<1+1>",
+            rollout.prompt, uid=f"rows:{number}", messages=TASK, rendered="<1+1>",
+            token_ids=tuple(map(ord, "<1+1>")),
+            columns=row | {"metadata": {"unit": "m" * (number + 1)}},
         )  # fmt: skip
-        rollouts.append(replace(rollout, prompt=prompt))
+        rollouts.append(replace(rollout, prompt=prompt, token_ids=token_ids))
     return rollouts
 
 
 def call(file: Path, name: str, **kwargs: Any) -> list[Score]:
     """Return the scores of both responses from the function as a worker loads it."""
-    function = load_function(str(file), name, kwargs)
-    rows = tuple(map(describe_response, list_rollouts()))
-    form = next(form for form in FORMS if form.name == function.form)  # type: ignore[attr-defined]
+    function, rollouts = load_function(str(file), name, kwargs), list_rollouts()
+    form = next((form for form in FORMS if form.name == getattr(function, "form", "")), None)
     scores: list[Score] = []
-    for responses in [rows] if form.batch else [rows[:1], rows[1:]]:
-        returned = function(responses, 7)
+    for part in [rollouts] if form and form.unit == "round" else [rollouts[:1], rollouts[1:]]:
+        responses = tuple(map(describe_response, part))
+        arguments = {"responses": responses, "step": STEP}
+        if form is None:
+            (row,) = responses
+            fields = ("data_source", "ground_truth", "extra_info")
+            arguments = {name: getattr(row, name) for name in fields} | {"solution_str": row.text}
+        returned = function(**arguments)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_await(returned))
-        scores += returned.scores if form.batch else [read_returned(returned)]
+        score = read_returned(returned)
+        scores += score.scores if isinstance(score, BatchScore) else [score]
     return scores
+
+
+def format_values(values: Iterable[float | None]) -> str:
+    return ",".join("-" if value is None else f"{value:g}" for value in values)
 
 
 async def _await(value: Any) -> Any:
@@ -66,13 +86,28 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("line", FUNCTIONS["expected"].splitlines())
-def test_a_function_for_another_trainer_gets_what_that_hands_over(file: Path, line: str) -> None:
-    name, form, values = line.split()
-    scores = call(file, name)
-    assert ",".join("-" if s.value is None else f"{s.value:g}" for s in scores) == values
-    function = load_function(str(file), name, {})
-    assert form in function.form.replace(" ", "_")  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("name", "form", "values"), EXPECTED)
+def test_a_function_for_another_trainer_gets_what_that_hands_over(
+    file: Path, name: str, form: str, values: str
+) -> None:
+    if "raises" in name:
+        with pytest.raises(ZeroDivisionError):
+            call(file, name)
+    else:
+        assert format_values(score.value for score in call(file, name)) == values
+    assert getattr(load_function(str(file), name, {}), "form", "verl") == form.replace("_", " ")
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("form", CALLERS)
+def test_the_trainer_itself_calls_the_functions_so(file: Path, form: str) -> None:
+    module = import_file(str(file))
+    rows = [row for row in EXPECTED if row[1].replace("_", " ") == form and "older" not in row[0]]
+    assert rows == [
+        [name, marker, format_values(CALLERS[form](getattr(module, name), list_rollouts(), STEP))]
+        for name, marker, _ in rows
+    ]
 
 
 def test_what_a_function_logs_is_recorded_and_settings_are_arguments(file: Path) -> None:
@@ -102,11 +137,11 @@ def test_a_round_is_one_call_of_a_module_and_a_missing_column_is_refused(
     rollouts, lines = list_rollouts(), list[str]()
     with closing(FunctionReward("forms:trl")) as reward:
         reward.start([rollout.prompt for rollout in rollouts], tell=lines.append)
-        reward.begin_step(7)
+        reward.begin_step(STEP)
         futures = [reward.submit(rollout) for rollout in reversed(rollouts)]
         reward.end_round()
         first, second = (future.result(PATIENCE) for future in reversed(futures))
-        assert (first.value, second.value) == (713, 702)
+        assert (first.value, second.value) == (613, 602)
         assert first.info["output"] == "scoring ['2', '3']\n" and "output" not in second.info
         unscored = reward.submit(rollouts[0])
     assert unscored.result(PATIENCE).failure == RUN_ENDED
@@ -121,6 +156,5 @@ def test_the_documents_have_a_row_for_each_form() -> None:
     assert [
         form.name for form in FORMS if f"| {form.name} | `{form.signature}` |" not in page
     ] == []
-    assert {line.split()[1].replace("_", " ") for line in FUNCTIONS["expected"].splitlines()} == {
-        form.name.removeprefix("verl's ") for form in FORMS
-    }
+    names = {form.replace("_", " ") for _, form, _ in EXPECTED}
+    assert names == {"verl", *(form.name for form in FORMS)}

@@ -49,7 +49,8 @@ ASYNC_HEAD = f"async {HEAD}"
 def test_arguments_result_output_and_parts_of_a_call(build: Build, reward_file: Write) -> None:
     code = f"""{HEAD}
     print("scoring", solution_str)
-    facts = [extra_info.pop(name) for name in ("finish_reason", "truncated", "response_tokens")]
+    names = ("finish_reason", "truncated", "response_tokens", "num_turns", "rollout_reward_scores")
+    facts = [extra_info.pop(name) for name in names]
     seen = f"{{data_source}} {{solution_str}} {{ground_truth!r}} {{extra_info!r}} {{facts!r}}"
     return {{"score": 0.5, "style": 0.25, "reason": "terse", "seen": seen, "imputed": "y"}}
     """
@@ -58,7 +59,7 @@ def test_arguments_result_output_and_parts_of_a_call(build: Build, reward_file: 
     assert (score.value, score.failure, score.reason, score.judged) == (0.5, "", "terse", True)
     assert score.parts == {"style": Part(raw=0.25, scaled=None)}
     assert score.info.pop("latency_s") >= 0
-    seen = "here reply ['a', 1] {'tier': 2} ['stop', False, 1]"
+    seen = "here reply ['a', 1] {'tier': 2} ['stop', False, 1, 2, {}]"
     assert score.info == {"output": "scoring reply\n", "seen": seen, "imputed": "y"}
 
 
