@@ -277,6 +277,8 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
     """Return the arguments for a flag and its values; None to leave them as they are."""
     flags, name = done.tables, find_name(flag)
     value = values[0] if len(values) == 1 else ""
+    if name == "reward_funcs" and (words := _mix_functions(values, done)):
+        return words
     if name in flags["values"]:
         meanings = flags["values"][name]
         for pattern, settings in meanings.items():
@@ -415,6 +417,22 @@ def _name_sets(flag: str, done: Translation) -> list[str]:
     return args
 
 
+def _mix_functions(values: Sequence[str], done: Translation) -> list[str]:
+    """Return TRL's sum of several reward functions, or of one with a weight, as a mixture."""
+    meanings, args = done.tables["values"]["reward_funcs"], list[str]()
+    weights = done.values.get("reward_weights", [])
+    for at, value in enumerate(values if len(values) > 1 or weights else ()):
+        matches = ((re.fullmatch(pattern, value), meanings[pattern]) for pattern in meanings)
+        match, meaning = next((pair for pair in matches if pair[0]), (None, ""))
+        if match is None:
+            return []
+        setting = meaning.removeprefix("--").replace("reward_", "").format(value, *match.groups())
+        part = f"reward.composite.parts.{re.split('[.:]', value)[-1]}"
+        args += [f"{part}.kind=rule", f"{part}.{setting}", f"{part}.scaling=none"]
+        args += [f"{part}.weight={weight}" for weight in weights[at : at + 1]]
+    return args
+
+
 COMPUTED: Mapping[str, Callable[[str, Translation], list[str] | None]] = {
     "train_batch_size": _count_prompts,
     "per_device_train_batch_size": _count_batches,
@@ -426,6 +444,8 @@ COMPUTED: Mapping[str, Callable[[str, Translation], list[str] | None]] = {
     "dataset_name": _name_sets,
     "prompt_data": _name_sets,
     "eval_dataset": _name_sets,
+    # Read with the functions.
+    "reward_weights": lambda flag, done: [] if "reward_funcs" in done.values else None,
 }
 
 
@@ -521,13 +541,8 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
         words += ["--train_files", "FILE"]
     if "model.path" not in {target for word in words for target in _targets(word.strip("-"))}:
         words += ["--model", "MODEL"]
-    if len(functions) == 1:
-        words += ["--reward_function", functions[0]]
-    elif not functions:
-        words += ["--reward_function", "FILE.py:NAME"]
-    for function in functions if len(functions) > 1 else ():
-        part = f"reward.composite.parts.{function.rpartition(':')[2]}"
-        words += [f"{part}.kind=rule", f"{part}.function={function}", f"{part}.scaling=none"]
+    mixed = _mix_functions(functions, done)
+    words += mixed or ["--reward_function", *(functions[:1] or ["FILE.py:NAME"])]
     return (
         f"{done.program} is not read, and its settings are inside{library and f' ({library})'}. "
         f"{'What it sets is' if flags else 'What it sets has to be'} on this line:\n"

@@ -163,6 +163,15 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ),
         ("--reward.remote_url a/b.py --lr 1", "--reward_function=a/b.py:reward_func --lr 1"),
         ("--reward_funcs my.rewards.f", "--reward_function=my.rewards:f"),
+        (
+            "--reward_funcs my.f accuracy_reward --reward_weights 0.5 2",
+            "reward.composite.parts.f.kind=rule reward.composite.parts.f.function=my:f "
+            "reward.composite.parts.f.scaling=none reward.composite.parts.f.weight=0.5 "
+            "reward.composite.parts.accuracy_reward.kind=rule "
+            "reward.composite.parts.accuracy_reward.rule=math "
+            "reward.composite.parts.accuracy_reward.scaling=none "
+            "reward.composite.parts.accuracy_reward.weight=2",
+        ),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
         ("--vllm_importance_sampling_correction false", f"{CORRECTION}=off"),
         (
