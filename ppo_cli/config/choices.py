@@ -74,6 +74,13 @@ def choose_engine(settings: Settings) -> Choice:
     return Choice("ray", ", ".join(reasons)) if reasons else Choice("local", "one device")
 
 
+def choose_on_hacking(settings: Settings) -> Choice:
+    """Choose what the alarm of exploits does: stop under its older spelling, else warn."""
+    if settings["trainer.stop_on_hacking"]:
+        return Choice("stop", "trainer.stop_on_hacking is set")
+    return Choice("warn", "the alarm may be wrong")
+
+
 def choose_save_freq(settings: Settings) -> Choice:
     """Choose the steps between checkpoints: close enough to go back, few enough to keep all."""
     if settings["trainer.on_hacking"] != "restrain":

@@ -18,6 +18,7 @@ from ppo_cli.config.choices import (
     choose_engine,
     choose_gpus,
     choose_matmul,
+    choose_on_hacking,
     choose_sampler,
     choose_samplers,
     choose_save_freq,
@@ -424,11 +425,14 @@ class Trainer(Section):
         flag="--patience", ge=1,
     )  # fmt: skip
     on_hacking: Literal["warn", "stop", "restrain"] = setting(
-        "warn",
+        Chosen(choose_on_hacking, "stop with --stop_on_hacking, else warn"),
         "When the model begins to exploit its reward: warn, stop, or restrain: go back to the last "
         "checkpoint before, and on with a higher KL coefficient; at most twice, then stop.",
         flag="--on_hacking", unused="not_watched",
     )  # fmt: skip
+    stop_on_hacking: bool = setting(
+        False, "The same as --on_hacking stop.", flag="--stop_on_hacking", unused="not_watched"
+    )
     logger: tuple[
         Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
     ] = setting(("console",), "Trackers, besides metrics.jsonl.", flag="--logger", common=True)
@@ -539,6 +543,13 @@ class Trainer(Section):
             ),
             example="patience=2",
             advice="test_freq=10",
+        ),
+        Conflict(
+            "on_hacking stop_on_hacking",
+            lambda s: s.stop_on_hacking and s.on_hacking != "stop",
+            lambda s, at: f"--stop_on_hacking is --on_hacking stop, not {s.on_hacking}; keep one.",
+            example="on_hacking=restrain stop_on_hacking=true",
+            advice="on_hacking=restrain stop_on_hacking=false",
         ),
         Conflict(
             "on_hacking save_freq",

@@ -178,6 +178,7 @@ OTHER: dict[str, Any] = {
     "critic.lam": 0.5, "algorithm.gamma_piece": 0.5, "algorithm.lam_piece": 0.5,
     "critic.model.freeze_attention": True, "model.float32_head": True,
     "reward.api.place": "line", "critic.pretrain_until": 0.5, "trainer.on_hacking": "stop",
+    "trainer.stop_on_hacking": True,
     "trainer.store": "file:///srv/run",
     "environment.path": "game.py:Game", "environment.tools": "tools.py",
     "environment.mcp_config": "mcp.json", "trainer.alert": "HOOK",
