@@ -141,10 +141,6 @@ took 8 % more time than that ([lab book](../notes/lab_book.md)).
 (about 0.5 GB per process), buffers of NCCL and cuBLAS, and fragmentation (10 % of the GPU must stay
 free); GPUs before compute capability 8.0. `AdamW8bit` and 4-bit weights are refused.
 
-**How it was checked**: bytes of weights, gradients and moments on 1 and 8 ranks equal numbers
-worked out by hand, and the peak of an update on 8 ranks equals torch's `FSDPMemTracker` to the byte
-(`tests/extras/lab/test_simulation.py`).
-
 ## What fits where
 
 PPO with a critic of the actor's size, a reference and a vLLM sampler on the same GPUs (8 a node,
