@@ -177,15 +177,27 @@ def _select_visible(visible: str, cards: Sequence[Card]) -> Iterator[Gpu]:
 @cache
 def read_inventory(root: Path) -> Inventory:
     """Query NVML, once in a process; empty without NVIDIA's driver."""
+    is_wsl = (root / WSL_LIBRARY).exists()
+    has_wsl_gpu = is_wsl and (root / "dev/dxg").exists()
+    has_cards = any(re.fullmatch(r"nvidia\d+", p.name) for p in (root / "dev").glob("nvidia*"))
+    # Without devices and library there is nothing to ask: pynvml takes a twentieth of a plan.
+    if not (has_cards or is_wsl or _has_library()):
+        return NO_GPUS
     import pynvml
 
     try:
         return _query_nvml(pynvml, root)
     except pynvml.NVMLError as error:
         # A machine without NVIDIA devices has no fault: NVML is not expected to answer.
-        has_wsl_gpu = (root / "dev/dxg").exists() and (root / WSL_LIBRARY).exists()
-        has_cards = any(re.fullmatch(r"nvidia\d+", p.name) for p in (root / "dev").glob("nvidia*"))
         return Inventory(fault=str(error) if has_cards or has_wsl_gpu else None)
+
+
+def _has_library() -> bool:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _query_nvml(nvml: Any, root: Path) -> Inventory:
