@@ -51,8 +51,8 @@ CHECKS = (
     ),
     Check(
         "training steps", "training:check_training",
-        "PPO steps (critic, KL loss, LoRA, checkpointing, float16) with their formulas in float64",
-        12,
+        "PPO steps (critic, KL loss, LoRA, checkpointing, float16) and the weights that samplers "
+        "get with their formulas in float64", 12,
         proves=("packed_attention", "shared_prompts", "float16"),
     ),
     Check(
@@ -86,7 +86,7 @@ CHECKS = (
     ),
     Check(
         "sampler", "samplers:check_hf_sampler",
-        "tokens and log-probs with the model in float64; seeds; new weights", 5,
+        "tokens, their end and log-probs with the model in float64; seeds; new weights", 5,
     ),
     Check(
         "vLLM sampler", "samplers:check_vllm_sampler",
@@ -100,8 +100,8 @@ CHECKS = (
     ),
     Check(
         "weight transfer", "clusters:check_transfers",
-        "log-probs of vLLM and of the trainer after each publish: CUDA IPC, NCCL; memory on a "
-        "CPU", 90,
+        "log-probs of vLLM and of the trainer after each publish: CUDA IPC, NCCL; memory and "
+        "gloo on a CPU", 90,
         proves=("transfer_ipc", "transfer_nccl"), needs="vllm", limit_s=900.0,
     ),
     Check(

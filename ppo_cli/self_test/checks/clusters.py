@@ -71,9 +71,11 @@ def check_ray(setup: Setup, results: Results) -> None:
 
 
 def check_transfers(setup: Setup, results: Results) -> None:
-    """vLLM gets new weights by memory, by CUDA IPC on shared GPUs, and by NCCL on another GPU."""
+    """vLLM gets new weights by CUDA IPC and NCCL; on the CPU by memory and over the network."""
     if setup.device == "cpu":
-        check_transfer(setup, "memory", results)
+        for way in ("memory", "gloo"):
+            with results.part(way):
+                check_transfer(setup, way, results)
         return
     for feature, way in TRANSFERS.items():
         if way == "nccl" and setup.gpus < 2:

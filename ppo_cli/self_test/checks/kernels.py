@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ppo_cli.config.schedule import lr_factor
 from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.engine.cpu.products import set_matmul_library
 from ppo_cli.engine.models.attention import PackedRows, attend_by_rows
+from ppo_cli.engine.models.policy import Float32Head
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.planning.memory.model import LOGIT_CHUNK
 from ppo_cli.self_test.checks.runs import uses_bfloat16
@@ -27,7 +29,7 @@ from ppo_cli.self_test.results import Results, Setup
 # Common head sizes; the size of the model to train is added.
 HEAD_SIZES = (64, 128)
 ROWS = (33, 1, 7, 130)  # lengths; the longest one crosses a block of every kernel
-SHARED = ((0, 0, 0, 3), (0, 20, 11, 0))  # leads, and tokens of them that come before a row
+SHARED = ((0, 0, 2, 2), (0, 20, 0, 5))  # leads, and tokens of them that come before a row
 TIMED, TIMED_ROUNDS = (1024, 256, 8), 3  # tokens of a prompt and a response, responses
 # Sizes of the products and log-probs below.
 HIDDEN = 128
@@ -77,6 +79,13 @@ def _check_product(
     product = first.to(setup.device) @ right.to(setup.device).T
     gap = relative_gap(product, first.double() @ right.double().T)
     results.compare(f"product in {dtype}", gap, ROUNDING[dtype])
+    # The output layer that only rounds its operands.
+    head: Any = nn.Linear(1024, HIDDEN, bias=False, device=setup.device)
+    head.__class__, head.operands = Float32Head, dtype
+    states = torch.randn((TOKENS, 1024), generator=generator)
+    rounded = [x.detach().cpu().to(dtype).double() for x in (states, head.weight)]
+    gap = relative_gap(head(states.to(setup.device)), rounded[0] @ rounded[1].T)
+    results.compare(f"output layer of operands in {dtype}", gap, ROUNDING[torch.float32])
 
 
 def _check_vocabulary(

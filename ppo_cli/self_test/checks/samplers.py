@@ -60,6 +60,7 @@ class Exact:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"
         ).eval()
+        self.end_id = load_tokenizer(folder).eos_token_id
         self.weights = {n: p.detach().clone() for n, p in self._model.named_parameters()}
 
     @torch.no_grad()
@@ -147,6 +148,8 @@ def compare_logprobs(
 ) -> None:  # fmt: skip
     """Compare the log-probs of responses, and require tokens that the sampling allows."""
     results.require(f"{name}: too few responses", len(rollouts) == PROMPTS * sampling.n)
+    ended = all(exact.end_id not in rollout.token_ids[:-1] for rollout in rollouts)
+    results.require(f"{name}: responses go on after the end token", ended)
     gaps, misses = [], 0
     for rollout in rollouts:
         all_TV = exact.logprobs_TV(rollout, sampling.temperature or 1.0)

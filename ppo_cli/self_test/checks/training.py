@@ -7,6 +7,7 @@ of the engine. Legend: B rows, T response tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ppo_cli.self_test.results import Results, Setup
 STEPS = 2
 GRPO: dict[str, Any] = {"adv_estimator": "grpo"}
 LORA: dict[str, dict[str, Any]] = {
-    "model": {"lora_rank": 4, "enable_gradient_checkpointing": True},
+    "model": {"lora_rank": 4, "lora_merge": True, "enable_gradient_checkpointing": True},
     "algorithm": GRPO,
     "rollout": {"n": 2},
 }
@@ -95,6 +96,7 @@ def check_run(name: str, config: Config, results: Results) -> None:
             what = part.removesuffix("_BT").replace("_", " ")
             results.compare(f"{what} after {turn} steps, {name}", gap, limit)
         if turn == STEPS:
+            _check_published(name, learner, formulas, results)
             break
         # The same step with both; its metrics have to agree.
         train_batch = score_rows(annotated, turn)
@@ -106,6 +108,19 @@ def check_run(name: str, config: Config, results: Results) -> None:
         skipped = sum(sums.get(f"{m}/loss_scale_halvings", (0.0,))[0] for m in ("actor", "critic"))
         results.require(f"losses were scaled by too much, {name}", not skipped)
         learner.publish()
+
+
+def _check_published(name: str, learner: Learner, formulas: Formulas, results: Results) -> None:
+    """Compare the weights that samplers get with the formulas', and as they are rounded once."""
+    limit = LIMITS[str(learner.published_dtype or torch.float32).removeprefix("torch.")]
+    exact = partial(Tensor.to, device="cpu", dtype=torch.float32)
+    whole = dict(learner.published(exact, exact))
+    rounded = dict(learner.published(partial(Tensor.to, device="cpu", dtype=torch.bfloat16), exact))
+    merged = formulas.merged()
+    gap = max(largest_gap(tensor, merged[key]) for key, tensor in whole.items())
+    results.compare(f"published weights, {name}", gap, limit)
+    gap = max(largest_gap(t, whole[key].bfloat16()) for key, t in rounded.items())
+    results.compare(f"weights published in bfloat16, {name}", gap, 0.0)
 
 
 def make_learner(config: Config) -> Learner:
@@ -144,7 +159,7 @@ class Formulas:
     def annotate(self, batch: Batch) -> dict[str, Tensor]:
         """Return log-probs, entropy and values by their names in `AnnotatedBatch`."""
         rows = [*_rows(batch)]
-        actor, frozen = self._merged(), self._frozen
+        actor, frozen = self.merged(), self._frozen
         views = [self._logprobs_and_entropies(actor, *row) for row in rows]
         columns = {
             "old_logprobs_BT": [logprobs_T for logprobs_T, _ in views],
@@ -160,7 +175,7 @@ class Formulas:
         a, mask_BT = self._config.actor, batch.loss_mask_BT
         tokens = int(mask_BT.sum())
         rows = [*_rows(batch)]
-        views = [self._logprobs_and_entropies(self._merged(), *row) for row in rows]
+        views = [self._logprobs_and_entropies(self.merged(), *row) for row in rows]
         new_BT = _pad([logprobs_T for logprobs_T, _ in views], batch)
         entropy_BT = _pad([entropy_T for _, entropy_T in views], batch)
         # Clipped surrogate (PPO), with the lower bound of dual-clip PPO.
@@ -196,7 +211,7 @@ class Formulas:
             )
         return numbers
 
-    def _merged(self) -> dict[str, Tensor]:
+    def merged(self) -> dict[str, Tensor]:
         """Return the actor's weights; with LoRA W + alpha / rank B A."""
         model = self._config.model
         if not model.lora_rank:
