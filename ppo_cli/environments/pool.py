@@ -36,8 +36,9 @@ from ppo_cli.secrets.redact import Redactor, redact, without_keys
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # a user's file may import torch
 CHECK_TIMEOUT_S = 10.0
-# A process limits its calls itself. It is killed when it does not answer for this much longer.
-ANSWER_GRACE_S = 5.0
+# A process limits its calls itself. It is killed when it does not answer for this much longer; one
+# whose calls run in forks is late only where they leave it no processor.
+ANSWER_GRACE_S = {"process": 5.0, "episode": 30.0}
 MAX_DEATHS = 3  # of a process, one after another, before any answer
 MAX_REASON_CHARS = 500
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -281,7 +282,7 @@ class _Process:
         timeout = self._config.timeout
         fields = {"operation": operation, "episode": episode, **fields, "timeout": timeout}
         async with self._slots:
-            limit = timeout + ANSWER_GRACE_S
+            limit = timeout + ANSWER_GRACE_S[self._config.isolation]
             limit += (MCP_ATTEMPTS * timeout + MCP_START_S) if self._spec["mcp"] else 0
             answer = await self._call(fields, limit)
         self.answered = self.answered or operation != "close"

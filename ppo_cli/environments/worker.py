@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes  # noqa: F401  (each fork needs it, and would load it)
 import difflib
 import gc
 import importlib

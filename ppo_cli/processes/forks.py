@@ -112,6 +112,7 @@ class Fork:
         """Answer requests in the fork: never returns. Files up to `above` may be open."""
         try:
             os.setsid()
+            self._reaper.adopt_orphans()  # what leaves the session ends with it too
             os.dup2(self._child_prints, 1)
             os.dup2(self._child_prints, 2)
             kept = sorted(files | {0, 1, 2, self._child_end.fileno()})
@@ -199,11 +200,10 @@ class Fork:
         if self._ended:
             return
         self._ended = reason
-        children = f"/proc/{self.pid}/task/{self.pid}/children"
-        with contextlib.suppress(OSError), open(children) as file:
-            if file.read():  # some may have left its session
+        if self._reaper.list_children(self.pid):  # some may have left its session
+            with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGSTOP)  # the others neither fork nor compute now
-                self._reaper.kill_below(self.pid)
+            self._reaper.kill_below(self.pid)
         for end in (os.killpg, os.kill):  # it may not lead its session yet
             with contextlib.suppress(OSError):
                 end(self.pid, signal.SIGKILL)

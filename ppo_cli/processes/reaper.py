@@ -66,12 +66,29 @@ def _below(pid: int, processes: Processes) -> list[int]:
     return descendants_of_pid
 
 
+def list_children(pid: int) -> list[int]:
+    """Return the ids of a process's children, without a look at all processes."""
+    children = list[int]()
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # each thread has its own
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                children += map(int, file.read().split())
+    return children
+
+
 def kill_below(leader: int) -> None:
     """Send SIGKILL once to each descendant of a process and to the others in its session.
 
     Returns without waiting for their end. Its id must not be in use again.
     """
-    killed: set[int] = set()
+    # Its own children first: many of them may leave little of the processor for a look at all.
+    killed, queue = set[int](), list_children(leader)
+    for pid in queue:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGSTOP)  # it forks no more
+            queue += list_children(pid)
+            os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
     for _ in range(MAX_ATTEMPTS):  # they fork until their signal comes
         processes = read_processes()
         of_session = [pid for pid, (_, _, session) in processes.items() if session == leader]
@@ -91,7 +108,7 @@ def run_until_parent_exits(parent: int, folder: str, command: list[str]) -> int:
     # Signals are only noted; the loop below reacts.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda n, _: signals.append(n))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
     while child.poll() is None and not signals and os.getppid() == parent:
         _reap_orphans(child.pid)
@@ -136,6 +153,11 @@ def _reap_orphans(but: int) -> None:
             return
         with contextlib.suppress(OSError):
             os.waitpid(dead.si_pid, os.WNOHANG)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _die_with_parent() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.environments.base import EnvironmentFailure, Reply
-from ppo_cli.environments.pool import EnvironmentPool, check_environment
+from ppo_cli.environments.pool import ANSWER_GRACE_S, EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.processes.child import MAX_LOG_BYTES
 from ppo_cli.processes.reaper import descendants
@@ -165,6 +165,8 @@ WAYS = {
     "do __import__('ctypes').string_at(0)": "ended by signal SIGSEGV",
     "do os.fork() or time.sleep(4321); os._exit(1)": "ended with exit code 1",
     "do subprocess.Popen(['sleep', '4321'], start_new_session=True); time.sleep(4321)": "timeout",
+    # A daemon, whose parent has ended.
+    "do subprocess.call('setsid sleep 4321 &', shell=True); time.sleep(4321)": "timeout",
     "do 9**9**9": "timeout: took longer than 3 s",
     "do re.match('(a+)+$', 'a' * 50 + 'b')": "timeout: took longer than 3 s",
     "do os.kill(os.getpid(), signal.SIGSTOP)": "timeout: took longer than 3 s",
@@ -310,7 +312,7 @@ def test_a_call_that_hangs_in_a_shared_process_costs_its_episode(
 def test_a_process_that_does_not_answer_is_killed(
     start: Start, game: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.environments.pool.ANSWER_GRACE_S", 0.5)
+    monkeypatch.setitem(ANSWER_GRACE_S, "process", 0.5)
     pool = start(path=f"{game}:Game", isolation="process", timeout=1.0)
     open_episodes(pool, "a", "b")
     # This search holds the interpreter's lock: no other thread of the process runs.
