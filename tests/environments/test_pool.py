@@ -101,11 +101,13 @@ def test_code_that_changes_its_process_gives_no_reward_of_nan(start: Start, tmp_
     file.write_text(
         "import builtins\nbuiltins.abs = lambda number: 0.0\n"
         "class Sly:\n    def reset(self, row): return None\n"
-        "    def step(self, message): return 'x', True, {'a': 1.0, 'b': float('nan')}\n"
+        "    def step(self, message):\n"
+        "        return {'done': True, message['content']: {'a': 1.0, 'b': float('nan')}}\n"
     )
     pool = start(path=f"{file}:Sly")
-    open_episodes(pool, "a")
-    assert "nan" not in failure(pool, "a", "")
+    open_episodes(pool, "a", "b")
+    for name, key in (("a", "reward"), ("b", "metrics")):
+        assert "nan" not in failure(pool, name, key)
 
 
 # As Gymnasium's environments are.

@@ -379,7 +379,7 @@ function fact(name, value) {
 
 /** What a scorer said besides: criteria, cost, time, votes. A judge's whole reply is folded. */
 function facts(line, part, reason) {
-  const plain = Object.entries(line).filter(([name, value]) => !SHOWN.has(name) && value != null && !(name === "cached" && line.gated) && !(line.cached && value === 0));
+  const plain = Object.entries(line).filter(([name, value]) => !SHOWN.has(name) && value != null && !(line.cached && value === 0));
   return [
     graded(line) ? criteriaTable(line.criteria, part, reason) : null,
     el("dl", { class: "facts" }, ...plain.map(([name, value]) => fact(name, value))),

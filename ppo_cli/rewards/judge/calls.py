@@ -303,7 +303,7 @@ def gated_score(reason: str, scale: Scale) -> Score:
         0.0,
         reason=f"not sent to the judge: {reason}",
         parts={"judge": Part(raw=float(scale.low), scaled=0.0)},
-        info={"cached": False, "judge_tokens": 0, "cost_usd": 0.0},
+        info={"judge_tokens": 0, "cost_usd": 0.0},
         gated=True,
     )
 

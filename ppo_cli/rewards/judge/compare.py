@@ -327,13 +327,11 @@ class CompareReward(JudgeReward):
         met = [entry for contest, _ in tallies if contest.reference for entry in contest.entries]
         won = [entry.score.value for entry in met if entry.score and entry.score.value is not None]
         extra = {"judge/win_rate": fmean(won)} if won else {}
-        if compared + followed:
-            extra["judge/place_followed"] = followed / (compared + followed)
-        if compared:
-            extra["judge/ties"] = tied / compared
-        if compared + followed + failed:
-            extra["judge/failed_pairs"] = failed / (compared + followed + failed)
-        return extra
+        shares = {
+            "place_followed": (followed, compared + followed), "ties": (tied, compared),
+            "failed_pairs": (failed, compared + followed + failed),
+        }  # fmt: skip
+        return extra | {f"judge/{k}": part / whole for k, (part, whole) in shares.items() if whole}
 
 
 NodeScores = dict[int, tuple[float, float | None]]  # node -> score and strength

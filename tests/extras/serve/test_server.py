@@ -265,6 +265,7 @@ def test_mistakes_are_answered_with_a_sentence(client: Client) -> None:
     }  # fmt: skip
     for text, reply in wrong.items():
         assert text in reply["error"] and reply["category"] == "user", (text, reply)
+    assert client.sample(sampler, [1] * 4088, max_tokens=8)[0]  # all that the model reads
     refused = {
         ("save_weights_external", 404): {}, ("get_info", 422): {"model_id": "nobody"},
         ("create_model", 422): {}, ("retrieve_future", 422): {"request_id": "x"},
