@@ -296,7 +296,8 @@ def generate(arguments: Arguments) -> None:
     for file in prompt_files([extras["data"]] if extras["data"] else [], "val"):
         check_present(file)
     if extras["out"]:
-        check_out(Path(extras["out"]), extras["data"])
+        out = user_path(extras["out"])
+        check_out(out, extras["data"])
     from ppo_cli.cli.screen import make_screen
     from ppo_cli.run.evaluate import SampledModel, eval_sampling, generate_answers
 
@@ -311,7 +312,7 @@ def generate(arguments: Arguments) -> None:
             with screen.phase("generate", len(prompts) * sampling.n) as advance:
                 rows = generate_answers(sampled, prompts, sampling, advance)
             if extras["out"]:
-                write_rows(Path(extras["out"]), rows)
+                write_rows(out, rows)
                 return
             _print_rows(rows, as_json=True)
         elif prompt is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.errors import did_you_mean, shorten
-from ppo_cli.paths import load_json, user_path
+from ppo_cli.paths import load_json, read_text, user_path
 
 ADDRESS = re.compile("https?://")
 # ${NAME}, ${env:NAME}, ${NAME:-what stands for it}; other forms have no group.
@@ -48,7 +48,7 @@ def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the servers of a file by name, and what is wrong with it."""
     label = f"--mcp_config {path}"
     try:
-        content = load_json(user_path(path).read_bytes())
+        content = load_json(read_text(user_path(path)))
         listed = content.get("mcpServers") or content["servers"]
         entries = {str(name): dict(fields) for name, fields in listed.items()}
     except OSError as error:

@@ -10,12 +10,13 @@ import ast
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 
 from ppo_cli.config.mixture import Judge, judges_of, rules_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.estimates import repeated_share
-from ppo_cli.paths import user_path
+from ppo_cli.paths import read_text, user_path
 
 # A character of a script without blanks counts as a word.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u9fff]+|[^\w\s]+")
@@ -227,8 +228,8 @@ def read_requests(reward: Reward) -> str:
         path = user_path(file)
         if not path.is_file():
             path = user_path(file.rpartition(":")[0])
-        if path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
+        with suppress(OSError):  # what cannot be read is reported by the reward
+            text = read_text(path)
             texts += (
                 _list_wishes(text, file.partition(".py:")[2] or "compute_score")
                 if file in functions

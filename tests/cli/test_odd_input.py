@@ -53,6 +53,8 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
     mistakes: dict[str, tuple[list[str], str]] = {
         "a pipe": (["--config", "fifo"], "a pipe or a device"),
         "a device": (["--config", "zero"], "a pipe or a device"),
+        "servers": (["--tools", "t.py", "--mcp_config", "zero"], "a pipe or a device"),
+        "a script": (["zero"], "zero"),
         "depth": (["--config", "deep.yaml"], "nested too deeply"),
         "size": (["--config", "large.yaml"], "bytes, more than"),
         "a folder's bytes": (["--output_dir", "o/\udcff"], "'o/\\udcff' is not text in UTF-8."),
@@ -68,6 +70,9 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
         for word in ("plan", "train")
         if word == "plan" or name == "a pipe"  # they read settings alike
     }
+    commands["a long name"] = (
+        ["generate", "embedded", "--data", "good.jsonl", "--out", "x" * 5000], "at most 255 bytes"
+    )  # fmt: skip
     assert wrongly_told(commands, capfd) == {}
 
 

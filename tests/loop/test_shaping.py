@@ -328,9 +328,12 @@ def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
     parts = [{"a": Part(x, None)} if x is not None else {} for x in (1.0, None, 0.0, float("nan"))]
     scores = [Scored(r, Score(1.0, parts=p)) for r, p in zip(created, parts, strict=True)]
     scores[3] = Scored(created[3], Score(None, "it is NaN", parts=parts[3]))
-    for estimator, valid in (("gdpo", [True, False, True, False]), ("grpo", [True] * 3 + [False])):
+    for estimator, baselines, valid in (
+        ("gdpo", None, [True, False, True, False]), ("grpo", None, [True] * 3 + [False]),
+        ("remax", [0.5, None, 0.5, 0.5], [True, False, True, False]),
+    ):  # fmt: skip
         config = complete({"algorithm": {"adv_estimator": estimator, "gdpo_reward_keys": ["a"]}})
-        batch = shape_step(config, annotate(created), scores, 0.0, None).batch
+        batch = shape_step(config, annotate(created), scores, 0.0, baselines).batch
         assert batch.valid_B.tolist() == valid and not batch.advantages_BT[1].any()
         assert bool(batch.advantages_BT.isfinite().all())
     config = complete({"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["x"]}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ppo_cli.paths import user_path
+from ppo_cli.paths import read_text, user_path
 
 # Calls whose keywords are flags of TRL, some of them classes whose attributes are flags as well,
 # and other names for some of these keywords.
@@ -39,7 +39,7 @@ def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
     would run it, so they have FILE.py as a placeholder.
     """
     try:
-        tree = ast.parse(user_path(path).read_text("utf-8"))
+        tree = ast.parse(read_text(user_path(path)))
     except (OSError, ValueError, SyntaxError, RecursionError):
         return "", "", []
     method, flags = "", {}

@@ -344,6 +344,7 @@ def test_the_cheaper_score_is_corrected_from_pairs(
     assert metrics["judge/cheap_scale"] == pytest.approx(2.0)
     # The newest pairs count, those of a step by prompt.
     resumed.load_state_dict({"pairs": [(0.0, k / 500) for k in range(500)]})
+    score_all(resumed, [sum_rollout(3)], "validation")
     score_all(resumed, [sum_rollout(2), sum_rollout(1)])
     oldest, *_, first_pair, last_pair = resumed.state_dict()["pairs"]
     assert oldest == (0.0, 2 / 500) and len(resumed.state_dict()["pairs"]) == 500

@@ -90,8 +90,10 @@ def test_eight_criteria_cost_one_request_and_give_their_expectation(
     scores = score_all(make(wire), rows)
     assert server.count == ROWS[wire], "one request a response"
     values = [worth(row.text, row.prompt.extra_info["rubric"]) for row in rows]
-    for score, (value, credits) in zip(scores, values, strict=True):
+    for row, score, (value, credits) in zip(rows, scores, values, strict=True):
         assert score.value == pytest.approx(value, abs=1e-9)
+        met_or_not = [c for c in row.prompt.extra_info["rubric"] if "levels" not in c]
+        assert score.reason.count(" with probability ") == len(met_or_not)
         assert score.info["criteria"] == pytest.approx(credits, abs=1e-9)
         assert score.info["judge_calls"] == 1
     zeros = sum(value == 0 for value, _ in values)

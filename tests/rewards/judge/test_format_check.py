@@ -101,6 +101,9 @@ def test_the_answers_are_cached_and_a_prompt_without_cases_is_not_checked(
     scoring = "Q {prompt}\nA {response}\nScore 1-10"
     assert started(judge_of(scoring_prompt=scoring, canary_every=50)) == []
     assert server.count == 4
+    server.score = lambda s, u: right if (right := score_right(s, u)) > 5 else "I cannot say."
+    (note,) = started(judge_of(prompt_preset="math", canary_every=50, cache="off"))
+    assert "only 1 of 2 questions" in note and "I cannot say." in note
 
 
 @pytest.mark.slow

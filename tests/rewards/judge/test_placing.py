@@ -248,8 +248,16 @@ def test_criteria_are_placed_at_their_quotations(
         f"c{k}": {"reason": "so", "quote": quote, **verdict}
         for k, (quote, verdict) in enumerate(zip(quotes, verdicts, strict=True), start=1)
     }
-    server.score = lambda system, user: json.dumps(answer)
-    judge = judge_of(rubric=str(tmp_path / "rubric.json"), place="criterion")
+    texts = [row["text"] for row in rows]
+
+    def reply(system: str, user: str) -> str:
+        keys = re.findall(r"(c\d): (It \w+\.)", user)
+        return json.dumps({key: answer[f"c{texts.index(text) + 1}"] for key, text in keys})
+
+    server.score = reply
+    judge = judge_of(
+        rubric=str(tmp_path / "rubric.json"), rubric_order="shuffled", place="criterion"
+    )  # fmt: skip
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye.")])
     assert score.value == 0.25 and score.info["quotes_lost"] == 1
     assert [(step.end, step.value) for step in score.steps] == [(12, 0.25), (22, -0.5)]
@@ -264,7 +272,6 @@ def test_criteria_are_placed_at_their_quotations(
     places = [(step.end, step.unit, step.value) for step in score.steps]
     assert places == [(4, "token", 0.25), (4, "token", -0.5), (4, "char", 0.0)]
     del answer["c2"]["quote"]
-    server.score = lambda system, user: json.dumps(answer)
     (score,) = score_all(judge, [respond("Hello there! You fool. Bye now.")])
     assert score.value is None
 

@@ -20,6 +20,7 @@ from ppo_cli.config.models.folder import check_folder
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import ConfigError, PpoError, collect_problems, ppo
 from ppo_cli.extras.lab.commands.calibrate import list_estimate_rows
+from ppo_cli.paths import user_path
 
 app = App()
 FIT_FLAGS = [
@@ -95,7 +96,7 @@ def fit_model(**typed: Any) -> None:
     settings = FitSettings(
         data=tuple(typed["data"]),
         model=typed["model"],
-        out=Path(typed["out"]),
+        out=user_path(typed["out"]),
         recipe=Recipe(**{name: typed[name] for name in names}),
         val_data=tuple(typed["val_data"] or ()),
         val_share=0.1 if typed["val_share"] is None else typed["val_share"],

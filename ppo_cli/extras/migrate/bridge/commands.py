@@ -51,7 +51,7 @@ def verl(arguments: Arguments) -> None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
     refuse_out_address(arguments.extras["out"])
     resolved, bridged = resolve_for_verl(arguments)
-    files = _write_folder(Path(arguments.extras["out"]), resolved, bridged)
+    files = _write_folder(user_path(arguments.extras["out"]), resolved, bridged)
     # Programs get the overrides, people the commands to run next.
     if arguments.extras["json"]:
         from ppo_cli.cli.screen import print_json
@@ -83,7 +83,7 @@ def read(
     """Convert verl's logs to metrics.jsonl and rollouts/, for ppo show and ppo view."""
     from ppo_cli.extras.migrate.bridge.rewards import read_back
 
-    steps, responses = read_back(Path(folder))
+    steps, responses = read_back(user_path(folder))
     if as_json:
         from ppo_cli.cli.screen import print_json
 
