@@ -74,7 +74,7 @@ class DeviceRecord:
 
 @cache
 def _file_format() -> TypeAdapter[DeviceRecord]:
-    """Return what reads a record; building it takes a twentieth of a plan, so not without one."""
+    """Return what reads a record, built where there is one: most machines have none."""
     return TypeAdapter(DeviceRecord)
 
 

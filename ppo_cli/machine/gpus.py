@@ -180,7 +180,7 @@ def read_inventory(root: Path) -> Inventory:
     is_wsl = (root / WSL_LIBRARY).exists()
     has_wsl_gpu = is_wsl and (root / "dev/dxg").exists()
     has_cards = any(re.fullmatch(r"nvidia\d+", p.name) for p in (root / "dev").glob("nvidia*"))
-    # Without devices and library there is nothing to ask: pynvml takes a twentieth of a plan.
+    # Without devices and library there is nobody to ask.
     if not (has_cards or is_wsl or _has_library()):
         return NO_GPUS
     import pynvml
