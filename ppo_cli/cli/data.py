@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
 from ppo_cli.cli.help import App
-from ppo_cli.cli.screen import print_text, titled_table
+from ppo_cli.cli.screen import make_screen, print_text, titled_table
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
 from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
-from ppo_cli.data_sets.files import Place, RowProblem, group_problems
+from ppo_cli.data_sets.files import RowError, RowProblem, group_problems
 from ppo_cli.data_sets.row_sets import load_rows
-from ppo_cli.data_sets.rows import Row
+from ppo_cli.data_sets.rows import RowPrompt
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural
 from ppo_cli.planning.batches import describe_lowered_batches
+from ppo_cli.report.tracker import Screen
 from ppo_cli.run_folder.lines import to_json
 
 if TYPE_CHECKING:
     from ppo_cli.data_sets.prompts import Renderer
 
 EXAMPLES = 5  # rows that a finding lists
-BLOCK_ROWS = 4096  # that are rendered together
 PERCENTILES = (50, 90, 95, 99)  # of lengths
+SILENT = Screen()
 
 
 @dataclass(frozen=True)
@@ -103,60 +104,82 @@ def examine_files(
     prompt_key: str = "prompt",
     source_key: str = "data_source",
     answer_key: str | None = None,
+    screen: Screen = SILENT,
 ) -> Report:
     """Check every row of the files; raises DataError only for files that cannot be read."""
+    import numpy as np
+
+    from ppo_cli.data_sets.table import JoinedRows, find_control_rows
+
     # First the format of the rows, then the chat template and the tokenizer.
     keys: dict[str, Any] = {
         "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
     }  # fmt: skip
-    sets = [load_rows(s, **keys) for s in sources]
+    with screen.phase("reading rows", None):
+        sets = [load_rows(s, **keys) for s in sources]
+        rows = JoinedRows(sets)
+    total = len(rows)
+    # Only numbers are kept of each row.
+    characters, digests = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.uint64)
+
+    def read_prompts() -> Iterator[Sequence[RowPrompt]]:
+        end = 0
+        for prompts in rows.prompts(np.ones(total, dtype=bool)):
+            start, end = end, end + len(prompts)
+            characters[start:end] = list(map(count_characters, prompts))
+            digests[start:end] = list(map(digest_prompt, prompts))
+            yield prompts
+
+    counts: list[int | RowError] = []
+    with screen.phase("checking prompts", total) as advance:
+        for block in renderer.measure(read_prompts()):
+            counts += block
+            advance(len(block))
+    refused = {i: count for i, count in enumerate(counts) if isinstance(count, RowError)}
     problems = [problem for row_set in sets for problem in row_set.problems]
-    total = sum(len(row_set.rows) for row_set in sets)
-    rows = chain.from_iterable(row_set.rows for row_set in sets)
-    # Only what is reported is kept of each row.
-    sample: Sample | None = None
-    characters, tokens = array("q"), array("q")
-    counts: Counter[str] = Counter()
-    unanswered: list[str] = []
-    long: list[str] = []
-    controlled: list[str] = []
-    repeated: list[str] = []
-    first: dict[bytes, Place] = {}
-    while block := list(islice(rows, BLOCK_ROWS)):
-        rendered, refused = renderer.render(block)
-        problems += refused
-        for item in rendered:
-            row, length = item.row, len(item.token_ids)
-            place = row.place
-            # The first prompt is shown in full.
-            sample = sample or Sample(
-                str(place), item.text, length, row.data_source, row.ground_truth
-            )
-            characters.append(count_characters(row))
-            tokens.append(length)
-            counts[row.data_source] += 1
-            if row.ground_truth is None:
-                unanswered.append(str(place))
-            if length > max_prompt_length:
-                long.append(f"{place}: {length} tokens")
-            if item.control_words:
-                controlled.append(f"{place}: {', '.join(item.control_words)}")
-            earlier = first.setdefault(digest_prompt(row), place)
-            if earlier is not place:
-                repeated.append(f"{place} repeats {earlier}")
+    problems += [RowProblem(rows.place(i), e.column, str(e)) for i, e in refused.items()]
+    usable = np.delete(np.arange(total), list(refused))
+    tokens = np.array([count for count in counts if isinstance(count, int)], dtype=np.int64)
+    # The first prompt is shown in full.
+    sample = None
+    if len(usable):
+        (item,) = renderer.render(rows.read(usable[:1].tolist())[1])[0]
+        sample = Sample(
+            str(item.row.place), item.text, len(item.token_ids), item.row.data_source,
+            item.row.ground_truth,
+        )  # fmt: skip
+    overlong = np.flatnonzero(tokens > max_prompt_length)
+    lengths = ((usable[i], f": {tokens[i]} tokens") for i in overlong)
+    unanswered = usable[rows.join("answered")[usable] == 0]
+    control = find_control_rows(rows, renderer)
+    controlled = [(i, f": {', '.join(words)}") for i, words in control if i not in refused]
+    _, first, which = np.unique(digests[usable], return_index=True, return_inverse=True)
+    repeated = np.flatnonzero(first[which] != np.arange(len(usable)))
+    earlier = usable[first[which[repeated]]]
+
+    def describe(count: int, examples: Iterable[tuple[int, str]]) -> Finding:
+        shown = islice(examples, EXAMPLES)
+        return Finding(count, tuple(f"{rows.place(int(i))}{text}" for i, text in shown))
+
     return Report(
         files=tuple(row_set.source for row_set in sets),
         rows=total + len({p.place for row_set in sets for p in row_set.problems}),
-        usable=len(tokens),
+        usable=len(usable),
         bad_rows=tuple(problems),
-        data_sources=dict(counts.most_common()),
-        missing_ground_truth=make_finding(unanswered),
-        duplicates=make_finding(repeated),
-        characters=compute_percentiles(characters),
+        data_sources=dict(rows.count_sources(usable).most_common()),
+        missing_ground_truth=describe(len(unanswered), ((i, "") for i in unanswered)),
+        duplicates=describe(
+            len(repeated),
+            (
+                (usable[i], f" repeats {rows.place(int(j))}")
+                for i, j in zip(repeated, earlier, strict=True)
+            ),
+        ),
+        characters=compute_percentiles(characters[usable]),
         tokens=compute_percentiles(tokens),
         max_prompt_length=max_prompt_length,
-        overlong=make_finding(long),
-        control_words=make_finding(controlled),
+        overlong=describe(len(overlong), lengths),
+        control_words=describe(len(controlled), controlled),
         unused_columns=tuple(dict.fromkeys(n for row_set in sets for n in row_set.columns.unused)),
         notes=tuple(note for row_set in sets for note in row_set.notes),
         sample=sample,
@@ -168,31 +191,30 @@ def make_finding(examples: Sequence[str]) -> Finding:
     return Finding(len(examples), tuple(examples[:EXAMPLES]))
 
 
-def digest_prompt(row: Row) -> bytes:
-    """Return a digest of a prompt, by which repeated ones are counted."""
-    prompt = row.prompt
+def digest_prompt(prompt: RowPrompt) -> int:
+    """Return a number by which repeated prompts are counted."""
     # Text and a message list never have the same digest.
-    text = f'"{prompt}' if isinstance(prompt, str) else json.dumps(prompt, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    text = repr(prompt if isinstance(prompt, str) else [sorted(m.items()) for m in prompt])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def count_characters(row: Row) -> int:
+def count_characters(prompt: RowPrompt) -> int:
     """Return the length of a prompt in characters, without the chat template."""
-    if isinstance(row.prompt, str):
-        return len(row.prompt)
-    return sum(len(message["content"]) for message in row.prompt)
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt)
 
 
-def compute_percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
-    """Return minimum, percentiles and maximum by name; None without lengths."""
-    if not lengths:
+def compute_percentiles(lengths: Any) -> dict[str, int] | None:
+    """Return minimum, percentiles and maximum of an array by name; None without lengths."""
+    if not len(lengths):
         return None
     import numpy as np
 
     # "higher" gives a length that some row has, not an interpolated one.
     values = np.percentile(lengths, PERCENTILES, method="higher")
     middle = {f"p{p}": int(v) for p, v in zip(PERCENTILES, values, strict=True)}
-    return {"min": min(lengths), **middle, "max": max(lengths)}
+    return {"min": int(min(lengths)), **middle, "max": int(max(lengths))}
 
 
 # Limits of the printed report; --json has everything.
@@ -363,19 +385,17 @@ def check(
     from ppo_cli.data_sets.prompts import Renderer
     from ppo_cli.engine.pretrained import load_tokenizer
 
-    report = examine_files(
-        named,
-        Renderer(
-            load_tokenizer(model or EMBEDDED),
-            system_prompt,
-            apply_chat_template=not raw,
-            vocabulary_size=vocabulary_size(model or EMBEDDED),
-        ),
-        max_prompt_length=max_prompt_length,
-        prompt_key=prompt_key,
-        source_key=reward_fn_key,
-        answer_key=answer_key,
+    renderer = Renderer(
+        load_tokenizer(model or EMBEDDED),
+        system_prompt,
+        apply_chat_template=not raw,
+        vocabulary_size=vocabulary_size(model or EMBEDDED),
     )
+    with closing(make_screen(sys.stderr)) as screen:  # stdout is for the result
+        report = examine_files(
+            named, renderer, max_prompt_length=max_prompt_length, prompt_key=prompt_key,
+            source_key=reward_fn_key, answer_key=answer_key, screen=screen,
+        )  # fmt: skip
     if json:
         typer.echo(report.to_json(model))
     else:

@@ -565,6 +565,9 @@ class TerminalScreen(Screen):
             # A phase without items shows its time alone.
             several = items is not None and items > 1
             bar = ProgressBar(items, self._done) if several else ""
+            if items and several and 0 < self._done < items:
+                left = (now - began) * (items / self._done - 1)
+                took += f", about {format_duration(left)} left"
             rows.append((label, bar, f"{self._done} of {items}, {took}" if several else took))
         bars = Table.grid(padding=(0, 2, 0, 0), expand=wide)
         for ratio in (None, 1, None) if wide else (None,):

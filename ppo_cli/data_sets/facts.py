@@ -6,7 +6,7 @@ A row that is not certainly usable is left to `rows.read_row`, which says what i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,17 @@ CONTROL_MARKS = r"[<\[]"  # with which control tokens begin
 GROWTH = 3  # at most, of composed characters that a normaliser takes apart
 
 
+FACTS = 6  # of a row
+
+
 class RowFacts:
-    """The facts of each row of a source, in 17 bytes a row.
+    """The facts of each row of a source, in 19 bytes a row.
 
     `first` has the first row of each kind: the prompts of one kind are texts, or messages with the
     same roles and keys. `kind` and `size` have the number of a row's kind, and an upper bound of
     the bytes of its contents, normalised by any tokenizer. `marked` rows have a character with
     which control tokens begin. `source` has the number of a row's data_source in `sources`.
+    `answered` rows have a ground truth, and `plain` ones a prompt that is usable as it is stored.
     """
 
     def __init__(self) -> None:
@@ -42,10 +46,10 @@ class RowFacts:
         self.first: list[Row] = []
         self.sources: dict[str, int] = {}
         self.kind, self.size, self.marked = array("i"), array("q"), array("b")
-        self.source = array("i")
+        self.source, self.answered, self.plain = array("i"), array("b"), array("b")
 
-    def describe(self, row: Row) -> tuple[int, int, int, int]:
-        """Return the kind, the size, the mark and the source of a row."""
+    def describe(self, row: Row) -> tuple[int, ...]:
+        """Return the facts of a row that columns do not show to be usable."""
         prompt = row.prompt
         if isinstance(prompt, str):
             shape, text = None, prompt
@@ -56,19 +60,19 @@ class RowFacts:
             self.add_kind(shape, row)
         size = len(text) if text.isascii() else GROWTH * len(text.encode())
         source = self.sources.setdefault(row.data_source, len(self.sources))
-        return self.kinds[shape], size, "<" in text or "[" in text, source
+        answered = row.ground_truth is not None
+        return self.kinds[shape], size, "<" in text or "[" in text, source, answered, 0
 
     def add_kind(self, shape: Any, row: Row) -> None:
         """Note the first row of a kind."""
         self.kinds[shape] = len(self.first)
         self.first.append(row)
 
-    def extend(self, descriptions: Iterable[Sequence[int]]) -> None:
-        """Note the next rows."""
-        arrays = self.kind, self.size, self.marked, self.source
-        for description in descriptions:
-            for values, value in zip(arrays, description, strict=True):
-                values.append(value)
+    def extend(self, descriptions: Any) -> None:
+        """Note the next rows, from a numpy array with the facts of one in each line."""
+        arrays = self.kind, self.size, self.marked, self.source, self.answered, self.plain
+        for values, column in zip(arrays, descriptions.T, strict=True):
+            values.frombytes(column.astype(values.typecode).tobytes())
 
 
 def check_records(
@@ -86,7 +90,7 @@ def check_records(
         count = len(numbers)
         checked = check_batch(batch, columns) if batch is not None else None
         fine = np.zeros(count, dtype=bool)
-        descriptions = np.zeros((count, 4), dtype=np.int64)
+        descriptions = np.zeros((count, FACTS), dtype=np.int64)
         if checked is not None:
             fine = checked.usable
             answered = answered or bool((checked.answered & fine).any())
@@ -100,8 +104,8 @@ def check_records(
                 kinds[number] = facts.kinds.get(shape, 0)
             sources = [facts.sources.setdefault(s, len(facts.sources)) for s in checked.sources]
             source = np.asarray(sources)[checked.source]
-            found = kinds[checked.shape], checked.size, checked.marked, source
-            descriptions = np.stack(found, axis=1)
+            found = kinds[checked.shape], checked.size, checked.marked, source, checked.answered
+            descriptions = np.stack([*found, fine], axis=1)
         unclear = np.flatnonzero(~fine)
         indices = (unclear + numbers.start).tolist()
         decoded = records.decode_some(indices)
@@ -110,7 +114,7 @@ def check_records(
             if row is not None:
                 fine[position] = True
                 descriptions[position] = facts.describe(row)
-        facts.extend(descriptions[fine].tolist())
+        facts.extend(descriptions[fine])
         usable.extend((np.flatnonzero(fine) + numbers.start).tolist())
     return facts, usable, answered
 

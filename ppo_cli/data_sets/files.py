@@ -179,6 +179,7 @@ class StoredRecords(Sequence[tuple[Place, Record]]):
         return map(self.decode, indices)
 
 
+CHANGED = "the file was changed while it was in use."
 _decode = json.JSONDecoder().decode
 
 
@@ -195,6 +196,7 @@ class StoredLines(StoredRecords):
         self._descriptor = None if data is not None else os.open(path, os.O_RDONLY)
         if self._descriptor is not None:
             weakref.finalize(self, os.close, self._descriptor)
+            self._changed_at = os.fstat(self._descriptor).st_mtime_ns
 
     def decode(self, index: int) -> Record:
         """Parse the line again."""
@@ -204,9 +206,7 @@ class StoredLines(StoredRecords):
         except RecursionError as error:
             raise DataError(f"{self.place(index)}: {json_problem(error)}.") from error
         except ValueError as error:
-            raise DataError(
-                f"{self.place(index)}: the file was changed while it was in use."
-            ) from error
+            raise DataError(f"{self.place(index)}: {CHANGED}") from error
         return record
 
     def _read(self, start: int, length: int) -> bytes:
@@ -221,6 +221,9 @@ class StoredLines(StoredRecords):
             end = bisect_right(self._starts, self._starts[start] + BLOCK_BYTES)
             size = self._starts[end - 1] + self._lengths[end - 1] - self._starts[start]
             lines = self._read(self._starts[start], size)
+            file = self._descriptor
+            if file is not None and os.fstat(file).st_mtime_ns != self._changed_at:
+                raise DataError(f"{self.source}: {CHANGED}")
             yield range(start, end), read_as_arrow(lines, end - start)
 
 
@@ -796,7 +799,7 @@ def read_as_arrow(lines: bytes, count: int) -> Any:
     if (
         OTHER_INFINITY.search(lines)
         or OTHER_NAN.search(lines)
-        or any(line.count(b"[") + line.count(b"{") > MAX_OPEN for line in split)
+        or any(len(x) > MAX_OPEN and x.count(b"[") + x.count(b"{") > MAX_OPEN for x in split)
         or len(set(KEY.findall(heads[-1]))) > MAX_FIELDS
     ):
         return None

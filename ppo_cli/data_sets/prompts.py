@@ -14,8 +14,10 @@ import resource
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,13 +25,15 @@ import numpy as np
 
 from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.row_sets import RowSet
-from ppo_cli.data_sets.rows import Row, prompt_of
+from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
 from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.machine.memory import own_memory
 from ppo_cli.records import Message, Prompt
 from ppo_cli.thoughts import find_open_mark
+from ppo_cli.waits import run_in_thread
 
 CHUNK = 1024  # texts that are tokenised at once
+CHUNK_CHARACTERS = 1 << 20  # of them; a token takes a hundred times the memory of a character
 TEMPLATE_S = 10.0  # limit for one prompt or a chunk; templates usually take milliseconds
 TEMPLATE_BYTES = 2**30  # limit of additional memory for one prompt
 
@@ -41,6 +45,8 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token_id: int | None
     all_special_tokens: list[str]
+    is_fast: bool
+    backend_tokenizer: Any  # of a fast one
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Render messages."""
@@ -112,27 +118,80 @@ class Renderer:
         """Render and tokenise rows; rows that the template refuses become problems."""
         # First the texts, then all token ids, then the checks that need both.
         tokens = control_words(self.tokenizer)
-        done: list[tuple[Row, tuple[Message, ...], str]] = []
+        done: list[tuple[Row, str]] = []
         problems: list[RowProblem] = []
-        for start in range(0, len(rows), CHUNK):
-            chunk = [(row, self.messages_of(row)) for row in rows[start : start + CHUNK]]
-            opened = all(row.prompt for row, _ in chunk)  # not by an environment
-            texts = self.fill_templates([m for _, m in chunk]) if opened else ()
-            for i, (row, messages) in enumerate(chunk):
-                try:
-                    done.append((row, messages, texts[i] if texts else self.text_of(row, messages)))
-                except RowError as error:
-                    problems.append(RowProblem(row.place, error.column, str(error)))
+        for row, text in zip(rows, self.fill([row.prompt for row in rows]), strict=True):
+            if isinstance(text, RowError):
+                problems.append(RowProblem(row.place, text.column, str(text)))
+            else:
+                done.append((row, text))
         # Tokenised together: a fast tokenizer uses all cores.
-        ids = self.tokenise([text for _, _, text in done])
+        ids = self.tokenise([text for _, text in done])
         rendered: list[Rendered] = []
-        for (row, messages, text), token_ids in zip(done, ids, strict=True):
+        for (row, text), token_ids in zip(done, ids, strict=True):
             if unknown := self.find_unknown(token_ids):
                 problems.append(RowProblem(row.place, "prompt", unknown))
             else:
+                messages = self.messages_of(row.prompt)
                 control = find_control_words(messages, tokens)
                 rendered.append(Rendered(row, messages, text, token_ids, control))
         return rendered, problems
+
+    def fill(self, prompts: Sequence[RowPrompt]) -> list[str | RowError]:
+        """Return the texts that the model continues; an error for what the template refuses."""
+        texts: list[str | RowError] = []
+        for start in range(0, len(prompts), CHUNK):
+            chunk = [(p, self.messages_of(p)) for p in prompts[start : start + CHUNK]]
+            opened = all(prompt for prompt, _ in chunk)  # not by an environment
+            if opened and (together := self.fill_templates([m for _, m in chunk])):
+                texts += together
+                continue
+            for prompt, messages in chunk:
+                try:
+                    texts.append(self.text_of(prompt, messages))
+                except RowError as error:
+                    texts.append(error)
+        return texts
+
+    def measure(self, blocks: Iterable[Sequence[RowPrompt]]) -> Iterator[list[int | RowError]]:
+        """Yield the numbers of tokens of blocks of prompts; an error for one that is refused.
+
+        While the texts of a block are tokenised, those of the next are rendered.
+        """
+        counted: Future[list[int | RowError]] | None = None
+        for prompts in blocks:
+            texts = self.fill(prompts)
+            if counted is not None:
+                yield counted.result()
+            counted = run_in_thread(partial(self.count_tokens, texts))
+            # Not under the limit of memory of a template.
+            if any(len(text) > CHUNK_CHARACTERS for text in texts if isinstance(text, str)):
+                wait([counted])
+        if counted is not None:
+            yield counted.result()
+
+    def count_tokens(self, texts: Sequence[str | RowError]) -> list[int | RowError]:
+        """Return the number of tokens of each text, or why the model cannot read it."""
+        plain = [text for text in texts if isinstance(text, str)]
+        counts: list[int | RowError] = []
+        if self.uses_template and self.reads_all_tokens and self.tokenizer.is_fast:
+            # Without offsets and lists of ids, which take a third of the time.
+            self.tokenise(plain[:1])  # neither cuts nor pads texts from now on
+            encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+            for chunk in split_chunks(plain):
+                counts += map(len, encode(chunk, add_special_tokens=False))
+        else:
+            for ids in self.tokenise(plain):
+                unknown = self.find_unknown(ids)
+                counts.append(RowError("prompt", unknown) if unknown else len(ids))
+        following = iter(counts)
+        return [next(following) if isinstance(text, str) else text for text in texts]
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether the model has an embedding for each token of the tokenizer."""
+        size = self.vocabulary_size
+        return size is None or max(self.tokenizer.get_vocab().values()) < size
 
     def find_unknown(self, token_ids: tuple[int, ...]) -> str:
         """Return why the model cannot read these tokens; "" if it has an embedding for each."""
@@ -145,9 +204,8 @@ class Renderer:
             f"vocab_size is {self.vocabulary_size}"
         )
 
-    def messages_of(self, row: Row) -> tuple[Message, ...]:
+    def messages_of(self, prompt: RowPrompt) -> tuple[Message, ...]:
         """Return the messages of a row, after the system prompt if the row has none."""
-        prompt = row.prompt
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         # A row's system message wins.
         has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
@@ -155,18 +213,18 @@ class Renderer:
             return messages
         return ({"role": "system", "content": self.system_prompt}, *messages)
 
-    def text_of(self, row: Row, messages: tuple[Message, ...]) -> str:
+    def text_of(self, prompt: RowPrompt, messages: tuple[Message, ...]) -> str:
         """Return the text that the model continues, "" for a row that an environment opens."""
-        if not row.prompt:
+        if not prompt:
             return ""
         if self.uses_template:
             try:
                 return self.fill_template(messages)
             except RowError as error:
-                self.blame_system_message(row, messages, error)
+                self.blame_system_message(prompt, messages, error)
                 raise
         # Without a template only text prompts are possible.
-        if not isinstance(row.prompt, str):
+        if not isinstance(prompt, str):
             raise RowError(
                 "prompt",
                 f"is a message list, but {self.why_raw}; use text prompts, or a model whose "
@@ -177,10 +235,10 @@ class Renderer:
                 f"--system_prompt (data.system_prompt) cannot be used, because {self.why_raw}: "
                 "leave it out, or write its text into the prompts."
             )
-        return row.prompt
+        return prompt
 
     def blame_system_message(
-        self, row: Row, messages: tuple[Message, ...], error: RowError
+        self, prompt: RowPrompt, messages: tuple[Message, ...], error: RowError
     ) -> None:
         """Raise an error about the system message if the template accepts the rest without it."""
         if messages[0]["role"] not in ("system", "developer") or len(messages) < 2:
@@ -190,7 +248,7 @@ class Renderer:
         except RowError:
             return
         # The system message is that of the setting, or that of the row.
-        if messages is not row.prompt:
+        if messages is not prompt:
             raise DataError(
                 f"--system_prompt (data.system_prompt): {error}. The model takes the prompts "
                 "without it: leave --system_prompt out, write its text into the prompts, or "
@@ -267,8 +325,7 @@ class Renderer:
         ids: list[tuple[int, ...]] = []
         # Rendered text already has its special tokens.
         raw = not self.uses_template
-        for start in range(0, len(texts), CHUNK):
-            chunk = list(texts[start : start + CHUNK])
+        for chunk in split_chunks(texts):
             # Attention masks, which nobody reads, take as long as the tokens.
             encoded = self.tokenizer(
                 chunk, add_special_tokens=raw, return_attention_mask=False, verbose=False
@@ -281,6 +338,20 @@ class Renderer:
     def without_eos(self, token_ids: tuple[int, ...], eos: int | None) -> tuple[int, ...]:
         """Return the ids without the EOS that the tokenizer appended."""
         return token_ids[:-1] if len(token_ids) > 1 and token_ids[-1] == eos else token_ids
+
+
+def split_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield CHUNK texts or fewer, with CHUNK_CHARACTERS or one text at most."""
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        if chunk and (len(chunk) == CHUNK or size + len(text) > CHUNK_CHARACTERS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(text)
+        size += len(text)
+    if chunk:
+        yield chunk
 
 
 @contextmanager
@@ -370,7 +441,12 @@ def render_prompts(
         notes += describe_control_words(len(hit), hit[0].row.place, hit[0].control_words)
     notes += describe_template([item for _, item in items], renderer)
     long = [item for _, item in items if len(item.token_ids) > max_prompt_length]
-    notes += limit_lengths(long, len(items), max_prompt_length, truncation, filter_overlong)
+    if long:
+        lengths = [len(item.token_ids) for item in long]
+        notes += limit_lengths(
+            long[0].row.place, lengths, len(items), limit=max_prompt_length,
+            truncation=truncation, filter_overlong=filter_overlong,
+        )  # fmt: skip
     if filter_overlong:
         items = [pair for pair in items if len(pair[1].token_ids) <= max_prompt_length]
     prompts = build_prompts(items, tokenizer, max_prompt_length, truncation)
@@ -420,28 +496,32 @@ def unique_labels(sets: Sequence[RowSet]) -> list[str]:
 
 
 def limit_lengths(
-    long: Sequence[Rendered], total: int, limit: int, truncation: Truncation, filter_overlong: bool
-) -> list[str]:
-    """Return a note on the prompts over the limit; DataError if they, or all, are refused."""
-    if not long:
-        return []
-    first, longest = long[0], max(len(item.token_ids) for item in long)
+    first: Place, lengths: Sequence[int], total: int, *, limit: int, truncation: Truncation,
+    filter_overlong: bool, among: str = "",
+) -> list[str]:  # fmt: skip
+    """Return a note on the prompts over the limit; DataError if they, or all, are refused.
+
+    `first` is the place of the first one, `lengths` has theirs. `among` says of which rows they
+    are, if not of all.
+    """
+    count, longest = len(lengths), max(lengths)
     if not filter_overlong and truncation == "error":
         raise DataError(
-            f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is "
-            f"{limit} ({plural(len(long), 'such row')}, the longest has {longest}). Raise "
+            f"{first}: the prompt has {lengths[0]} tokens, the limit is {limit} "
+            f"({plural(count, 'such row')}{among}, the longest has {longest}). Raise "
             "--max_prompt_length, drop them with data.filter_overlong_prompts=true, or cut them "
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )
-    if filter_overlong and len(long) == total:
+    if filter_overlong and count == total:
+        dropped = "" if among else " and were dropped"
         raise DataError(
-            f"All {total} prompts are longer than {limit} tokens (the longest has {longest}) "
-            "and were dropped. Raise --max_prompt_length."
+            f"All {total} prompts{among} are longer than {limit} tokens (the longest has "
+            f"{longest}){dropped}. Raise --max_prompt_length."
         )
     if filter_overlong:
-        return [f"{len(long)} of {total} prompts are longer than {limit} tokens and were dropped."]
+        return [f"{count} of {total} prompts are longer than {limit} tokens and were dropped."]
     part = "end" if truncation == "left" else "start"
-    return [f"{len(long)} of {total} prompts were cut to {limit} tokens; their {part} was kept."]
+    return [f"{count} of {total} prompts were cut to {limit} tokens; their {part} was kept."]
 
 
 def build_prompts(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ from ppo_cli.data_sets.facts import RowFacts, check_records
 from ppo_cli.data_sets.files import (
     Place,
     Record,
-    Records,
     RowError,
     RowProblem,
     StoredRecords,
@@ -22,6 +24,7 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.data_sets.rows import (
     Columns,
     Row,
+    RowPrompt,
     column_notes,
     find_columns,
     has_nan_truth,
@@ -31,6 +34,8 @@ from ppo_cli.data_sets.rows import (
 )
 from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError
+
+BLOCK_ROWS = 4096  # whose prompts are read together
 
 
 class EpisodeRows(Sequence[Row]):
@@ -53,24 +58,25 @@ class StoredRows(Sequence[Row]):
     """The usable rows of a large source, read from its records each time that they are needed."""
 
     def __init__(
-        self, raw: Records, read: Callable[[Place, Record], Row], usable: Sequence[int],
-        facts: RowFacts,
+        self, records: StoredRecords, files: tuple[Path, ...],
+        read: Callable[[Place, Record], Row], usable: Sequence[int], facts: RowFacts,
+        prompt_column: str,
     ) -> None:  # fmt: skip
-        self.raw, self.facts = raw, facts
-        self._read, self._usable = read, usable
+        self.records, self.files, self.facts = records, files, facts
+        self._read, self._usable, self._prompt_column = read, usable, prompt_column
 
     def __len__(self) -> int:
         return len(self._usable)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
-            return self._read(*self.raw.records[self._usable[index]])
+            return self._read(*self.records[self._usable[index]])
         return [self[i] for i in range(*index.indices(len(self)))]
 
     def __iter__(self) -> Iterator[Row]:
         usable = iter(self._usable)
         following = next(usable, None)
-        for index, (place, record) in enumerate(self.raw.records):
+        for index, (place, record) in enumerate(self.records):
             if following is None:
                 return
             if index == following:
@@ -79,7 +85,41 @@ class StoredRows(Sequence[Row]):
 
     def limit(self, count: int) -> StoredRows:
         """Return the first rows."""
-        return StoredRows(self.raw, self._read, self._usable[:count], self.facts)
+        first = copy(self)
+        first._usable = self._usable[:count]
+        return first
+
+    def place(self, index: int) -> Place:
+        """Return the place of a row, without reading it."""
+        return self.records.place(self._usable[index])
+
+    def prompts(self, chosen: Any) -> Iterator[list[RowPrompt]]:
+        """Yield the prompts of rows in blocks, those of plain rows as their column has them.
+
+        `chosen` is an array that is True for the rows which are read.
+        """
+        records, end = self.records, 0
+        for numbers, batch in records.batches():
+            begin, end = end, bisect_left(self._usable, numbers.stop, end)
+            for start in range(begin, end, BLOCK_ROWS):
+                rows = (chosen[start : min(start + BLOCK_ROWS, end)].nonzero()[0] + start).tolist()
+                indices = [self._usable[row] for row in rows]
+                plain = [batch is not None and self.facts.plain[row] for row in rows]
+                stored: Iterator[Any] = iter(())
+                if any(plain):
+                    inside = [index - numbers.start for index in compress(indices, plain)]
+                    column = batch.column(self._prompt_column).take(inside)
+                    stored = iter(column.to_pylist())
+                others = [i for i, is_plain in zip(indices, plain, strict=True) if not is_plain]
+                read = map(self._read, map(records.place, others), records.decode_some(others))
+                yield [_as_prompt(next(stored)) if p else next(read).prompt for p in plain]
+
+
+def _as_prompt(value: Any) -> RowPrompt:
+    """Return the prompt of a plain row, without the null fields of its messages."""
+    if isinstance(value, str):
+        return value
+    return tuple({k: v for k, v in message.items() if v is not None} for message in value)
 
 
 @dataclass(frozen=True)
@@ -184,7 +224,7 @@ def load_rows(
         needed = [n for n in raw.names if keep_columns or n not in columns.unused or is_media(n)]
         records = raw.records.select(needed)
         facts, usable, in_columns = check_records(records, columns, read_checked)
-        rows = StoredRows(replace(raw, records=records), read, usable, facts)
+        rows = StoredRows(records, raw.files, read, usable, facts, columns.prompt)
         answered = answered or in_columns
     else:
         read_rows = (read_checked(place, record) for place, record in raw.records)

@@ -322,6 +322,9 @@ TEST_COLUMNS = (
 _TESTS = frozenset(TEST_COLUMNS)
 
 
+RowPrompt = str | tuple[Message, ...]
+
+
 @dataclass(frozen=True)
 class Row:
     """One usable row; a text prompt stays text until it is rendered.
@@ -330,7 +333,7 @@ class Row:
     """
 
     place: Place
-    prompt: str | tuple[Message, ...]
+    prompt: RowPrompt
     ground_truth: Any
     data_source: str
     extra_info: Mapping[str, Any]

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain, compress, islice
 from typing import Any
 
 import numpy as np
 
-from ppo_cli.data_sets.facts import RowFacts
-from ppo_cli.data_sets.files import EAGER_ROWS, raise_problems
+from ppo_cli.data_sets.facts import FACTS, RowFacts
+from ppo_cli.data_sets.files import EAGER_ROWS, Place, RowError, raise_problems
 from ppo_cli.data_sets.prompts import (
     PromptSet,
-    Rendered,
     Renderer,
     Tokenizer,
     Truncation,
@@ -36,9 +36,9 @@ from ppo_cli.data_sets.prompts import (
     unique_labels,
 )
 from ppo_cli.data_sets.row_sets import EpisodeRows, RowSet, StoredRows, load_sets
-from ppo_cli.data_sets.rows import Row, prompt_of
+from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
 from ppo_cli.errors import UserError
-from ppo_cli.records import LargePrompts, Message, Prompt, data_sources
+from ppo_cli.records import LargePrompts, Prompt, data_sources
 
 FIRST_ROWS = 1000  # that are rendered at the start
 BATCH_ROWS = 4096  # that are rendered at once
@@ -73,6 +73,39 @@ class JoinedRows:
             rows.append(row)
         return uids, rows
 
+    def place(self, index: int) -> Place:
+        """Return the place of a row."""
+        part = bisect_right(self.starts, index) - 1
+        rows, number = self.sets[part].rows, index - self.starts[part]
+        return rows.place(number) if isinstance(rows, StoredRows) else rows[number].place
+
+    def join(self, name: str) -> Any:
+        """Return the facts of this name of all rows as one array."""
+        parts = zip(self.facts, self.sets, strict=True)
+        return np.concatenate([np.asarray(getattr(f, name))[: len(s.rows)] for f, s in parts])
+
+    def count_sources(self, indices: Any) -> Counter[str]:
+        """Return the numbers of rows of each data_source among these rows."""
+        indices, counts = np.asarray(indices), Counter[str]()
+        for start, facts, row_set in zip(self.starts, self.facts, self.sets, strict=False):
+            end = start + len(row_set.rows)
+            chosen = indices[(indices >= start) & (indices < end)] - start
+            numbers = np.bincount(np.asarray(facts.source)[chosen]).tolist()
+            counts.update({name: n for name, n in zip(facts.sources, numbers, strict=False) if n})
+        return counts
+
+    def prompts(self, chosen: Any) -> Iterator[Sequence[RowPrompt]]:
+        """Yield the prompts of rows in blocks; `chosen` is an array, True for those rows."""
+        for start, row_set in zip(self.starts, self.sets, strict=False):
+            rows = row_set.rows
+            part = chosen[start : start + len(rows)]
+            if isinstance(rows, StoredRows):
+                yield from rows.prompts(part) if part.any() else ()
+            else:
+                prompts = (row.prompt for row in compress(rows, part))
+                while block := list(islice(prompts, BATCH_ROWS)):
+                    yield block
+
     def stream(self) -> Iterator[Prompt]:
         """Yield the prompts of all rows, not yet rendered and tokenised."""
         for label, row_set in zip(self.labels, self.sets, strict=True):
@@ -94,7 +127,7 @@ def _facts_of(rows: Sequence[Row]) -> RowFacts:
     facts = RowFacts()
     # All episodes are like the first.
     like = [rows[0]] * len(rows) if rows and isinstance(rows, EpisodeRows) else rows
-    facts.extend(map(facts.describe, like))
+    facts.extend(np.array([*map(facts.describe, like)], dtype=np.int64).reshape(-1, FACTS))
     return facts
 
 
@@ -129,15 +162,7 @@ class PromptTable(LargePrompts):
 
     def data_sources(self) -> set[str]:
         """Return the data_sources of all prompts, without reading them."""
-        indices, sources = np.asarray(self._indices), set[str]()
-        for start, facts, row_set in zip(
-            self._rows.starts, self._rows.facts, self._rows.sets, strict=False
-        ):
-            end = start + len(row_set.rows)
-            chosen = indices[(indices >= start) & (indices < end)] - start
-            names = list(facts.sources)
-            sources.update(names[number] for number in np.unique(np.asarray(facts.source)[chosen]))
-        return sources
+        return set(self._rows.count_sources(self._indices))
 
     def stream(self) -> Iterator[Prompt]:
         """Yield the prompts in order, not yet rendered and tokenised."""
@@ -237,50 +262,85 @@ def open_table(
     if sum(len(facts.first) for facts in rows.facts) > MAX_KINDS:
         return None
     renderer = Renderer(tokenizer, **{k: v for k, v in how.items() if v is not None})
-    size = renderer.vocabulary_size
-    if size is not None and max(tokenizer.get_vocab().values()) >= size:
+    if not renderer.reads_all_tokens:
         return None
     sample, problems = renderer.render(rows.read(rows.sample())[1])
-    long = None if problems else _find_long(rows, renderer, max_prompt_length)
+    limits: dict[str, Any] = {"limit": max_prompt_length, "truncation": truncation}
+    long = (
+        None if problems else _find_long(rows, renderer, filter_overlong=filter_overlong, **limits)
+    )
     if long is None:
         return None
-    limits: dict[str, Any] = {"limit": max_prompt_length, "truncation": truncation}
     notes = [note for row_set in rows.sets for note in row_set.notes]
-    notes += _find_control_notes(rows, renderer)
+    if control := list(find_control_rows(rows, renderer)):
+        notes += describe_control_words(len(control), rows.place(control[0][0]), control[0][1])
     notes += describe_template(sample, renderer)
-    notes += limit_lengths(
-        list(long.values()), len(rows), filter_overlong=filter_overlong, **limits
-    )
     indices: Any = range(len(rows))
+    if long:
+        first, lengths = rows.place(long[0][0]), [length for _, length in long]
+        notes += limit_lengths(first, lengths, len(rows), filter_overlong=filter_overlong, **limits)
     if filter_overlong and long:
-        indices = np.delete(np.arange(len(rows)), list(long))
+        indices = np.delete(np.arange(len(rows)), [index for index, _ in long])
 
     def build(uids: Sequence[str], chosen: Sequence[Row]) -> Sequence[Prompt]:
         rendered, problems = renderer.render(chosen)
         raise_problems(problems, renderer.check_flags)
-        overlong = [item for item in rendered if len(item.token_ids) > max_prompt_length]
-        limit_lengths(overlong, len(rendered) + 1, filter_overlong=False, **limits)
+        lengths = [(len(item.token_ids), item.row.place) for item in rendered]
+        if overlong := [pair for pair in lengths if pair[0] > max_prompt_length]:
+            counts = [length for length, _ in overlong]
+            limit_lengths(overlong[0][1], counts, len(counts) + 1, filter_overlong=False, **limits)
         return build_prompts(list(zip(uids, rendered, strict=True)), tokenizer, **limits)
 
     digest = _digest_files(rows, [len(indices), how, limits, filter_overlong], renderer)
     return PromptSet(PromptTable(rows, indices, build, digest), tuple(notes))
 
 
-def _find_long(rows: JoinedRows, renderer: Renderer, limit: int) -> dict[int, Rendered] | None:
-    """Return the rows with more tokens than `limit`, by index; None if one cannot be rendered."""
-    long: dict[int, Rendered] = {}
-    for start, facts, row_set in zip(rows.starts, rows.facts, rows.sets, strict=False):
+def _find_long(
+    rows: JoinedRows, renderer: Renderer, *, limit: int, truncation: Truncation,
+    filter_overlong: bool,
+) -> list[tuple[int, int]] | None:  # fmt: skip
+    """Return the rows with more tokens than `limit`, as index and tokens.
+
+    None if the template refuses a row; the error of `limit_lengths` as soon as it is certain.
+    """
+    bounds = []
+    for facts, row_set in zip(rows.facts, rows.sets, strict=True):
         count = len(row_set.rows)
         frames = np.array([_measure_frame(renderer, row, limit) for row in facts.first])
-        bound = np.asarray(facts.size)[:count] + frames[np.asarray(facts.kind)[:count]]
-        candidates = iter((np.flatnonzero(bound > limit) + start).tolist())
-        while batch := list(islice(candidates, BATCH_ROWS)):
-            rendered, problems = renderer.render(rows.read(batch)[1])
-            if problems:
+        bounds.append(np.asarray(facts.size)[:count] + frames[np.asarray(facts.kind)[:count]])
+    chosen = np.concatenate(bounds) > limit
+    candidates = np.flatnonzero(chosen)
+    if filter_overlong and len(candidates) == len(rows) > BATCH_ROWS:
+        _refuse_all_long(rows, renderer, limit)
+    long: list[tuple[int, int]] = []
+    refuses, measured = not filter_overlong and truncation == "error", 0
+    for counts in renderer.measure(rows.prompts(chosen)):
+        indices = candidates[measured : measured + len(counts)].tolist()
+        for index, length in zip(indices, counts, strict=True):
+            if isinstance(length, RowError):
                 return None
-            pairs = zip(batch, rendered, strict=True)
-            long |= {i: item for i, item in pairs if len(item.token_ids) > limit}
+            if length > limit:
+                long.append((index, length))
+        measured += len(counts)
+        if long and refuses and BATCH_ROWS <= measured < len(candidates):
+            limit_lengths(
+                rows.place(long[0][0]), [length for _, length in long], len(rows), limit=limit,
+                truncation="error", filter_overlong=False,
+                among=f" among the first {indices[-1] + 1}",
+            )  # fmt: skip
     return long
+
+
+def _refuse_all_long(rows: JoinedRows, renderer: Renderer, limit: int) -> None:
+    """Raise DataError if all of BATCH_ROWS rows, taken evenly from all, have too many tokens."""
+    _, sample = rows.read(np.linspace(0, len(rows) - 1, BATCH_ROWS, dtype=int).tolist())
+    counts = next(renderer.measure([[row.prompt for row in sample]]))
+    lengths = [count for count in counts if isinstance(count, int) and count > limit]
+    if len(lengths) == len(counts):
+        limit_lengths(
+            sample[0].place, lengths, len(sample), limit=limit, truncation="error",
+            filter_overlong=True, among=f" taken evenly from {len(rows)}",
+        )  # fmt: skip
 
 
 def _measure_frame(renderer: Renderer, row: Row, limit: int) -> int:
@@ -290,12 +350,11 @@ def _measure_frame(renderer: Renderer, row: Row, limit: int) -> int:
     """
     texts = []
     for probe in PROBES:
-        prompt: str | tuple[Message, ...] = probe
+        prompt: RowPrompt = probe
         if not isinstance(row.prompt, str):
             prompt = tuple({**message, "content": probe} for message in row.prompt)
-        probed = replace(row, prompt=prompt)
         try:
-            texts.append(renderer.text_of(probed, renderer.messages_of(probed)))
+            texts.append(renderer.text_of(prompt, renderer.messages_of(prompt)))
         except UserError:
             return limit + 1
     count = 1 if isinstance(row.prompt, str) else len(row.prompt)
@@ -306,21 +365,20 @@ def _measure_frame(renderer: Renderer, row: Row, limit: int) -> int:
     return len(texts[0].encode()) - count * len(short) + SPARE_TOKENS * (count + 1)
 
 
-def _find_control_notes(rows: JoinedRows, renderer: Renderer) -> list[str]:
-    """Return a note on prompts whose text has control tokens, if there are any."""
+def find_control_rows(
+    rows: JoinedRows, renderer: Renderer
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the rows whose text has control tokens, with these."""
     control = control_words(renderer.tokenizer)
     usual = all("<" in token or "[" in token for token in control)
-    hits, first = 0, None
-    for facts, row_set in zip(rows.facts, rows.sets, strict=True):
-        marked = np.asarray(facts.marked)[: len(row_set.rows)]
-        everywhere = not usual or find_control_words(
-            ({"content": renderer.system_prompt or ""},), control
-        )
-        for index in range(len(marked)) if everywhere else np.flatnonzero(marked).tolist():
-            row = row_set.rows[index]
-            if tokens := find_control_words(renderer.messages_of(row), control):
-                hits, first = hits + 1, first or (row.place, tokens)
-    return describe_control_words(hits, *first) if first else []
+    system: Any = ({"content": renderer.system_prompt or ""},)
+    everywhere = not usual or find_control_words(system, control)
+    chosen = np.ones(len(rows), dtype=bool) if everywhere else rows.join("marked").astype(bool)
+    indices = iter(np.flatnonzero(chosen).tolist())
+    for prompt in chain.from_iterable(rows.prompts(chosen)):
+        index = next(indices)
+        if tokens := find_control_words(renderer.messages_of(prompt), control):
+            yield index, tokens
 
 
 def _digest_files(rows: JoinedRows, settings: Sequence[Any], renderer: Renderer) -> str:
@@ -331,7 +389,7 @@ def _digest_files(rows: JoinedRows, settings: Sequence[Any], renderer: Renderer)
     for label, row_set in zip(rows.labels, rows.sets, strict=True):
         facts.append([label, len(row_set.rows), repr(row_set.columns)])
         if isinstance(row_set.rows, StoredRows):
-            for path in row_set.rows.raw.files:
+            for path in row_set.rows.files:
                 with path.open("rb") as file:
                     facts.append(hashlib.file_digest(file, "blake2b").hexdigest())
         elif not isinstance(row_set.rows, EpisodeRows):  # whose number says all

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets import files, table
-from ppo_cli.data_sets.prompts import PromptSet
+from ppo_cli.cli.data import Report, examine_files
+from ppo_cli.data_sets import files, row_sets, table
+from ppo_cli.data_sets.prompts import PromptSet, Renderer
 from ppo_cli.data_sets.table import PromptTable, join_prompts, load_prompts
 from ppo_cli.errors import DataError
 from ppo_cli.records import data_sources
@@ -132,6 +133,43 @@ def test_a_table_has_the_prompts_notes_and_errors_of_all_rows_together(
         replace(prompt, messages=(), rendered="", token_ids=(), opened="") for prompt in whole
     ]
     assert [replace(prompt, messages=()) for prompt in joined][:-2] == unbuilt
+
+
+@pytest.mark.parametrize(
+    "names", [["text.jsonl", "turns.parquet"], ["odd.jsonl"], ["wrong.jsonl"], ["views.arrow"]]
+)
+@pytest.mark.parametrize("how", [{}, {"apply_chat_template": False, "vocabulary_size": 200}])
+def test_a_check_of_a_large_set_reports_what_that_of_a_small_one_does(
+    tokenizer: Any, sources: Mapping[str, str], names: list[str], how: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def check() -> Report:
+        paths = [sources[name] for name in names]
+        return examine_files(paths, Renderer(tokenizer, **how), max_prompt_length=75)
+
+    monkeypatch.setattr(row_sets, "BLOCK_ROWS", 3)
+    report = check()
+    monkeypatch.setattr(files, "EAGER_ROWS", COUNT)
+    assert check() == report
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        ({}, "line 1: .* [(]9 such rows among the first 9, "),
+        ({"filter_overlong": True}, "All 7 prompts taken evenly from 40 are longer than 9 tokens"),
+    ],
+)
+def test_rows_that_are_too_long_are_refused_from_a_sample(
+    tokenizer: Any, sources: Mapping[str, str], limit: dict[str, Any], error: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(table, "BATCH_ROWS", 7)
+    monkeypatch.setattr(row_sets, "BLOCK_ROWS", 3)
+    with pytest.raises(DataError, match=error):
+        load_prompts(
+            [sources["text.jsonl"]], tokenizer, max_prompt_length=9, render_all=False, **limit
+        )
 
 
 def test_a_large_set_counts_by_the_content_of_its_files(
