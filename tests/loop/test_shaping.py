@@ -336,6 +336,8 @@ def test_a_row_without_a_part_that_the_estimator_needs_is_masked() -> None:
         batch = shape_step(config, annotate(created), scores, 0.0, baselines).batch
         assert batch.valid_B.tolist() == valid and not batch.advantages_BT[1].any()
         assert bool(batch.advantages_BT.isfinite().all())
+        first, last = batch.advantages_BT[0, 0], batch.advantages_BT[2, 0]
+        assert (first > last) if estimator == "gdpo" else first == last
     config = complete({"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["x"]}})
     scores[0] = Scored(created[0], Score(1.0, parts={name: Part(1.0, None) for name in "dbca"}))
     with pytest.raises(RewardError, match="no score has such a part; there are a, b, c, d"):
