@@ -21,7 +21,7 @@ from ppo_cli.config.models.folder import check_folder, vocabulary_size
 from ppo_cli.config.schema.algorithm import Actor
 from ppo_cli.config.schema.run import Data
 from ppo_cli.data_sets.files import RowError, RowProblem, group_problems
-from ppo_cli.data_sets.row_sets import load_rows
+from ppo_cli.data_sets.row_sets import list_notes, load_rows
 from ppo_cli.data_sets.rows import RowPrompt
 from ppo_cli.data_sets.sources import check_present
 from ppo_cli.errors import EXIT_USER, plural
@@ -181,7 +181,7 @@ def examine_files(
         overlong=describe(len(overlong), lengths),
         control_words=describe(len(controlled), controlled),
         unused_columns=tuple(dict.fromkeys(n for row_set in sets for n in row_set.columns.unused)),
-        notes=tuple(note for row_set in sets for note in row_set.notes),
+        notes=tuple(list_notes(sets)),
         sample=sample,
     )
 

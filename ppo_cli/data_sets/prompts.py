@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.row_sets import RowSet
+from ppo_cli.data_sets.row_sets import RowSet, list_notes
 from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
 from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.machine.memory import own_memory
@@ -436,7 +436,7 @@ def render_prompts(
         problems.extend(refused)
         items.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems, renderer.check_flags)
-    notes = [note for rows in sets for note in rows.notes]
+    notes = list_notes(sets)
     if hit := [item for _, item in items if item.control_words]:
         notes += describe_control_words(len(hit), hit[0].row.place, hit[0].control_words)
     notes += describe_template([item for _, item in items], renderer)

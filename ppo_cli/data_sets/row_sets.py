@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError
 
 BLOCK_ROWS = 4096  # whose prompts are read together
+MAX_SAME = 5  # files that are named with the same note
 
 
 class EpisodeRows(Sequence[Row]):
@@ -132,6 +134,20 @@ class RowSet:
     problems: tuple[RowProblem, ...]
     columns: Columns
     notes: tuple[str, ...] = ()
+
+
+def list_notes(sets: Sequence[RowSet]) -> list[str]:
+    """Return the notes of sets; of many files with the same one only the first is named."""
+    notes = [(f"{Path(rows.source).name}: ", note) for rows in sets for note in rows.notes]
+    counts = Counter(note.removeprefix(file) for file, note in notes)
+    shown: dict[str, None] = {}
+    for file, note in notes:
+        text = note.removeprefix(file)
+        if text != note and counts[text] > MAX_SAME:
+            first = next(name for name, other in notes if other == f"{name}{text}")
+            note = f"{first[:-2]} and {counts[text] - 1} more files: {text}"
+        shown[note] = None
+    return list(shown)
 
 
 def load_sets(

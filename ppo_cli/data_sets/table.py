@@ -35,7 +35,7 @@ from ppo_cli.data_sets.prompts import (
     render_prompts,
     unique_labels,
 )
-from ppo_cli.data_sets.row_sets import EpisodeRows, RowSet, StoredRows, load_sets
+from ppo_cli.data_sets.row_sets import EpisodeRows, RowSet, StoredRows, list_notes, load_sets
 from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
 from ppo_cli.errors import UserError
 from ppo_cli.records import LargePrompts, Prompt, data_sources
@@ -271,7 +271,7 @@ def open_table(
     )
     if long is None:
         return None
-    notes = [note for row_set in rows.sets for note in row_set.notes]
+    notes = list_notes(rows.sets)
     if control := list(find_control_rows(rows, renderer)):
         notes += describe_control_words(len(control), rows.place(control[0][0]), control[0][1])
     notes += describe_template(sample, renderer)

@@ -61,6 +61,19 @@ def test_repeats_over_two_files_are_seen(tokenizer: Any, tmp_path: Path) -> None
     assert report.overlong.examples[0].startswith(f"{tmp_path}/a.jsonl line 2: 1")
 
 
+def test_a_note_on_many_files_is_shown_once(tokenizer: Any, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{number}.jsonl") for number in range(7)]
+    for file in files:
+        Path(file).write_text('{"question": "q"}\n')
+    note = "the prompt is read from column 'question'."
+    for count, notes in (
+        (2, [f"0.jsonl: {note}", f"1.jsonl: {note}"]),
+        (7, [f"0.jsonl and 6 more files: {note}"]),
+    ):
+        report = examine_files(files[:count], Renderer(tokenizer), max_prompt_length=100)
+        assert list(report.notes) == notes
+
+
 def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     report = look(tokenizer, tmp_path / "a.jsonl", *(["no"] * 80), {"prompt": "ü"})
     assert (report.rows, report.usable, report.bad) == (81, 1, 80)
