@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, UserError, first_line
 from ppo_cli.report.judge_card import Spent, list_spent
@@ -38,7 +39,7 @@ def send_alerts(config: Config, run_dir: Path, screen: Screen) -> Iterator[Scree
         return
     address = name if "://" in name else os.environ[name].strip()
     hide_secret(address)
-    alerts = AlertScreen(screen, address, config, run_dir)
+    alerts = AlertScreen(screen, address, config.reward, run_dir)
     try:
         yield alerts
     except (Interrupted, UserError) as stop:
@@ -54,7 +55,7 @@ def send_alerts(config: Config, run_dir: Path, screen: Screen) -> Iterator[Scree
 class AlertScreen(Screen):
     """Shows everything on another screen; posts warnings, a budget nearly spent, and the end."""
 
-    def __init__(self, screen: Screen, address: str, config: Config, run_dir: Path) -> None:
+    def __init__(self, screen: Screen, address: str, reward: Reward, run_dir: Path) -> None:
         self._screen = screen
         self.debug = screen.debug
         # What is only shown.
@@ -66,7 +67,7 @@ class AlertScreen(Screen):
         self.close = screen.close  # type: ignore[method-assign]
         self._address = address
         self._run_dir = run_dir
-        self._reward = config.reward
+        self._reward = reward
         self._step = 0
         self._told: set[str] = set()  # judges whose budget is nearly spent
         self._posts: list[Future[str]] = []

@@ -575,7 +575,7 @@ def _open_job(
 
 def _describe_machine_use(plan: RunPlan) -> list[str]:
     """Return how this machine computes: for config.yaml, and for the screen with --debug."""
-    cpu = cpu_plan(plan.resolved.requested, plan.settings, jemalloc=has_jemalloc())
+    cpu = cpu_plan(plan.resolved.requested.model, plan.settings, jemalloc=has_jemalloc())
     choices = plan.memory.facts.get("choices", ())
     return [*(f"Memory: {line}" for line in choices), *(f"CPU: {line}" for line in cpu)]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.files import count_episodes
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
 from ppo_cli.engine.samplers.text import decode_text, run_end_ids
@@ -37,7 +37,7 @@ def start_episodes(
 
     pool = EnvironmentPool(config.environment, logs)
     closing.callback(pool.close)
-    pool.start(opens=_opens_episodes(config))
+    pool.start(opens=_opens_episodes(config.data))
     path = model_folder(config.model.path)
     model_config = load_config(path, "--model", config.model.trust_remote_code)
     end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
@@ -49,7 +49,7 @@ def check_episodes(config: Config) -> None:
     """Raise UserError for what `start_episodes` would refuse, without loading a model."""
     if not config.environment.is_set:
         return
-    tools = check_environment(config.environment, opens=_opens_episodes(config))
+    tools = check_environment(config.environment, opens=_opens_episodes(config.data))
     # A model of the hub is not downloaded for a check.
     folder = user_path(model_folder(config.model.path))
     if folder.is_dir():
@@ -58,9 +58,9 @@ def check_episodes(config: Config) -> None:
         _make_chat(config, tokenizer, tools, _read_end_ids(folder, tokenizer))
 
 
-def _opens_episodes(config: Config) -> bool:
+def _opens_episodes(data: Data) -> bool:
     """Whether the environment opens episodes, of training or validation, without a row."""
-    return any(map(count_episodes, (*config.data.train_files, *config.data.val_files)))
+    return any(map(count_episodes, (*data.train_files, *data.val_files)))
 
 
 def _read_end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:

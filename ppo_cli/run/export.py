@@ -35,7 +35,7 @@ from ppo_cli.config.models.folder import check_folder, has_template
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import ApiReward, Reward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.digests import require_intact_model
 from ppo_cli.errors import (
@@ -131,7 +131,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool, chec
         + _describe_ancestry(lineage, settings),
         *("\n".join(lines) for lines in (
             ["## Base model", "", *base_lines],
-            ["## Data", "", *(_describe_data(config) if config else [UNREADABLE])],
+            ["## Data", "", *(_describe_data(config.data) if config else [UNREADABLE])],
             ["## Reward", "", *(_describe_reward(run, config.reward) if config else [UNREADABLE])],
             ["## Use it", "", *_list_uses(out, name, critic=critic)],
             ["## Results", "", *_results_table(summarise_lines(history), history)],
@@ -260,12 +260,12 @@ def _read_card(path: str) -> dict[str, Any]:
     return {}
 
 
-def _describe_data(config: Config) -> list[str]:
+def _describe_data(data: Data) -> list[str]:
     """Return a line for training and validation: the files and the number of rows read."""
     lines = []
     for title, files, rows in (
-        ("Training", config.data.train_files, train_rows(config.data)),
-        ("Validation", config.data.val_files, val_rows(config.data)),
+        ("Training", data.train_files, train_rows(data)),
+        ("Validation", data.val_files, val_rows(data)),
     ):
         names = ", ".join(map(_public_name, files))
         counted = plural(rows, "row") if rows is not None else f"rows {UNKNOWN}"

@@ -173,7 +173,7 @@ def test_the_precision_that_is_faster(
     resolved = settle("model.path=./model", *overrides.split(), machine=machine)
     config = resolved.config
     assert config.model.dtype == dtype
-    assert message in " ".join(cpu_plan(resolved.requested, config, jemalloc=False))
+    assert message in " ".join(cpu_plan(resolved.requested.model, config, jemalloc=False))
 
 
 def ranks(size: int, path: str) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def _count_sampler(
     frozen = device.gpu and (not alone or config.model.lora_rank > 0)
     cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half and not frozen else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
-    logits += count_wide_head(config, shape, device)
+    logits += count_wide_head(config.model, shape, device)
     prompts = min(sampled_prompts(config), rows) * config.data.max_prompt_length
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ppo_cli.config.models.shape import FLOAT, Device, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic, Sharding
-from ppo_cli.config.schema.run import Config, Data
+from ppo_cli.config.schema.run import Config, Data, Model
 from ppo_cli.planning.placement import data_ranks
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
@@ -69,9 +69,9 @@ class ModelBytes:
     trained: int = 0
 
 
-def count_wide_head(config: Config, shape: Shape, device: Device) -> int:
+def count_wide_head(model: Model, shape: Shape, device: Device) -> int:
     """Count the float32 copy of an actor's output layer; 0 where its own weights are used."""
-    return FLOAT * shape.embedding if config.model.widens_head and device.half else 0
+    return FLOAT * shape.embedding if model.widens_head and device.half else 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class ModelOnRank:
 
     @property
     def _wide_head(self) -> int:
-        return 0 if self.is_critic else count_wide_head(self.config, self.shape, self.device)
+        return 0 if self.is_critic else count_wide_head(self.config.model, self.shape, self.device)
 
     def _logits(self, tokens: int) -> int:
         """Bytes of the logits of a micro-batch with this number of tokens; 0 for a critic."""

@@ -14,7 +14,7 @@ from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.models.weight_files import text_config
 from ppo_cli.config.schema.keys import table, value_of, with_settings
-from ppo_cli.config.schema.run import Config, Model, Sleep
+from ppo_cli.config.schema.run import Config, Model, Sleep, Trainer
 from ppo_cli.config.schema.unset import Fitted as FittedRule
 from ppo_cli.config.settle import Settled, settle
 from ppo_cli.errors import ppo
@@ -208,7 +208,7 @@ def memory_plan(requested: Config, fitted: Fitted, machine: Machine) -> PlanPart
     """
     config, chosen = fitted.config, fitted.estimate
     shapes = read_shapes(config)
-    layout = tuple(_describe_layout(requested, config, fitted.why))
+    layout = tuple(_describe_layout(requested.model, config, fitted.why))
     checkpointing = requested.model.enable_gradient_checkpointing
     as_set = [f"gradient checkpointing: {'on' if checkpointing else 'off'}, as set"]
     # Nothing can be counted if a model's config.json is not readable.
@@ -248,15 +248,15 @@ def memory_plan(requested: Config, fitted: Fitted, machine: Machine) -> PlanPart
     return PlanPart(tuple(lines), facts, layout)
 
 
-def _describe_layout(requested: Config, config: Config, why: Settings) -> Iterator[str]:
+def _describe_layout(requested: Model, config: Config, why: Settings) -> Iterator[str]:
     """Yield the plan's lines about how rows, log-probs and products are computed."""
     words = {True: "on", False: "off", None: "as the family of each model"}
-    yield f"packing: {words[config.model.packing]}{_explain(requested, why, 'model.packing')}"
+    yield f"packing: {words[config.model.packing]}{_explain(requested, why, 'packing')}"
     kernel = config.model.attn_implementation or "as the family of each model"
-    yield f"attention: {kernel}{_explain(requested, why, 'model.attn_implementation')}"
+    yield f"attention: {kernel}{_explain(requested, why, 'attn_implementation')}"
     if config.rollout.n > 1 and config.model.packing is not False:
         shared = "yes" if config.model.share_prompts else "no"
-        reason = _explain(requested, why, "model.share_prompts")
+        reason = _explain(requested, why, "share_prompts")
         yield f"prompt computed once for its packed responses: {shared}{reason}"
     old = "sampler" if config.algorithm.rollout_correction.bypass_mode else "actor"
     yield f"old log-probs: from the {old}"
@@ -264,26 +264,26 @@ def _describe_layout(requested: Config, config: Config, why: Settings) -> Iterat
     if config.model.dtype == "bfloat16":
         spread = config.model.spread_weights
         result = "spread, so that small updates count" if spread else "trained as loaded"
-        reason = _explain(requested, why, "model.spread_weights")
+        reason = _explain(requested, why, "spread_weights")
         yield f"weights that are exact in bfloat16: {result}{reason}"
 
 
-def _explain(requested: Config, why: Settings, key: str) -> str:
+def _explain(requested: Model, why: Settings, name: str) -> str:
     """Return the reason of a value, for the end of a line."""
-    return ", as set" if value_of(requested, key) is not None else f" ({why[key]})"
+    return ", as set" if getattr(requested, name) is not None else f" ({why[f'model.{name}']})"
 
 
-def cpu_plan(requested: Config, config: Config, *, jemalloc: bool) -> list[str]:
+def cpu_plan(requested: Model, config: Config, *, jemalloc: bool) -> list[str]:
     """Return the plan's lines about the matrix library and the allocator on the CPU."""
     if config.trainer.n_gpus_per_node:
         return []
     lines = []
     if (dtype := config.model.dtype) != "float32":
-        why = ", as set" if requested.model.dtype else " (faster on this processor)"
+        why = ", as set" if requested.dtype else " (faster on this processor)"
         lines.append(f"matrix products: {dtype}{why}")
     else:
         library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[config.model.float32_matmul]
-        why = ", as set" if requested.model.float32_matmul else ""
+        why = ", as set" if requested.float32_matmul else ""
         lines.append(f"matrix products: float32 by {library}{why}")
     if jemalloc and config.trainer.engine == "local":
         lines.append("allocator: jemalloc")
@@ -432,7 +432,7 @@ def _memory_saving_changes(
     if config.uses_critic and not config.critic.model.lora_rank:
         yield {"critic.model.lora_rank": LORA_RANK}
     if config.trainer.n_gpus_per_node:
-        yield from _more_devices(requested, config)
+        yield from _more_devices(requested.trainer, config)
 
 
 def _smallest_vllm_share(size: int, capacity: int) -> float:
@@ -451,9 +451,9 @@ def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings
             yield {"rollout.tensor_model_parallel_size": span}
 
 
-def _more_devices(requested: Config, config: Config) -> Iterator[Settings]:
+def _more_devices(requested: Trainer, config: Config) -> Iterator[Settings]:
     """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
-    if config.trainer.placement is not None or requested.trainer.engine == "local":
+    if config.trainer.placement is not None or requested.engine == "local":
         return
     # Up to 8 GPUs in one node, then nodes of 8.
     nodes, now = config.trainer.nnodes, config.trainer.n_gpus_per_node
