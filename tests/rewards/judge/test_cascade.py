@@ -133,13 +133,13 @@ def test_the_noise_of_a_cascade_is_that_of_the_judge(
 def test_a_cheaper_judge_that_fails_is_unsure(
     make: Make, server: JudgeServer, cheap: JudgeServer
 ) -> None:
-    cheap.fail("refusal", times=1)
+    cheap.fail("refusal", times=2)
     reward = make()
-    (score,) = score_all(reward, [sum_rollout(1)])
+    score, _ = score_all(reward, [sum_rollout(1), sum_rollout(2)])
     assert score.value == 1.0 and score.info["escalated"] and score.info["cheap_score"] is None
     assert "refusal" in score.info["cheap_reason"] or "judge this" in score.info["cheap_reason"]
     metrics = reward.pop_metrics()
-    assert (metrics["judge/cheap_failed"], metrics["judge/escalated"]) == (1, 1)
+    assert (metrics["judge/cheap_failed"], metrics["judge/escalated"]) == (2, 1)
     score_all(reward, [sum_rollout(1, "")])  # without a call, nothing is escalated
     assert reward.pop_metrics()["judge/escalated"] == 0
 
