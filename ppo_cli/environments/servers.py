@@ -11,6 +11,8 @@ from typing import Any
 from ppo_cli.config.schema.environment import Environment
 from ppo_cli.errors import did_you_mean, shorten
 from ppo_cli.paths import load_json, read_text, user_path
+from ppo_cli.secrets.known import WITHHELD_NAMES, hide_secret, hide_settings
+from ppo_cli.secrets.patterns import is_random
 
 ADDRESS = re.compile("https?://")
 # ${NAME}, ${env:NAME}, ${NAME:-what stands for it}; other forms have no group.
@@ -41,7 +43,22 @@ def read_servers(config: Environment) -> tuple[list[dict[str, Any]], list[str]]:
                 others.append({"name": "", "label": label, "command": program, "args": arguments})
             except ValueError as error:
                 problems.append(f"{label} is not a command: {error}.")
-    return [*(chosen or servers.values()), *others], problems
+    servers_of_run = [*(chosen or servers.values()), *others]
+    for server in servers_of_run:
+        _hide_keys(server)
+    return servers_of_run, problems
+
+
+def _hide_keys(server: Mapping[str, Any]) -> None:
+    """Make every later `redact` of this process remove the keys of a server."""
+    command = shlex.join([server.get("command", ""), *server.get("args", ())])
+    named = {**server.get("env", {}), **server.get("headers", {})}
+    hide_settings([command, server.get("url", ""), *named.values()])
+    for name, value in named.items():
+        is_key = WITHHELD_NAMES.search(name.replace("-", "_")) or name.lower() == "authorization"
+        key = value.rpartition(" ")[2]  # after `Bearer`
+        if is_key or is_random(key or " "):
+            hide_secret(key)
 
 
 def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from ppo_cli.secrets.patterns import MIN_SECRET, is_mixed
+from ppo_cli.secrets.patterns import MIN_SECRET, is_mixed, is_random
 
 _SECRET_NAMES = re.compile(
     r"(?i)(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD"
@@ -32,12 +32,20 @@ URL_QUERY = re.compile(
     r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)([^&#]+)"
 )
 
-# A secret of a configured command, whatever it looks like: `--api-key KEY`, `env X_TOKEN=KEY`.
-_OPTION = re.compile(
-    r"""(?i)(?:^|[\s"'])(?:--?(?:[\w-]*(?:api[_-]?key|token|secret|password|_PAT_)|pat)[=\s]+"""
-    r"""|(?:[\w-]*(?:api_?key|access_key|token|secret|password|_PAT_)|(?-i:[A-Z0-9_]+_PAT)|pat)=)"""
-    r"""["']?(?![-$])([^\s"']+)""".replace("_PAT_", "(?:github|gitlab|access)[_-]?pat")
+# A secret of a configured command, whatever it looks like: after an option or variable with a
+# secret name, in a header, in JSON.
+_NAME = (
+    r"[\w.-]*(?:api[_-]?key|(?:access|private|secret|auth)[_-]?key|token|secret|password|passwd"
+    r"|passphrase|credentials?|jwt|cookie|authorization|bearer|(?:github|gitlab|access)[_-]?pat)"
 )
+_OPTION = re.compile(
+    rf"""(?i)(?:^|[\s"'])(?:--?(?:{_NAME}|pat|pass|pwd)[=\s]+"""
+    rf"""|(?:{_NAME}|(?-i:[A-Z0-9_]+_(?:PAT|PASS|PWD))|pat)="""
+    rf"""|(?:-H|--header)[=\s]*["']?(?:{_NAME}|[\w-]*auth)\s*:\s*(?:\w+\s+)?|{_NAME}["']\s*:\s*)"""
+    r"""["']?(?:(?:Bearer|Basic|Token)\s+)?(?![-$])([^\s"']+)"""
+)
+# Any other value that looks random, after a blank, an option or a name; digests are none.
+_VALUE = re.compile(r"""(?<!sha256)(?:[\s"'=:]|\s-\w)([^\s"'=:@,;{}]{12,})""")
 
 
 def hide_secret(secret: str) -> None:
@@ -61,8 +69,11 @@ def hide_settings(value: Any) -> None:
     elif isinstance(value, str):
         for secret in _OPTION.findall(value):
             hide_secret(secret)
+        for secret in filter(is_random, _VALUE.findall(value) if " " in value else ()):
+            hide_secret(secret)
         for login in URL_LOGIN.findall(value) if URL.fullmatch(value) else ():
-            hide_secret(login.partition(":")[2])
+            name, _, password = login.partition(":")
+            hide_secret(password or name)
         for _, secret in URL_QUERY.findall(value) if URL.fullmatch(value) else ():
             hide_secret(secret)
 

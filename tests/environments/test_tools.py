@@ -17,7 +17,9 @@ from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.mcp import Connection, Server
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
+from ppo_cli.environments.servers import read_servers
 from ppo_cli.errors import UserError
+from ppo_cli.secrets.redact import redact
 from tests.environments.conftest import ROW
 from tests.environments.test_pool import Start, open_episodes
 from tests.settings import complete_environment
@@ -618,6 +620,18 @@ def test_servers_of_a_file(
         first, second = (message["content"] for message in reply.messages)
         assert first == "0" and second.split("\n")[:2] == [str(times), "/"]
         assert "value" in second and "usual" in second and "of the program" not in second
+
+
+def test_keys_of_a_file_of_servers_are_hidden(tmp_path: Path) -> None:
+    headers = {"Authorization": "Bearer word-of-a-header", "Accept": "application/json"}
+    servers = {
+        "a": {"command": "x", "args": ["--pat", "word-of-a-flag"], "env": {"A_KEY": "word-of-x"}},
+        "b": {"url": "http://127.0.0.1/?token=word-of-a-query", "headers": headers},
+    }  # fmt: skip
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    read_servers(complete_environment(mcp_config=f"{tmp_path}/mcp.json"))
+    text = "word-of-a-header word-of-a-flag word-of-x word-of-a-query application/json"
+    assert redact(text, {}) == "*** *** *** *** application/json"
 
 
 @pytest.mark.slow

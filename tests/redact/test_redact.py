@@ -158,9 +158,12 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
         "mcp_of_github": "x --pat one-of-github --file-pat a-pattern-of-files",
         "mcp_of_gitlab": "x --gitlab-pat one-of-gitlab --include_pat=many-responses",
         "line": "env MY_PAT=my-variable x",
+        "mcp_of_curl": f"x -u me:{RANDOM[:12]} -t {RANDOM[12:]} -u many-responses",
+        "mcp_with_header": "x --header 'X-Api-Key: word-of-a-header' -H 'Accept: many-responses'",
     })  # fmt: skip
     text = "word-of-a-flag word-of-a-variable one-of-github one-of-gitlab my-variable"
     assert redact(f"{text} a-pattern-of-files", {}) == "*** *** *** *** *** a-pattern-of-files"
+    assert redact(f"{RANDOM[:12]} {RANDOM[12:]} word-of-a-header", {}) == "*** *** ***"
     text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
     assert redact(text, {}) == "*** <|the end|> *** *** many-responses"
 
