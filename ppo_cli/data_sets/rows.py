@@ -301,13 +301,14 @@ TRUTH_ALIASES = (
 )  # fmt: skip
 # Worked solutions, which are read where no column has the answer alone.
 SOLUTIONS = ("solution", "reference_solution")
-NESTING = ("reward_model", "extra_info", "metadata", "info")  # columns that may have it inside
+# Columns that may have it inside.
+NESTING = ("reward_model", "extra_info", "metadata", "info", "verification_info")
 LAST_TURN = "[-1].content"  # after the prompt column: its last message is the answer
 # Columns that a message names where no ground truth is read.
 ANSWER_LIKE = re.compile(
     r"(?:.*[._ -]|.*[a-z](?=[A-Z]))?"
     r"(?i:answers?|solutions?|labels?|targets?|gold|truth|references?|responses?|outputs?"
-    r"|completions?|chosen|gt)(?:[._ -].*|[A-Z].*)?"
+    r"|completions?|chosen|gt|verification)(?:[._ -].*|[A-Z].*)?"
 )
 Item = TypeVar("Item")
 OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")

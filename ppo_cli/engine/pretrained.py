@@ -113,7 +113,7 @@ def _describe_load_error(path: str, what: str, flag: str, error: Exception) -> s
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
         f"hub did not give it ({_reason(error)}). Give a local folder with {flag}, or check the "
-        "name and the connection."
+        f"name and the connection; {flag} embedded tries the rest with the bundled model."
     )
 
 

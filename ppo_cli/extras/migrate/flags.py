@@ -27,6 +27,7 @@ from ppo_cli.errors import ppo
 from ppo_cli.extras.migrate.tools import name_tool
 from ppo_cli.extras.migrate.verl.translator import VERSION
 from ppo_cli.machine.gpus import list_gpus
+from ppo_cli.paths import user_path
 from ppo_cli.plugins import Line
 
 # Programs that start another one.
@@ -150,9 +151,12 @@ def translate(args: Sequence[str]) -> Translation:
         done.problems.append(f"{tool}.")
         return done
     if script := SHELL.match(" ".join(args)):
+        path = user_path(script[1])
+        words = path.read_text("utf-8", "replace").split() if path.is_file() else []
+        tool = f"{name_tool(words)}. " * bool(words)
         done.problems.append(
-            f"{script[1]} is a shell script, which is not run here: put the command in it, with "
-            f"its variables filled in, behind `{ppo('train')}`."
+            f"{tool}{script[1]} is a shell script, which is not run here: put the command in it, "
+            f"with its variables filled in, behind `{ppo('train')}`."
         )
         return done
     line = _skip_launcher(args, done)
@@ -524,7 +528,7 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
 
     What it sets is a line of TRL, so that what it leaves out is as in TRL.
     """
-    from ppo_cli.extras.migrate.scripts import read_script
+    from ppo_cli.extras.migrate.scripts import BUILT_ROWS, read_script
 
     library, method, flags = read_script(done.path)
     program = ["trl", method] if method else []
@@ -541,12 +545,14 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
         words += ["--train_files", "FILE"]
     if "model.path" not in {target for word in words for target in _targets(word.strip("-"))}:
         words += ["--model", "MODEL"]
+    built = f'    Its rows are built with map(): write them with dataset.to_json("{BUILT_ROWS}").\n'
+    built *= BUILT_ROWS in words
     mixed = _mix_functions(functions, done)
     words += mixed or ["--reward_function", *(functions[:1] or ["FILE.py:NAME"])]
     return (
         f"{done.program} is not read, and its settings are inside{library and f' ({library})'}. "
         f"{'What it sets is' if flags else 'What it sets has to be'} on this line:\n"
-        f"    {ppo('train')} {shlex.join([*program, *words])}\n"
+        f"    {ppo('train')} {shlex.join([*program, *words])}\n{built}"
         "    Copy reward functions into a file of their own, FILE.py: naming the script would run "
         "it. A judge scores with --use_api_reward, a rule with --rule NAME.\n"
         f"    `{ppo('plan')}` with the same arguments prints every value that the line leaves out"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from ppo_cli.paths import read_text, user_path
 
@@ -27,6 +28,7 @@ POSITIONS = {
 }
 # How objects are named whose attributes are flags.
 OBJECTS = ("args", "config", "cfg")
+BUILT_ROWS = "rows.jsonl"  # what stands for rows that a script builds with map()
 METHODS = ("grpo", "rloo", "ppo")
 # Libraries that a script may import, the most telling one first.
 LIBRARIES = {"unsloth": "Unsloth", "verifiers": "verifiers", "trl": "TRL"}
@@ -42,25 +44,39 @@ def read_script(path: str) -> tuple[str, str, list[tuple[str, list[str]]]]:
         tree = ast.parse(read_text(user_path(path)))
     except (OSError, ValueError, SyntaxError, RecursionError):
         return "", "", []
-    method, flags = "", {}
-    imported: set[str] = set()
+    method, flags, values = "", {}, _find_constants(tree)
+    imported, maps_rows = set[str](), False
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             imported |= {module.partition(".")[0] for module in modules}
         if isinstance(node, ast.Call):
             call = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            maps_rows |= call == "map" and isinstance(node.func, ast.Attribute)
             method = next((m for m in METHODS if call.lower().startswith(m)), method)
             if call.endswith(CALLS) and "Tokenizer" not in ast.dump(node.func):
                 for name, value in _list_arguments(call, node):
-                    if constants := list(_read_values(value, names=name == "reward_funcs")):
+                    if constants := list(_read_values(value, values, name == "reward_funcs")):
                         flags[KEYWORDS.get(f"{call}.{name}", KEYWORDS.get(name, name))] = constants
-    flags |= _read_assignments(tree)
+    flags |= _read_assignments(tree, values)
+    if files := flags.pop("data_files", None):  # load_dataset("json", data_files=…)
+        flags["dataset_name"] = files
+    if "dataset_name" in flags and maps_rows:
+        flags = {name: v for name, v in flags.items() if not name.startswith("dataset_")}
+        flags["train_files"] = [BUILT_ROWS]
     library = next((LIBRARIES[name] for name in LIBRARIES if name in imported), "")
     return library, method, [(f"--{name}", constants) for name, constants in flags.items()]
 
 
-def _read_assignments(tree: ast.Module) -> dict[str, list[str]]:
+def _find_constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the constants that the file gives a name, once."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    names = Counter(ast.unparse(target) for node in nodes for target in node.targets)
+    values = {ast.unparse(node.targets[0]): node.value for node in nodes}
+    return {n: v for n, v in values.items() if names[n] == 1 and isinstance(v, ast.Constant)}
+
+
+def _read_assignments(tree: ast.Module, values: Mapping[str, ast.expr]) -> dict[str, list[str]]:
     """Return what is set later on objects that hold flags, as in `args.learning_rate = 1e-6`.
 
     Such an object has a name that ends in one of OBJECTS, or is made by one of CLASSES.
@@ -75,7 +91,7 @@ def _read_assignments(tree: ast.Module) -> dict[str, list[str]]:
                 objects.add(target.id)
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             name = target.value.id
-            constants = list(_read_values(node.value, names=False))
+            constants = list(_read_values(node.value, values))
             if constants and (name in objects or name.lower().endswith(OBJECTS)):
                 flags[KEYWORDS.get(target.attr, target.attr)] = constants
     return flags
@@ -87,12 +103,15 @@ def _list_arguments(call: str, node: ast.Call) -> Iterator[tuple[str, ast.expr]]
     yield from ((keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg)
 
 
-def _read_values(value: ast.expr, *, names: bool) -> Iterator[str]:
-    """Yield the constants of an argument, and with `names` those of functions."""
-    for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+def _read_values(
+    value: ast.expr, values: Mapping[str, ast.expr], functions: bool = False
+) -> Iterator[str]:
+    """Yield the constants of an argument, also by name, and those of `functions` with a file."""
+    for element in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+        item = values.get(ast.unparse(element), element)
         if isinstance(item, ast.Constant) and item.value is not None:
             yield str(item.value)
         elif isinstance(item, ast.UnaryOp) and isinstance(item.operand, ast.Constant):
             yield f"-{item.operand.value!r}"
-        elif names and isinstance(item, ast.Name):
+        elif functions and isinstance(item, ast.Name):
             yield f"FILE.py:{item.id}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.layers import MAX_FILE_BYTES
+from ppo_cli.config.schema.keys import table
 from ppo_cli.errors import list_some, ppo
 from ppo_cli.paths import user_path
 
@@ -110,6 +111,14 @@ def _describe(
         if not remainder:
             flags["--batch_size"] = [str(prompts)]
             del rest[shape["responses"]]
+    processes = "".join(_read_values(settings.get(shape.get("processes", "")), settings)[:1])
+    if processes.isdigit() and flags.get("--batch_size", [""])[0].isdigit():
+        flags["--batch_size"] = [str(int(flags["--batch_size"][0]) * int(processes))]
+        del rest[shape["processes"]]
+    # A mini-batch has to divide a larger batch.
+    batch, mini = flags.get("--batch_size", ["0"])[0], table()["actor.ppo_mini_batch_size"].default
+    if batch.isdigit() and int(batch) > mini and int(batch) % mini:
+        flags.setdefault("--mini_batch_size", [batch])
     arguments = [] if "--adv_estimator" in flags else list(method)
     arguments += [part for flag, values in flags.items() for part in _write(flag, values)]
     placeholders = {"--model": "MODEL", "--train_files": "FILE"}

@@ -318,7 +318,8 @@ if short:
     c = GRPOConfig(output_dir="o", learning_rate=1, per_device_train_batch_size=4, beta=-0.0,
         num_generations=2, dataset_num_proc=8, reward_model=policy)
     c.learning_rate = 1e-5
-c.learning_rate = 1e-6
+RATE = 1e-6
+c.learning_rate = RATE
 training_args.num_generations = 4
 tok.model_name_or_path = "hello"
 GRPOTrainer(model="{model}", args=c, reward_funcs=[score], train_dataset={data}).train()
@@ -331,12 +332,15 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
     monkeypatch.chdir(tmp_path)
     data = 'load_dataset("embedded", split="train")'
     Path("a.py").write_text(SCRIPT.format(model="embedded", data=data))
-    Path("b.py").write_text(SCRIPT.format(model="", data="rows"))
+    files = 'load_dataset("json", data_files="rows")'
+    Path("b.py").write_text(SCRIPT.format(model="", data=files))
+    Path("d.py").write_text(SCRIPT.format(model="", data=f"{files}.map(str)"))
     Path("score.py").write_text("def compute_score(**row): return 1.0")
     for script, names in (
         ("a.py", ""),
-        ("b.py", " --train_files FILE"),
-        ("c.py", " --model MODEL"),
+        ("b.py", " --dataset_name rows "),
+        ("c.py", "--train_files FILE --model MODEL"),
+        ("d.py", " --train_files rows.jsonl "),
     ):
         assert main(["plan", "accelerate", "launch", script]) == 2
         message = capsys.readouterr().err
@@ -369,6 +373,11 @@ TOOL_LINES = (
         "--rollout_n 8 --batch_size 32",
     ),
     ("vf-rl @ vf.toml", "verifiers", "--rollout_n 4 --batch_size 3"),
+    (
+        "tune run --nproc_per_node 2 grpo_full batch_size=36 grpo_size=4 num_steps=5", "torchtune",
+        "--batch_size 72 --rollout_n 4 --max_steps 5 --mini_batch_size 72",
+    ),
+    ("bash run.sh", "slime", "--model m"),
     ("run.py --config vf.toml", "verifiers", "--model m --rollout_n 4 --batch_size 3"),
     ("unsloth studio", "Unsloth", "--model MODEL"),
     ("soup train --config soup.yaml", "Soup", "--model MODEL"),
@@ -385,6 +394,7 @@ def test_a_line_of_another_tool_is_named_and_its_plain_settings_are_taken(
     line: str, tool: str, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text("python train.py --hf-checkpoint m")
     Path("nemo.yaml").write_text(
         "policy: {optimizer: {kwargs: {lr: 5.0e-6}}, max_total_sequence_length: 7}\n"
         "data: {max_input_seq_length: '${policy.max_total_sequence_length}', a: '${b}'}\n"
