@@ -152,8 +152,8 @@ def translate(args: Sequence[str]) -> Translation:
         return done
     if script := SHELL.match(" ".join(args)):
         path = user_path(script[1])
-        words = path.read_text("utf-8", "replace").split() if path.is_file() else []
-        tool = f"{name_tool(words)}. " * bool(words)
+        tool = name_tool(path.read_text("utf-8", "replace").split()) if path.is_file() else ""
+        tool += ". " * bool(tool)
         done.problems.append(
             f"{tool}{script[1]} is a shell script, which is not run here: put the command in it, "
             f"with its variables filled in, behind `{ppo('train')}`."
@@ -281,8 +281,8 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
     """Return the arguments for a flag and its values; None to leave them as they are."""
     flags, name = done.tables, find_name(flag)
     value = values[0] if len(values) == 1 else ""
-    if name == "reward_funcs" and (words := _mix_functions(values, done)):
-        return words
+    if name == "reward_funcs" and (mixture := _mix_functions(values, done)):
+        return mixture
     if name in flags["values"]:
         meanings = flags["values"][name]
         for pattern, settings in meanings.items():
@@ -307,12 +307,12 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
         return []
     if name in flags["pairs"]:
         return [f"{k}={v}" for k, v in zip(flags["pairs"][name].split(), values, strict=False)]
-    words = str(flags["several"].get(name) or flags["aliases"].get(name, "")).split()
-    if words and not values:
+    targets = str(flags["several"].get(name) or flags["aliases"].get(name, "")).split()
+    if targets and not values:
         done.problems.append(f"{flag} needs a value.")
         return []
-    if words:
-        return [arg for word in words for arg in _set(word, values)]
+    if targets:
+        return [arg for target in targets for arg in _set(target, values)]
     # A flag that has our name, but for the dots.
     renamed = name != flag[2:].replace("-", "_") and name not in flags["pointers"]
     return [f"--{name}", *values] if renamed else None
