@@ -75,7 +75,8 @@ def make_batch(vocabulary: int, rows: Rows = PROMPTS) -> Batch:
 def score_rows(batch: AnnotatedBatch, seed: int = 0) -> TrainBatch:
     """The batch with random advantages, returns and other policies; the last row has no score.
 
-    Old and sampler's log-probs are moved, so that ratios reach each clip, and weights their cap.
+    Old and sampler's log-probs and old values are moved, so that ratios and values reach each
+    clip, and weights their cap.
     """
     shape, mask_BT = batch.response_mask_BT.shape, batch.response_mask_BT
     generator = torch.Generator().manual_seed(seed)
@@ -87,6 +88,8 @@ def score_rows(batch: AnnotatedBatch, seed: int = 0) -> TrainBatch:
     valid_B = torch.ones(shape[0], dtype=torch.bool)
     valid_B[-1] = False
     policies = {"old_logprobs_BT": old_BT, "sampler_logprobs_BT": sampler_BT}
+    if batch.values_BT is not None:
+        policies["values_BT"] = batch.values_BT + moved_BT
     fields = {name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__}
     return TrainBatch(
         **fields | policies,

@@ -199,7 +199,9 @@ class Formulas:
         # Clipped value loss.
         if self._critic:
             c = self._config.critic
-            new_BT, old_BT = _pad([self._values(*row) for row in rows], batch), old["values_BT"]
+            assert batch.values_BT is not None
+            new_BT = _pad([self._values(*row) for row in rows], batch)
+            old_BT = batch.values_BT.double()
             reach = torch.inf if c.cliprange_value is None else c.cliprange_value
             near_BT = old_BT + (new_BT - old_BT).clamp(-reach, reach)
             errors_BT = [(v_BT - batch.returns_BT.double()).square() for v_BT in (new_BT, near_BT)]
