@@ -230,15 +230,11 @@ def _take_step(config: Config, ranks: Ranks) -> tuple[Tensor, Sums]:
     learner = Learner(config, tokenizer, ranks, total_steps=8)
     batch = make_batch(learner.policy.model.config.vocab_size)
 
-    def gather(share: Any) -> list[Any]:
-        """What one rank of each group of tensor-parallel neighbours has."""
-        return gather_objects(ranks, share)[:: ranks.tensor_size]
-
     def annotate() -> AnnotatedBatch:
-        shares: list[Annotations] = gather(learner.annotate(batch))
+        shares: list[Annotations] = gather_objects(ranks, learner.annotate(batch))
         return merge_annotations(batch, shares)
 
     minibatch = MiniBatch(score_rows(annotate()), actor=True, critic=True)
-    sums = merge_sums(gather(learner.step(minibatch)))
+    sums = merge_sums(gather_objects(ranks, learner.step(minibatch)))
     learner.publish()
     return annotate().old_logprobs_BT, sums
