@@ -235,19 +235,23 @@ class Shape:
         results of attention with its normaliser; four states of the MLP. `lean` layers on the CPU
         save no quotient and three states of the MLP. Norms of queries and keys, and norms after
         attention and MLP, save their input and the quotient. Eager attention saves the scores
-        after the cap, after the softmax in float32, and as they are multiplied.
+        after the cap, after the softmax in float32, and as they are multiplied. `compiled` layers
+        compute norms from the states before them again, and keep three states of the MLP.
         """
-        lean = self.lean and not device.gpu and device.tensor == 1
+        lean = self.lean and not device.gpu and device.tensor == 1 and not device.compiled
         routed = 2 * self.routes * self.hidden  # inputs and outputs of a token's experts
-        inner = (3 if lean else 4) * self.inner
+        inner = (3 if lean or device.compiled else 4) * self.inner
         if not device.half:
             # Attention over packed rows on the CPU saves each row's result and their concatenation.
             packed = self.queries if device.packed else 0
             split = self._attention_numbers + packed + inner + 3 * self._score_numbers(row)
             split += (1 if lean else 2) * self._head_norm_numbers
-            norms = (4 if lean else 10 if self.post_norms else 6) * self.hidden
+            norms = 4 if lean else 10 if self.post_norms else 6
+            norms = (2 if device.compiled else norms) * self.hidden
             return FLOAT * (norms + routed + split // device.tensor)
-        if device.shards > 1:
+        if device.compiled:
+            norms = 2 * (device.width if device.shards > 1 else FLOAT)
+        elif device.shards > 1:
             norms = NORM_BYTES_RANKS + (POST_NORM_BYTES_RANKS if self.post_norms else 0)
         else:
             norms = LEAN_NORM_BYTES_ALONE if lean else NORM_BYTES_ALONE
@@ -306,6 +310,7 @@ class Device:
     tensor: int  # ranks that share each layer
     packed: bool
     keeps_freed: bool  # freed memory stays in the process (`engine.device.keep_freed_memory`)
+    compiled: bool = False  # torch.compile chooses what a layer keeps
 
     @property
     def width(self) -> int:

@@ -78,6 +78,8 @@ ADVICE = {
     "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
     "tensor_parallel_size": "Choose another --rollout_tp",
     "attention heads": "Choose another --rollout_tp",
+    "architectures": "Take another --model",
+    "quantization": "Change quantization in rollout.engine_kwargs.vllm",
 }
 # Tag of vLLM's memory -> advice when there is not enough device memory on waking.
 WAKE_ADVICE = {

@@ -197,6 +197,7 @@ class _RoleNeeds:
             tensor=ranks // rows,
             packed=config.model.packing is not False,
             keeps_freed=not (gpu or frees),
+            compiled=config.model.compile_layers,
         )
         sharding = config.actor.fsdp_config
         mini = config.actor.ppo_mini_batch_size

@@ -266,8 +266,9 @@ class ModelOnRank:
         all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
         tokens = min(all_rows * longest, max(longest, budget))
         inner = ADAPTED_FORWARD_INNER if self.lora_rank else FORWARD_INNER
+        inner -= device.compiled  # the product takes the place of a factor
         states = tokens * (
-            4 * self.state_bytes * shape.hidden
+            (2 if device.compiled else 4) * self.state_bytes * shape.hidden
             + inner * device.width * shape.inner // device.tensor
             + IN_4_BITS_INNER * self._float32_excess
         )

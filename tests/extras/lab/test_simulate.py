@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError
+from ppo_cli.extras.lab.simulation.compiled import find_kernels
 from ppo_cli.extras.lab.simulation.simulate import require_simulation, run_simulation
 from ppo_cli.planning.resolve import resolve
 from ppo_cli.planning.resolved import Resolved
@@ -86,9 +89,20 @@ def test_a_prediction_by_hand() -> None:
         assert find_speed(other) is None
 
 
+def test_operations_between_products_are_one_kernel() -> None:
+    def mlp(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(torch.mm(x, w).sigmoid() * 2, w.t()) + x
+
+    kernels = find_kernels(make_fx(mlp)(torch.ones(2, 2), torch.ones(2, 2)).graph)
+    names = {str(node): str(kernel) for node, kernel in kernels.items()}
+    assert names.keys() == {"sigmoid", "mul", "add"}
+    assert names["sigmoid"] == names["mul"] != names["add"]
+
+
 @pytest.mark.slow
-def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
-    line = "plan --n_gpus 8 --simulate --device_memory 80GB --json"
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str], compiled: bool) -> None:
+    line = f"plan --n_gpus 8 --simulate --device_memory 80GB --json model.compile_layers={compiled}"
     main([*line.split(), "data.max_prompt_length=32", "data.max_response_length=32"])
     out, err = capfd.readouterr()
     simulation = json.loads(out)["simulation"]
@@ -99,6 +113,7 @@ def test_the_bundled_model_on_8_gpus(capfd: pytest.CaptureFixture[str]) -> None:
         assert phase["peak_bytes"] == sum(phase["peak_by_maker"].values())
         assert abs(phase["planned_bytes"] / phase["peak_bytes"] - 1) < 0.1
         assert min(phase["work"].values()) > 0
+    assert (phases["update of the critic"]["work"]["launches"] < 300) is compiled
     assert "simulation: update of the critic" in err
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 # Function on the stack -> kind of memory that it allocates; the innermost one in the list counts.
@@ -42,7 +42,7 @@ MAKERS: Mapping[str, str] = {
     "_zero_moments": "moments",
     "_place_moments": "moments",
     "_norm": "optimizer",
-    "apply": "optimizer",
+    "Optimizer.apply": "optimizer",
     "gather_logprobs_entropy": "logits",
     "one_chunk": "logits",
     "full_kl": "logits",
@@ -131,10 +131,10 @@ def find_maker() -> str:
     # Without a listed function it is an activation, in the forward or backward pass.
     computed_again = False
     while frame is not None:
-        name = frame.f_code.co_name
-        if name in MAKERS:
-            return MAKERS[name]
-        computed_again |= name == "recompute_fn"
+        for name in (frame.f_code.co_name, frame.f_code.co_qualname):
+            if name in MAKERS:
+                return MAKERS[name]
+        computed_again |= frame.f_code.co_name == "recompute_fn"
         frame = frame.f_back
     if computed_again:
         return AGAIN
@@ -179,6 +179,11 @@ NO_KERNEL = re.compile(
 )
 
 
+def is_product(func: Any) -> bool:
+    """Whether torch knows how many FLOPs an operation takes; the others move memory."""
+    return func._overloadpacket in flop_registry
+
+
 class OperationCounter:
     """Counts the kernels that operations on devices of one type start, their FLOPs and bytes.
 
@@ -204,12 +209,15 @@ class OperationCounter:
         if not size:
             return
         self.launches += 1
-        count = flop_registry.get(func._overloadpacket)
-        if count is None:
+        if not is_product(func):
             self.other_bytes += size
             return
-        self.flops += count(*args, **kwargs, out_val=result)
+        self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
         self.product_bytes += size
+
+    def count_bytes(self, values: Any) -> None:
+        """Count what a fused kernel reads or writes."""
+        self.other_bytes += sum(self._sizes(values).values())
 
     def clear(self) -> None:
         """Reset all counts to 0."""
@@ -238,6 +246,26 @@ class Watch(TorchDispatchMode):
         self._memories = memories
         self._collectives = collectives
         self._resizing: Any = None
+        self._muted = [False, False]  # operations, memory
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Watch where no mode, or this one already, is active."""
+        with _disable_current_modes():
+            super().__enter__()  # type: ignore[no-untyped-call]
+            try:
+                yield
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def muted(self, *, memory: bool) -> Iterator[None]:
+        """Count no operations, and with `memory` no results either."""
+        self._muted = [True, memory]
+        try:
+            yield
+        finally:
+            self._muted = [False, False]
 
     def __enter__(self) -> Watch:
         """Also watch resized storages: FSDP2 frees and allocates memory without an operation."""
@@ -258,10 +286,11 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self._collectives.record(func, pytree.tree_leaves((args, kwargs)))
         result = self.compute(func, args, kwargs)
-        if self._operations is not None:
+        quiet, forgotten = self._muted
+        if self._operations is not None and not quiet:
             self._operations.record(func, args, kwargs, result)
         for value in pytree.tree_leaves(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not forgotten:
                 for memory in self._memories:
                     memory.record(value)
         return result

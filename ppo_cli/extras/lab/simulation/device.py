@@ -72,6 +72,8 @@ class _Event:
 class _Stream:
     """A stream that is always empty."""
 
+    device = DEVICE
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...

@@ -87,6 +87,11 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
         stack.enter_context(fake_ranks())
         stack.enter_context(_without_numbers(simulator))
         stack.enter_context(simulator)
+        if config.model.compile_layers:
+            # Imported on use: torch's compiler takes a second.
+            from ppo_cli.extras.lab.simulation.compiled import compiling
+
+            stack.enter_context(compiling(simulator, simulator.operations))
         # Rank 0 of simulated ranks; all others do the same work.
         ranks = ALONE
         if size > 1:
