@@ -294,6 +294,7 @@ def default_out(source: str) -> Path:
 def check_out(out: Path, source: str, flag: str = "--out") -> None:
     """Raise UserError when `out` cannot be written, before any paid call."""
     # Every reason why the file could not be written at the end.
+    user_path(out)
     if out.is_dir():
         raise UserError(f"{flag} {out} is a folder; name a file in it.")
     if not out.parent.is_dir():

@@ -256,7 +256,7 @@ BILLED: tuple[tuple[str, int | None, str], ...] = (
 UNBILLED: tuple[tuple[str, int | None, str], ...] = (
     ("connection", None, "(ConnectionRefusedError)"), ("connection", None, "(gaierror)"),
     ("batch_expired", 0, ""), ("http_429", 429, ""), ("credentials", None, ""),
-    ("http_401", 401, ""), ("bad_request", 400, ""),
+    ("http_401", 401, ""), ("bad_request", 400, ""), ("http_300", 300, ""),
 )  # fmt: skip
 
 
