@@ -501,6 +501,7 @@ def find_prompt_column(raw: Records, names: list[str], prompt_key: str) -> str:
     aliases = [name for name in PROMPT_ALIASES if name in names]
     if prompt_key == "prompt" and len(aliases) == 1 and "input" not in names:
         return aliases[0]
+    aliases = ["prompt"] * ("prompt" in names) or aliases
     near = f" It may be one of {list_names(aliases)}." if aliases else ""
     near = near or did_you_mean(prompt_key, names)
     raise DataError(

@@ -457,7 +457,7 @@ def _estimator(done: Translation) -> str:
     """Return the estimator that OpenRLHF's flag or TRL's script stands for; "" if none does."""
     values, program = done.values, done.program.lower()
     if named := values.get("advantage_estimator") or values.get("adv_estimator"):
-        return named[0]
+        return "gae" if named[0] == "ppo" else named[0]
     if "rloo" in program or "rloo_k" in values:
         return "rloo"
     # What only the configuration of TRL's GRPO has.

@@ -163,6 +163,7 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ),
         ("--reward.remote_url a/b.py --lr 1", "--reward_function=a/b.py:reward_func --lr 1"),
         ("--reward_funcs my.rewards.f", "--reward_function=my.rewards:f"),
+        ("--adv_estimator ppo --critic_lr 1", "--adv_estimator=gae --critic_lr 1"),
         (
             "--reward_funcs my.f accuracy_reward --reward_weights 0.5 2",
             "reward.composite.parts.f.kind=rule reward.composite.parts.f.function=my:f "
