@@ -69,7 +69,8 @@ DECIDING = (
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
     Metric("val/accuracy", "Validation accuracy", "Share of right answers.", _TASK, **SHARE),
     Metric("val/reward_mean", "Validation reward", "Mean score in validation.", _TASK),
-    Metric("kl_divergence", "KL to the reference", "Distance from the starting model.",
+    Metric("kl_divergence", "KL to the reference", "Distance from the starting model. While the "
+           f"reward of built-in rules alone rises, up to {Limits.extreme_kl:g} is healthy.",
            "lower --lr or raise {kl_setting}", lambda limits, _: limits.kl, unit="nats a token",
            **COUNT),
     Metric("response_length_mean", "Response length", "Mean tokens of a response.",

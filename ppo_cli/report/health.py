@@ -42,7 +42,6 @@ LOST_REWARD = 0.1  # share of its best reward below which a policy has collapsed
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
 REPEAT_UNSCORED_AFTER = 5  # the same for responses without a score, which cost data in every step
 EXPLAINS_NOTHING = 0.05  # explained variance of a critic that does not learn
-EXTREME_FACTOR = 10.0  # multiple of a limit at which a single step is enough for a warning
 # Checks that a collapse also triggers; they are not reported next to it.
 SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
 # Troubles that put a rise of the reward in doubt.
@@ -102,14 +101,8 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     steps = [line for line in history if line["step"] > 0]
     if not steps:
         return {}
+    limits = adapt_kl(steps, limits)
     findings = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
-    if findings["kl_high"] and is_kl_worth_it(steps, limits, findings["hacking"]):
-        # What a rule pays for is a gain; what a judge pays for has to be looked at.
-        findings["kl_high"] = limits.can_be_gamed * (
-            f"kl {_format_beyond(steps[-1]['kl_divergence'], limits.kl[1])} is above "
-            f"{limits.kl[1]:g} while the reward rises: read responses of the last step, or ask a "
-            f"second judge, before you trust the gain. {limits.kl_setting} holds it back."
-        )
     if findings["collapsed"]:  # it is the cause of these as well
         findings |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     if findings["hacking"]:  # it explains long responses: other advice would be wrong
@@ -119,6 +112,23 @@ def find_troubles(history: History, limits: Limits) -> dict[str, str]:
     if findings["kl_high"]:
         findings["clip_low"] = ""  # it asks for the opposite
     return {kind: line for kind, line in findings.items() if line}
+
+
+def adapt_kl(steps: History, limits: Limits) -> Limits:
+    """Return the limits with the range of KL that is healthy after these steps.
+
+    What a built-in rule pays for is a gain: while its reward rises, only an extreme KL is too high.
+    What a judge pays for may be flattery, so there the range stays.
+    """
+    rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
+    if limits.can_be_gamed or len(set(rewards)) < 2:
+        return limits
+    # Rewards without a trend are above the first one by chance in half of all steps. The bound for
+    # a correlation narrows with the root of the number of values.
+    trend = correlation(range(len(rewards)), rewards)
+    clear = trend > NO_TREND * math.sqrt(STUCK_STEPS / len(rewards))
+    rises = clear and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
+    return replace(limits, kl=(limits.kl[0], limits.extreme_kl)) if rises else limits
 
 
 class HealthWatch:
@@ -176,7 +186,7 @@ def _check_collapse(steps: History, limits: Limits) -> str:
     reward, kl, entropy = (now.get(k) for k in ("reward_mean", "kl_divergence", "entropy"))
     had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
     silent = entropy is not None and entropy < limits.entropy_share * had
-    far = kl is not None and kl > EXTREME_FACTOR * limits.kl[1]
+    far = kl is not None and kl > limits.extreme_kl
     if not (silent or far):
         return ""
     # The reward must have been above the lowest score, and be near it again.
@@ -206,22 +216,19 @@ def _check_kl_high(steps: History, limits: Limits) -> str:
     """Warn if the KL is extreme, or stays above the limit."""
     kl = _last_values(steps, "kl_divergence", 1)
     two = _last_values(steps, "kl_divergence", 2) or [0.0]
-    if not kl or (kl[0] <= EXTREME_FACTOR * limits.kl[1] and min(two) <= limits.kl[1]):
+    if not kl or (kl[0] <= limits.extreme_kl and min(two) <= limits.kl[1]):
         return ""
+    above = f"kl {_format_beyond(kl[0], limits.kl[1])} is above {limits.kl[1]:g}"
+    paid = limits.can_be_gamed and kl[0] <= limits.extreme_kl and reward_rises(steps)
+    if paid and not find_hacking(steps, limits):
+        return (
+            f"{above} while the reward rises: read responses of the last step, or ask a second "
+            f"judge, before you trust the gain. {limits.kl_setting} holds it back."
+        )
     return (
-        f"kl {_format_beyond(kl[0], limits.kl[1])} is above {limits.kl[1]:g}: the model moves far "
-        f"from where it started. Raise {limits.kl_setting} or lower --lr."
+        f"{above}: the model moves far from where it started. Raise {limits.kl_setting} or lower "
+        "--lr."
     )
-
-
-def is_kl_worth_it(steps: History, limits: Limits, alarm: str) -> bool:
-    """Whether a high KL is fine: it is not extreme, and the reward rises without an `alarm`."""
-    if steps[-1]["kl_divergence"] > EXTREME_FACTOR * limits.kl[1]:
-        return False
-    if limits.can_be_gamed:
-        return reward_rises(steps) and not alarm
-    rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
-    return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 
 
 def _check_kl_low(steps: History, limits: Limits) -> str:

@@ -14,7 +14,8 @@ class Limits:
     """The ranges of a healthy run, and the settings on which the advice depends."""
 
     # Usual ranges in PPO on language models: (lowest, highest) healthy value.
-    kl: tuple[float, float] = (0.001, 0.1)
+    kl: tuple[float, float] = (0.001, 0.1)  # without what a rising reward allows: adapt_kl
+    extreme_kl: float = 1.0  # too far for any reward
     clip_fraction: tuple[float, float] = (0.1, 0.3)
     ppo_ratio: tuple[float, float] = (0.8, 1.2)
     entropy_share: float = 0.1

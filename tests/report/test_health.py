@@ -292,6 +292,10 @@ def test_some_distance_is_fine_while_a_rule_pays_for_it() -> None:
     assert kinds(9, away, rule) == set() and kinds(9, away, judge) == {"kl_high"}
     assert kinds(9, always(kl_divergence=0.2, **FLAT), rule) == {"kl_high"}
     assert kinds(9, always(kl_divergence=2.0), rule) == {"kl_high"}
+    # Each of the last five rewards is above the first, by chance.
+    rewards = (0.2, *(0.3 + value for value in WOBBLE * 3))
+    lucky = kinds(20, lambda s: {"kl_divergence": 0.2, "reward_mean": rewards[s - 1]}, rule)
+    assert lucky == {"kl_high"}
 
 
 def test_advice_on_a_reward_names_what_scores() -> None:

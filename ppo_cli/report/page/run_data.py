@@ -19,7 +19,7 @@ from ppo_cli.planning.config_file import HOLDS, as_yaml
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.critic import describe_critic
 from ppo_cli.report.drift import Opinion
-from ppo_cli.report.health import CALM_STEPS, find_troubles
+from ppo_cli.report.health import CALM_STEPS, adapt_kl, find_troubles
 from ppo_cli.report.judge_card import format_dollars
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.metrics import (
@@ -131,7 +131,7 @@ class RunData:
             "steps": steps,
             "total": total,
             "series": series,
-            "cards": list_cards(series, limits, findings),
+            "cards": list_cards(series, adapt_kl(history, limits), findings),
             "findings": findings,
             "marks": {
                 "checkpoints": saved,

@@ -39,7 +39,7 @@ def make_folder(folder: Path, dice: random.Random) -> None:
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.yaml").write_text(
         f"trainer: {{total_training_steps: {steps}}}\ndata: {{val_files: [v.jsonl]}}\n"
-        "reward: {function: f.py}\n"
+        f"reward: {{{dice.choice(['function: f.py', 'rule: exact'])}}}\n"
     )
     lines: list[dict[str, Any]] = []
     for step in range(steps + 1):
@@ -81,11 +81,12 @@ def list_contradictions(page: dict[str, Any]) -> list[str]:
     marked = [bool(card["findings"]) for card in page["cards"]]
     if marked != sorted(marked, reverse=True) or any(marked) > bool(present):
         wrong.append("cards")
-    # A KL above its healthy range is said, once the run has settled.
+    # A KL that stays above the healthy range of its card is said, and none within it.
     kl = next((card for card in page["cards"] if card["lines"][0][0] == "kl_divergence"), None)
-    if kl and len(rewards) > 5 and "Nothing to check." in headline:
-        values, high = series["kl_divergence"], kl["band"][1]
-        wrong += ["kl"] * all(value is None or value > high for value in values[-3:])
+    if kl and not any(span["kind"] == "collapsed" for span in present):
+        values = [value for value in series["kl_divergence"] if value is not None]
+        high, told = kl["band"][1], any(span["kind"] == "kl_high" for span in present)
+        wrong += ["kl"] * (told != (min(values[-2:]) > high and len(values) > 1))
     # The measures are the first and the last figure, and the word follows from them.
     first, last = (validations[0][1], validations[-1][1]) if validations else (None, None)
     if match := re.search(rf"validation accuracy ({NUMBER}) to ({NUMBER})", headline):
