@@ -179,7 +179,7 @@ class StoredRecords(Sequence[tuple[Place, Record]]):
         return map(self.decode, indices)
 
 
-CHANGED = "the file was changed while it was in use."
+CHANGED = "the file was changed while it was in use. Start again when it no longer changes."
 _decode = json.JSONDecoder().decode
 
 
@@ -188,10 +188,11 @@ class StoredLines(StoredRecords):
 
     def __init__(
         self, path: Path, data: bytes | None, numbers: array[int], starts: array[int],
-        lengths: array[int], names: Iterable[str],
+        lengths: array[int], checksums: array[int], names: Iterable[str],
     ) -> None:  # fmt: skip
         super().__init__(str(path), "line", numbers, names)
         self._data, self._starts, self._lengths = data, starts, lengths
+        self._checksums = checksums
         # Kept open: a file of this name that is written later has other lines.
         self._descriptor = None if data is not None else os.open(path, os.O_RDONLY)
         if self._descriptor is not None:
@@ -201,12 +202,13 @@ class StoredLines(StoredRecords):
     def decode(self, index: int) -> Record:
         """Parse the line again."""
         line = self._read(self._starts[index], self._lengths[index])
+        # Not the time of the file's last change: lines that are added do no harm.
+        if zlib.crc32(line) != self._checksums[index]:
+            raise DataError(f"{self.place(index)}: {CHANGED}")
         try:
             record: Record = _decode(line.decode())
         except RecursionError as error:
             raise DataError(f"{self.place(index)}: {json_problem(error)}.") from error
-        except ValueError as error:
-            raise DataError(f"{self.place(index)}: {CHANGED}") from error
         return record
 
     def _read(self, start: int, length: int) -> bytes:
@@ -737,7 +739,7 @@ def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
     """
     records: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
-    numbers, starts, lengths = array("q"), array("q"), array("q")
+    numbers, starts, lengths, checksums = array("q"), array("q"), array("q"), array("I")
     names: dict[str, None] = {}
     number = end = 0
     parse, repeated = _make_parser()
@@ -779,9 +781,10 @@ def read_lines(path: Path, file: IO[bytes], data: bytes | None) -> ReadResult:
             numbers.append(number)
             starts.append(start)
             lengths.append(len(line))
+            checksums.append(zlib.crc32(line))
     if len(numbers) <= EAGER_ROWS:
         return records, problems
-    return StoredLines(path, data, numbers, starts, lengths, names), problems
+    return StoredLines(path, data, numbers, starts, lengths, checksums, names), problems
 
 
 def read_as_arrow(lines: bytes, count: int) -> Any:

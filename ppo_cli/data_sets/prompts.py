@@ -513,10 +513,9 @@ def limit_lengths(
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )
     if filter_overlong and count == total:
-        dropped = "" if among else " and were dropped"
         raise DataError(
-            f"All {total} prompts{among} are longer than {limit} tokens (the longest has "
-            f"{longest}){dropped}. Raise --max_prompt_length."
+            f"All {total} prompts are longer than {limit} tokens (the longest has {longest}) "
+            "and were dropped. Raise --max_prompt_length."
         )
     if filter_overlong:
         return [f"{count} of {total} prompts are longer than {limit} tokens and were dropped."]

@@ -310,8 +310,6 @@ def _find_long(
         bounds.append(np.asarray(facts.size)[:count] + frames[np.asarray(facts.kind)[:count]])
     chosen = np.concatenate(bounds) > limit
     candidates = np.flatnonzero(chosen)
-    if filter_overlong and len(candidates) == len(rows) > BATCH_ROWS:
-        _refuse_all_long(rows, renderer, limit)
     long: list[tuple[int, int]] = []
     refuses, measured = not filter_overlong and truncation == "error", 0
     for counts in renderer.measure(rows.prompts(chosen)):
@@ -329,18 +327,6 @@ def _find_long(
                 among=f" among the first {indices[-1] + 1}",
             )  # fmt: skip
     return long
-
-
-def _refuse_all_long(rows: JoinedRows, renderer: Renderer, limit: int) -> None:
-    """Raise DataError if all of BATCH_ROWS rows, taken evenly from all, have too many tokens."""
-    _, sample = rows.read(np.linspace(0, len(rows) - 1, BATCH_ROWS, dtype=int).tolist())
-    counts = next(renderer.measure([[row.prompt for row in sample]]))
-    lengths = [count for count in counts if isinstance(count, int) and count > limit]
-    if len(lengths) == len(counts):
-        limit_lengths(
-            sample[0].place, lengths, len(sample), limit=limit, truncation="error",
-            filter_overlong=True, among=f" taken evenly from {len(rows)}",
-        )  # fmt: skip
 
 
 def _measure_frame(renderer: Renderer, row: Row, limit: int) -> int:

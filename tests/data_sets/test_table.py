@@ -153,23 +153,22 @@ def test_a_check_of_a_large_set_reports_what_that_of_a_small_one_does(
     assert check() == report
 
 
-@pytest.mark.parametrize(
-    ("limit", "error"),
-    [
-        ({}, "line 1: .* [(]9 such rows among the first 9, "),
-        ({"filter_overlong": True}, "All 7 prompts taken evenly from 40 are longer than 9 tokens"),
-    ],
-)
-def test_rows_that_are_too_long_are_refused_from_a_sample(
-    tokenizer: Any, sources: Mapping[str, str], limit: dict[str, Any], error: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_rows_that_are_too_long_are_refused_from_the_first_unless_they_are_dropped(
+    tokenizer: Any, sources: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(limit: int, **options: Any) -> Any:
+        how = {"max_prompt_length": limit, "render_all": False} | options
+        return load_prompts([sources["text.jsonl"]], tokenizer, **how).prompts
+
     monkeypatch.setattr(table, "BATCH_ROWS", 7)
     monkeypatch.setattr(row_sets, "BLOCK_ROWS", 3)
-    with pytest.raises(DataError, match=error):
-        load_prompts(
-            [sources["text.jsonl"]], tokenizer, max_prompt_length=9, render_all=False, **limit
-        )
+    with pytest.raises(DataError, match=r"line 1: .* [(]9 such rows among the first 9, "):
+        load(9)
+    # One that fits is enough.
+    lengths = [len(prompt.token_ids) for prompt in load(400)]
+    assert len(load(min(lengths), filter_overlong=True)) == lengths.count(min(lengths)) < COUNT
+    with pytest.raises(DataError, match="All 40 prompts are longer than 9 tokens"):
+        load(9, filter_overlong=True)
 
 
 def test_a_large_set_counts_by_the_content_of_its_files(
@@ -201,9 +200,14 @@ def test_a_file_that_changes_during_a_run_is_an_error(
     tokenizer: Any, sources: Mapping[str, str]
 ) -> None:
     rows = load_prompts([sources["text.jsonl"]], tokenizer, max_prompt_length=400, render_all=False)
-    Path(sources["text.jsonl"]).write_text("{}\n")
-    with pytest.raises(DataError, match="line 41: the file was changed"):
-        rows.prompts[COUNT - 1]
+    file, last = Path(sources["text.jsonl"]), rows.prompts[COUNT - 1]
+    text = file.read_text()
+    file.write_text(text + "{}\n")  # lines that are added do no harm
+    assert rows.prompts[COUNT - 1] == last
+    for changed in (text.replace('"prompt"', '"tpmorp"'), text.replace("39", "93"), "{}\n"):
+        file.write_text(changed)
+        with pytest.raises(DataError, match="line 41: the file was changed"):
+            rows.prompts[COUNT - 1]
 
 
 @pytest.mark.parametrize(
