@@ -86,7 +86,7 @@ Frozen weights in bfloat16 do not change results, because products round all wei
 **What was measured.** On the CPU, the counted memory was within 15 % of the measured peak in eleven
 runs of models with 12 to 50 million parameters (`tests/engine/test_memory_peaks.py`). On GPUs
 nothing was measured: the counts and all tables below are computed. They agree within 10 % with a
-[simulation](#simulate-a-step) of the learner in 28 configurations from 0.5B to 72B
+[simulation](#simulate-a-step) of the learner in 36 configurations from 0.5B to 72B
 (`tests/config/test_simulated_memory.py`).
 
 ## GPUs with less than 24 GB

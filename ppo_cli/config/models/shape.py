@@ -206,9 +206,20 @@ class Shape:
     def expert_state_bytes(self, state: int) -> int:
         """Bytes of a token in an expert layer, in a forward pass without gradients.
 
-        For each of its experts the input, the output and the weighted output; and four states.
+        For each of its experts the input, the output, and the weighted output in the order of the
+        experts and in that of the tokens; and four states.
         """
-        return state * self.hidden * (3 * self.routes + 4) if self.routes else 0
+        return state * self.hidden * (4 * self.routes + 4) if self.routes else 0
+
+    def merged_experts(self, device: Device, targets: str | Sequence[str]) -> int:
+        """Bytes of the experts of a layer with their adapter added; 0 if `targets` has no experts.
+
+        PEFT adds the product of the adapter to the weights of all experts before they are used.
+        """
+        if not self.experts or any(self._adapted(targets)):
+            return 0
+        number = device.width if device.shards > 1 else FLOAT
+        return 3 * number * self.hidden * self.expert_width
 
     def attention_score_gradients(self, device: Device, row: int) -> int:
         """Bytes of a token in the backward pass of the softmax, beyond the saved scores.
@@ -228,7 +239,7 @@ class Shape:
     def _attention_numbers(self) -> int:
         return 2 * self.queries + 2 * self.keys + self.heads
 
-    def layer_bytes(self, device: Device, row: int = 0) -> int:
+    def layer_bytes(self, device: Device, row: int = 0, *, adapted: bool = False) -> int:
         """Bytes that autograd saves for a token in one layer; rows have `row` tokens.
 
         Saved are: inputs, quotients and results of two norms (6 hidden); queries, keys, values and
@@ -236,7 +247,8 @@ class Shape:
         save no quotient and three states of the MLP. Norms of queries and keys, and norms after
         attention and MLP, save their input and the quotient. Eager attention saves the scores
         after the cap, after the softmax in float32, and as they are multiplied. `compiled` layers
-        compute norms from the states before them again, and keep three states of the MLP.
+        compute norms from the states before them again, and keep three states of the MLP. In an
+        `adapted` model norms are frozen: on ranks they do not save the quotient in bfloat16.
         """
         lean = self.lean and not device.gpu and device.tensor == 1 and not device.compiled
         routed = 2 * self.routes * self.hidden  # inputs and outputs of a token's experts
@@ -253,11 +265,13 @@ class Shape:
             norms = 2 * (device.width if device.shards > 1 else FLOAT)
         elif device.shards > 1:
             norms = NORM_BYTES_RANKS + (POST_NORM_BYTES_RANKS if self.post_norms else 0)
+            norms -= 2 * device.width * adapted
         else:
             norms = LEAN_NORM_BYTES_ALONE if lean else NORM_BYTES_ALONE
             norms += POST_NORM_BYTES_ALONE if self.post_norms else 0
         split = 2 * (self._attention_numbers - self.heads + inner) + FLOAT * self.heads
-        split += 6 * self._head_norm_numbers + 8 * self._score_numbers(row)
+        frozen = adapted and device.shards > 1
+        split += (FLOAT if frozen else 6) * self._head_norm_numbers + 8 * self._score_numbers(row)
         if device.packed and not device.gpu:  # attention over rows in float32, and its result
             split += 2 * self._attention_numbers + FLOAT * self.queries
         return norms * self.hidden + device.width * routed + split // device.tensor
@@ -336,7 +350,14 @@ class Device:
         """
         if self.gpu or self.shards > 1 or not self.half:
             all_weights = self.sharded_bytes(shape, shape.parameters()) * self.frozen_width // FLOAT
-            in_float = shape.experts and self.half and self.shards == 1
-            experts = shape.layers * 3 * shape.hidden * shape.expert_width if in_float else 0
-            return all_weights + (FLOAT - self.width) * experts
+            return all_weights + self.float_experts(shape)
         return FLOAT * shape.embedding + 2 * (shape.layers * shape.layer + shape.embedding)
+
+    def float_experts(self, shape: Shape) -> int:
+        """Bytes of frozen experts beyond the computing precision: one process has them in float32.
+
+        Ranks, and a process on the CPU, have no such difference.
+        """
+        if not (shape.experts and self.half and self.gpu and self.shards == 1):
+            return 0
+        return (FLOAT - self.width) * shape.layers * 3 * shape.hidden * shape.expert_width

@@ -166,7 +166,7 @@ class ModelOnRank:
         if self.attention_frozen:
             base -= self.trained
         width = self.device.frozen_width
-        base = base * width // FLOAT
+        base = base * width // FLOAT + self.device.float_experts(self.shape)
         if self.in_4_bits:
             base -= int((width - FOUR_BITS) * self.shape.layers * self.shape.layer)
         return base + self.trained
@@ -227,6 +227,11 @@ class ModelOnRank:
         return self.device.width * (self.root + min(2, self.shape.layers) * self.layer)
 
     @property
+    def freed_layer(self) -> int:
+        """Bytes of the gathered layer that is freed before the logits are computed."""
+        return self.device.width * self.layer if self.gathered else 0
+
+    @property
     def cast(self) -> int:
         """Bytes of the bfloat16 copies of weights that autocast makes in a forward pass.
 
@@ -274,7 +279,11 @@ class ModelOnRank:
         )
         scored = tokens * shape.attention_score_bytes(device, longest)
         routed = tokens * shape.expert_state_bytes(self.state_bytes)
-        peak = max(states, scored, routed, self._logits(tokens))
+        peak = max(
+            max(states, routed) + self._merged_experts,
+            scored,
+            self._logits(tokens) - self.freed_layer,
+        )
         return max(self.first_gather, self.gathered + self.cast + peak)
 
     @property
@@ -315,7 +324,14 @@ class ModelOnRank:
 
     @property
     def _layer_bytes(self) -> int:
-        return self.shape.layer_bytes(self.device, _longest(self.config.data))
+        longest, adapted = _longest(self.config.data), self.lora_rank > 0
+        return self.shape.layer_bytes(self.device, longest, adapted=adapted)
+
+    @property
+    def _merged_experts(self) -> int:
+        model = self.config.critic.model if self.is_critic else self.config.model
+        targets = model.target_modules
+        return self.shape.merged_experts(self.device, targets) if self.lora_rank else 0
 
     @property
     def recomputes(self) -> bool:
@@ -332,7 +348,7 @@ class ModelOnRank:
         if self.lora_rank and self.device.keeps_freed:
             at_once = 1 if self.recomputes else self.shape.layers
             saved += self.tokens * at_once * self.shape.outputs * FLOAT
-        return saved
+        return saved + (0 if self.recomputes else self.shape.layers * self._merged_experts)
 
     @property
     def update_logits(self) -> int:
@@ -381,8 +397,8 @@ class ModelOnRank:
         end = max(self.gradients, earlier)
         return {
             "the first gather": earlier + self.first_gather,
-            "the forward pass": open_ + self.cast + self._logits(self.tokens),
-            "the logits": open_ + self.update_logits + head,
+            "the forward pass": open_ + self.cast + self._logits(self.tokens) - self.freed_layer,
+            "the logits": open_ + self.update_logits + head - self.freed_layer,
             "the last layer": open_ + reduced + waits + layer,
             "the first layer": end + self.gathered + ahead + reduced + waits + layer,
             "the embedding": end + reduced + (root if trains_all else 0),
@@ -402,6 +418,12 @@ class ModelOnRank:
         # the backward pass of attention.
         state = device.width * shape.inner // device.tensor
         inside = max(inside, self.tokens * (states - 4 * state + scored))
+        if self._merged_experts:
+            # The gradients of the experts' outputs before and after they were weighted, in both
+            # orders.
+            rows = self.state_bytes * shape.hidden * (3 * shape.routes + 1)
+            merged = self._merged_experts if self.recomputes else 0
+            inside = max(inside, self.tokens * (states + rows) + merged)
         if shape.experts and not self.lora_rank:
             experts, saved = shape.expert_gradients(device), self.tokens * states
             routed = saved - 2 * self.tokens * state if device.gpu else inside
