@@ -29,6 +29,9 @@ LOOK_S = 0.5  # for a server that answers no call to list its tools
 EXIT_S = 0.5  # for a server to end by itself
 CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
 MAX_LINE, ID_BYTES = 8 << 20, 200  # bytes of a message, and those at its ends that have its id
+# Where a message has its id, before or after the result, which may have records with ids.
+ID_AT_START = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
+ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 TOO_LONG = b"""{"jsonrpc": "2.0", "id": %s, "error": {
     "code": -32000, "message": "the answer has more than 8 MiB"}}"""
 
@@ -299,8 +302,8 @@ async def open_server(
                 if not others:
                     continue
                 if head:
-                    number = re.search(rb'"id"\s*:\s*(\d+)', head + line)
-                    line, head = bytearray(TOO_LONG % (number[1] if number else b"0")), b""
+                    number = ID_AT_END.search(line[-ID_BYTES:]) or ID_AT_START.match(head)
+                    line, head = bytearray(TOO_LONG % number[1] if number else b""), b""
                 for text in (bytes(line), *others[:-1]):
                     # Notifications are left out.
                     if text.isspace() or not text or (b'"method"' in text and b'"id"' not in text):

@@ -514,7 +514,7 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 
 ODD_SERVER = r"""
 import json, os, sys, time
-WAYS = ("flood", "long", "plain", "deaf")
+WAYS = ("flood", "long", "records", "plain", "deaf")
 for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
@@ -529,9 +529,13 @@ for line in sys.stdin:
         },
         "tools/list": {"tools": [{"name": way, "inputSchema": {"type": "object"}} for way in WAYS]},
     }.get(request["method"])
-    text = "x" * (9 << 20) if way == "long" else "done"
-    result = result or {"content": [{"type": "text", "text": text}]}
-    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+    text = "x" * (9 << 20) if way in ("long", "records") else "done"
+    record = {"id": request["id"] + 1}
+    result = result or {"_meta": record, "content": [{"type": "text", "text": text, **record}]}
+    answer = {"jsonrpc": "2.0", "id": request["id"], "result": result}
+    if way == "records":
+        answer = dict(reversed(answer.items()))
+    print(json.dumps(answer), flush=True)
     if way == "deaf":
         os.close(0)
         time.sleep(600)
@@ -545,11 +549,11 @@ def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text(ODD_SERVER)
     pool = start(mcp=(shlex.join([sys.executable, f"{tmp_path}/server.py"]),), num_workers=1)
-    ways = ("flood", "long", "plain", "deaf", "plain", "plain")
+    ways = ("flood", "long", "records", "plain", "deaf", "plain", "plain")
     open_episodes(pool, *map(str, range(len(ways))))
     waiting = [pool.step(str(i), make_message((way, {}))) for i, way in enumerate(ways)]
     answers = [reply.result(200).messages[0]["content"] for reply in waiting]
-    assert answers.pop(1) == "Error: the answer has more than 8 MiB"
+    assert {answers.pop(1), answers.pop(1)} == {"Error: the answer has more than 8 MiB"}
     assert answers == ["done"] * 5
     assert call(pool, ("plain", {}), episode="0").messages[0]["content"] == "done"
 
