@@ -197,19 +197,21 @@ class StoredLines(StoredRecords):
         self._descriptor = None if data is not None else os.open(path, os.O_RDONLY)
         if self._descriptor is not None:
             weakref.finalize(self, os.close, self._descriptor)
-            self._changed_at = os.fstat(self._descriptor).st_mtime_ns
 
     def decode(self, index: int) -> Record:
         """Parse the line again."""
         line = self._read(self._starts[index], self._lengths[index])
-        # Not the time of the file's last change: lines that are added do no harm.
-        if zlib.crc32(line) != self._checksums[index]:
-            raise DataError(f"{self.place(index)}: {CHANGED}")
+        self._check(index, line)
         try:
             record: Record = _decode(line.decode())
         except RecursionError as error:
             raise DataError(f"{self.place(index)}: {json_problem(error)}.") from error
         return record
+
+    def _check(self, index: int, line: bytes | memoryview) -> None:
+        # Not the time of the file's last change: lines that are added do no harm.
+        if zlib.crc32(line) != self._checksums[index]:
+            raise DataError(f"{self.place(index)}: {CHANGED}")
 
     def _read(self, start: int, length: int) -> bytes:
         if self._descriptor is None:
@@ -221,11 +223,12 @@ class StoredLines(StoredRecords):
         end = 0
         while (start := end) < len(self):
             end = bisect_right(self._starts, self._starts[start] + BLOCK_BYTES)
-            size = self._starts[end - 1] + self._lengths[end - 1] - self._starts[start]
-            lines = self._read(self._starts[start], size)
-            file = self._descriptor
-            if file is not None and os.fstat(file).st_mtime_ns != self._changed_at:
-                raise DataError(f"{self.source}: {CHANGED}")
+            first, last = self._starts[start], end - 1
+            lines = self._read(first, self._starts[last] + self._lengths[last] - first)
+            block = memoryview(lines)
+            for index in range(start, end):
+                at = self._starts[index] - first
+                self._check(index, block[at : at + self._lengths[index]])
             yield range(start, end), read_as_arrow(lines, end - start)
 
 

@@ -201,13 +201,17 @@ def test_a_file_that_changes_during_a_run_is_an_error(
 ) -> None:
     rows = load_prompts([sources["text.jsonl"]], tokenizer, max_prompt_length=400, render_all=False)
     file, last = Path(sources["text.jsonl"]), rows.prompts[COUNT - 1]
+    stored = files.read_file(str(file)).records
     text = file.read_text()
     file.write_text(text + "{}\n")  # lines that are added do no harm
     assert rows.prompts[COUNT - 1] == last
+    assert isinstance(stored, files.StoredRecords) and len([*stored.batches()])
     for changed in (text.replace('"prompt"', '"tpmorp"'), text.replace("39", "93"), "{}\n"):
         file.write_text(changed)
         with pytest.raises(DataError, match="line 41: the file was changed"):
             rows.prompts[COUNT - 1]
+    with pytest.raises(DataError, match="line 1: the file was changed"):
+        next(stored.batches())
 
 
 @pytest.mark.parametrize(
