@@ -75,7 +75,8 @@ class Line:
     """A command line under our own names; notes say what was left out, problems what is wrong.
 
     `foreign`: the line was written for another program, so that its settings without an effect are
-    remarked on, not refused. `defaults` are that program's: value and origin by setting.
+    remarked on, not refused. `defaults` are that program's: value and origin by setting. `origins`
+    names the flag that was typed, by the setting that it became.
     """
 
     args: list[str] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Line:
     problems: list[str] = field(default_factory=list)
     foreign: bool = False
     defaults: dict[str, tuple[str, str]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
     def advise(self, flag: str, names: Mapping[str, str]) -> str:
         """Return the end of the sentence `there is no flag --x`; "" where nothing is known of it.

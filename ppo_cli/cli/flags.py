@@ -12,7 +12,7 @@ import os
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -35,6 +35,7 @@ PANELS = {
 # Keys of click's `ctx.meta` under which the parser leaves messages about unknown flags, and notes.
 UNKNOWN_FLAGS = "ppo_cli.unknown_flags"
 FLAG_NOTES = "ppo_cli.flag_notes"
+ORIGINS = "ppo_cli.origins"  # the flags of other programs that were typed
 FOREIGN = "ppo_cli.foreign"  # and whether the line is another program's, with its defaults
 # Flags of rows without a prompt, which are a source -> the setting that names sources.
 EPISODES = {"episodes": "data.train_files", "val_episodes": "data.val_files"}
@@ -49,6 +50,7 @@ class Arguments:
     `flags` has (value, origin) by key, `extras` the flags of the command itself, `unknown` the
     messages about flags that do not exist, `notes` those about flags that were left out. `foreign`
     has the defaults of the program that the line was written for; None for our own lines.
+    `origins` names the flag that was typed for a setting, where it is another program's.
     """
 
     flags: Mapping[str, tuple[Any, str]]
@@ -61,6 +63,7 @@ class Arguments:
     run: Path | None = None  # a run folder whose settings are the defaults
     debug: bool = False
     foreign: Mapping[str, tuple[str, str]] | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine | None:
@@ -96,7 +99,7 @@ class Arguments:
                 config_files=self.config_files,
                 overrides=self.overrides,
                 environ=os.environ if environ is None else environ,
-                origins=origins,
+                origins={**self.origins, **(origins or {})},
                 run=self.run,
                 foreign=self.foreign,
             )
@@ -130,8 +133,12 @@ def add_command(
     def command(ctx: typer.Context, **values: Any) -> None:
         """Collect the parsed command line into `Arguments`, and call `run` with them."""
         # Flags that were not typed are None, and are left to the other layers.
+        origins = ctx.meta.get(ORIGINS, {})
         flags = {
-            key.name: (tuple(values[name]) if key.is_list else values[name], f"flag {key.flag}")
+            key.name: (
+                tuple(values[name]) if key.is_list else values[name],
+                origins.get(key.name, f"flag {key.flag}"),
+            )
             for name, key in keys.items()
             if values[name] not in (None, [], ())
         }
@@ -149,6 +156,7 @@ def add_command(
                 unknown=ctx.meta.get(UNKNOWN_FLAGS, ()),
                 notes=ctx.meta.get(FLAG_NOTES, ()),
                 foreign=ctx.meta.get(FOREIGN),
+                origins=origins,
                 debug=bool(ctx.find_root().obj),
             )
         )
@@ -234,6 +242,7 @@ class SettingsCommand(HelpCommand):
         """Replace foreign flags, set unknown ones aside, repeat list flags; then parse as usual."""
         lines = rewrite_line(args)
         ctx.meta[FLAG_NOTES] = tuple(note for line in lines for note in line.notes)
+        ctx.meta[ORIGINS] = dict(ChainMap(*(line.origins for line in lines)))
         if any(line.foreign for line in lines):
             ctx.meta[FOREIGN] = dict(ChainMap(*(line.defaults for line in lines)))
         known_words, unknown = self._split_unknown_flags(lines[-1].args)

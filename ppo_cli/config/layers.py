@@ -346,8 +346,8 @@ def read_layers(
     overrides.
 
     `run` is the folder of a run whose settings are the defaults. `origins` names where variables
-    really come from, such as SLURM. A reward file is just below the layer that names it;
-    `reward_files` were found, not named: they are below `run`.
+    and overrides really come from, such as SLURM. A reward file is just below the layer that names
+    it; `reward_files` were found, not named: they are below `run`.
     """
     gathered = Layers(foreign=foreign is not None)
     # Low layers are files; high ones are variables, flags and overrides.
@@ -362,7 +362,7 @@ def read_layers(
     high = [
         _read_variables(environ, origins or {}),
         flag_entries,
-        _read_overrides(gathered, overrides),
+        _read_overrides(gathered, overrides, origins or {}),
     ]
     _expand_data_path(low, high)
     layers = _insert_reward_file(gathered, low, high)
@@ -438,7 +438,9 @@ def _read_variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> l
     ]
 
 
-def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
+def _read_overrides(
+    gathered: Layers, overrides: Sequence[str], origins: Mapping[str, str]
+) -> list[Entry]:
     """Return the entries of `key=value` and `~key` arguments."""
     entries: list[Entry] = []
     for text in overrides:
@@ -455,7 +457,7 @@ def _read_overrides(gathered: Layers, overrides: Sequence[str]) -> list[Entry]:
             )
             continue
         # Overrides are in order: a key that comes twice takes its last value, with a note.
-        entry = Entry(name, unquote(raw), "override")
+        entry = Entry(name, unquote(raw), origins.get(name, "override"))
         earlier = next((e for e in entries if e.name == name), entry)
         if earlier.raw != entry.raw and not isinstance(earlier.raw, Reset):
             gathered.notes.append(

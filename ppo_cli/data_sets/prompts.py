@@ -225,11 +225,10 @@ class Renderer:
                 raise
         # Without a template only text prompts are possible.
         if not isinstance(prompt, str):
-            raise RowError(
-                "prompt",
-                f"is a message list, but {self.why_raw}; use text prompts, or a model whose "
-                "tokenizer has a chat template",
-            )
+            advice = "text prompts, or a model whose tokenizer has a chat template"
+            if self.tokenizer.chat_template:
+                advice = "data.apply_chat_template=true, or text prompts"
+            raise RowError("prompt", f"is a message list, but {self.why_raw}: use {advice}")
         if self.system_prompt is not None:
             raise DataError(
                 f"--system_prompt (data.system_prompt) cannot be used, because {self.why_raw}: "

@@ -504,9 +504,14 @@ def find_prompt_column(raw: Records, names: list[str], prompt_key: str) -> str:
     aliases = ["prompt"] * ("prompt" in names) or aliases
     near = f" It may be one of {list_names(aliases)}." if aliases else ""
     near = near or did_you_mean(prompt_key, names)
+    advice = "Set data.prompt_key to the column that holds the prompt."
+    if len(aliases) == 1:
+        use = f"Use data.prompt_key={aliases[0]}"
+        if any(isinstance(record.get(aliases[0]), list) for _, record in islice(raw.records, 1)):
+            use += ", and data.apply_chat_template=true for its messages"
+        near, advice = "", f"{use}, if that holds the prompt."
     raise DataError(
-        f"{raw.source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
-        "Set data.prompt_key to the column that holds the prompt."
+        f"{raw.source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} {advice}"
     )
 
 

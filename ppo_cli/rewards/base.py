@@ -13,12 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 
 RoundKind = Literal["train", "baseline", "validation"]
+
+
+class RunLength(NamedTuple):
+    """The steps of a run and of a pass over its rows; one of each outside of runs."""
+
+    total_steps: int = 1
+    steps_per_epoch: int = 1
+
+
 LabelledRollouts = Sequence[tuple[Rollout, float]]
 Tell = Callable[[str], None]  # shows the user a line
 
@@ -70,6 +79,10 @@ class Reward(Protocol):
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout without waiting for the score."""
         ...
+
+    def begin_run(self, length: RunLength) -> None:
+        """Receive how many steps the run has, before the first one."""
+        return
 
     def begin_step(self, step: int) -> None:
         """Announce that everything submitted from now on belongs to `step`."""

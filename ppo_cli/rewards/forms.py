@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ppo_cli import plugins
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.base import BatchScore, as_plain, read_returned
+from ppo_cli.rewards.base import BatchScore, RunLength, as_plain, read_returned
 
 # What a function of our own form takes, as in verl.
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -55,6 +55,7 @@ class Responses:
 
     responses: tuple[Response, ...]
     step: int
+    length: RunLength
 
 
 @dataclass(frozen=True)
@@ -162,19 +163,21 @@ def required(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, A
 def adapt(
     function: Callable[..., Any], form: Form, kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function of `responses` and `step` that calls one of another form.
+    """Return a function of what a `Responses` has that calls one of another form.
 
     It returns what `read_returned` reads, for a batch one Score with those of its responses.
     """
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def prepare(responses: tuple[Response, ...], step: int) -> tuple[Any, Callable[[Any], Any]]:
+    def prepare(
+        responses: tuple[Response, ...], step: int, length: RunLength
+    ) -> tuple[Any, Callable[[Any], Any]]:
         """Call the function, and return what reads its result."""
         extra: dict[str, Sequence[Any]] = {}
         metrics: dict[str, Any] = {}
         logs = {"log_extra": extra.__setitem__, "log_metric": metrics.__setitem__}
-        arguments = form.arguments(Responses(responses, step)) | logs
+        arguments = form.arguments(Responses(responses, step, length)) | logs
         chosen = {k: v for k, v in arguments.items() if open_ended or k in parameters}
 
         def read(returned: Any) -> Any:
@@ -185,12 +188,12 @@ def adapt(
 
         return function(**chosen | dict(kwargs)), read
 
-    async def call_async(responses: tuple[Response, ...], step: int) -> Any:
-        returned, read = prepare(responses, step)
+    async def call_async(responses: tuple[Response, ...], step: int, length: RunLength) -> Any:
+        returned, read = prepare(responses, step, length)
         return read(await returned)
 
-    def call(responses: tuple[Response, ...], step: int) -> Any:
-        returned, read = prepare(responses, step)
+    def call(responses: tuple[Response, ...], step: int, length: RunLength) -> Any:
+        returned, read = prepare(responses, step, length)
         return read(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
 
     method = getattr(function, "__call__", None)  # noqa: B004

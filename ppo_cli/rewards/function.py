@@ -31,6 +31,7 @@ from ppo_cli.rewards.base import (
     Call,
     Reward,
     RoundKind,
+    RunLength,
     Tell,
     describe_episode,
     tell_nobody,
@@ -81,7 +82,7 @@ class FunctionReward(Reward):
         self._required = ready.required
         # Of a function for another trainer; None for our own form.
         self._form = next((f for f in list_forms() if f.name == ready.form), None)
-        self._step = 0
+        self._step, self._length = 0, RunLength()
         self._round: list[tuple[Rollout, Future[Score]]] = []  # not yet scored
 
     def start(
@@ -99,6 +100,10 @@ class FunctionReward(Reward):
                 f"{', '.join(columns)}. Rename the column, give the parameter a default, or set "
                 f"reward.function_kwargs.{missing[0]}."
             )
+
+    def begin_run(self, length: RunLength) -> None:
+        """Remember the length of the run, over which functions for TRL change what they pay."""
+        self._length = length
 
     def begin_step(self, step: int) -> None:
         """Remember the step, which functions for TRL read."""
@@ -132,8 +137,9 @@ class FunctionReward(Reward):
 
     def _call(self, entries: list[tuple[Rollout, Future[Score]]]) -> None:
         """Send a call for these responses to a worker."""
-        responses = Responses(tuple(describe_response(r) for r, _ in entries), self._step)
-        scored = self._pool.submit(responses, lambda score: score, len(entries))
+        responses = tuple(describe_response(r) for r, _ in entries)
+        call = Responses(responses, self._step, self._length)
+        scored = self._pool.submit(call, lambda score: score, len(entries))
         scored.add_done_callback(partial(_deal, entries))
 
     def close(self) -> None:

@@ -24,7 +24,14 @@ from typing import Any
 from ppo_cli.config.mixture import Condition, MixPart, find_measured
 from ppo_cli.moments import Affine, Moments, clip, correlation, standardise
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
-from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, tell_nobody
+from ppo_cli.rewards.base import (
+    LabelledRollouts,
+    Reward,
+    RoundKind,
+    RunLength,
+    Tell,
+    tell_nobody,
+)
 
 GROUP_EPS = 1e-6  # added to a group's standard deviation, as in GRPO
 # The score of a part that was not asked because its condition failed; compared by identity.
@@ -346,6 +353,11 @@ class CompositeReward(Reward):
         """Ask the first judge that is asked at all."""
         wishes = (r.read_wishes(text, features, tell) for r in self._rewards.values())
         return next((answer for answer in wishes if answer is not None), None)
+
+    def begin_run(self, length: RunLength) -> None:
+        """Pass it on."""
+        for reward in self._rewards.values():
+            reward.begin_run(length)
 
     def begin_step(self, step: int) -> None:
         """Pass it on."""

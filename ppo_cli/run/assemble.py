@@ -61,7 +61,7 @@ from ppo_cli.report.alerts import send_alerts
 from ppo_cli.report.features import FEATURES, Wish, find_asked_judge, read_requests
 from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.rewards.base import Host, HostMaker, Reward
+from ppo_cli.rewards.base import Host, HostMaker, Reward, RunLength
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.identity import (
@@ -639,6 +639,7 @@ def _start_reward(
     """
     config = start.config
     reward.set_labelled(read_labelled_rollouts(config.reward))
+    reward.begin_run(RunLength(start.total_steps, start.order.steps_per_epoch))
     try:
         reward.start(prompts, patient=start.resume_from is not None, tell=screen.note)
         if find_asked_judge(config.reward) is None:

@@ -92,7 +92,7 @@ def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., 
     message = refusal(none, user("a"))
     assert message.startswith("a.jsonl line 2, column prompt: is a message list, but the tokenizer")
     off = Renderer(tokenizer, apply_chat_template=False)
-    assert "but data.apply_chat_template is false" in refusal(off, user("a"))
+    assert "is false: use data.apply_chat_template=true" in refusal(off, user("a"))
     (item,) = render(off, "ab")
     assert (item.text, len(item.token_ids)) == ("ab", 3)
     with pytest.raises(DataError, match=r"--system_prompt .* cannot be used, because the token"):

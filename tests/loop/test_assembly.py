@@ -132,6 +132,9 @@ class Judge(ScriptedReward):
         if self._stop is not None:
             raise self._stop
 
+    def begin_run(self, length: Any) -> None:
+        self._log.append((length.total_steps, length.steps_per_epoch))
+
     def attach(self, folder: Path) -> None:
         self._log.append(("attach", folder.name))
 
@@ -155,7 +158,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
 
     monkeypatch.setattr(assemble, "build_reward", build_reward)
     first, attached = build(), ("attach", "run")
-    assert log == [attached, ("start", 13, False), "close"]
+    assert log == [attached, (6, 2), ("start", 13, False), "close"]
     assert first.screen.notes[-1] == "The judge is tested."
     spent = tmp_path / "run" / "judge_calls.jsonl"
     spent.write_text("")
@@ -174,7 +177,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
 
     first.job.store.begin_save(1, fill)
     second = build()
-    assert log == [attached, ("start", 13, True), "close"]
+    assert log == [attached, (6, 2), ("start", 13, True), "close"]
     checkpoint = second.job.store.newest()
     assert second.restarts["origin"] == checkpoint == first.job.store.directory / "step_000001"
     monkeypatch.setattr("sys.argv", ["ppo", "train", "--rm_budget_usd=1", "--lr", "1 2"])
@@ -192,7 +195,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     for arguments, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
         other = build(arguments)
         assert not spent.exists()
-        assert log == [("start", 13, False), attached, "close"]
+        assert log == [(6, 2), ("start", 13, False), attached, "close"]
         assert sum("A new run: " in note for note in other.screen.notes) == notes
         assert other.restarts["origin"] is None and other.job.store.steps() == []
 

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.records import Rollout
+from ppo_cli.rewards.base import RunLength
 
+LENGTH = RunLength(12, 4)
 Caller = Callable[[Any, Sequence[Rollout], int], list[float | None]]
 
 
@@ -30,7 +32,11 @@ def call_trl(function: Any, rollouts: Sequence[Rollout], step: int) -> list[floa
     module = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl==1.16.0")
     from transformers import TrainerState
 
-    trainer_state = TrainerState(global_step=step - 1)
+    epochs = LENGTH.total_steps // LENGTH.steps_per_epoch
+    trainer_state = TrainerState(
+        global_step=step - 1, max_steps=LENGTH.total_steps, num_train_epochs=epochs,
+        epoch=(step - 1) / LENGTH.steps_per_epoch,
+    )  # fmt: skip
     _, loop, ready = module.start_event_loop_in_daemon(name="rewards")
     ready.wait()
     trainer = SimpleNamespace(

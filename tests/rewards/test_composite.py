@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import Reward, RoundKind, RunLength
 from ppo_cli.rewards.mixture import CompositeReward
 from tests.rewards.scoring import rollouts_of, score_all
 
@@ -40,6 +40,9 @@ class Source(Reward):
     def start(self, prompts: Any, *, patient: bool = False, tell: Any = None) -> None:
         tell(self.name)
         self.heard.append((len(prompts), patient))
+
+    def begin_run(self, length: Any) -> None:
+        self.heard.append(length)
 
     def begin_step(self, step: int) -> None:
         self.heard.append(step)
@@ -313,10 +316,11 @@ def test_every_part_hears_of_the_start_of_each_step_and_of_the_folder(
     reward, lines = mixture(*parts), list[str]()
     prompts = [rollout.prompt for rollout in rollouts_of("x", "y")]
     reward.start(prompts, patient=True, tell=lines.append)
+    reward.begin_run(RunLength(9))
     reward.begin_step(7)
     reward.attach(tmp_path)
     assert lines == ["a", "b", "c"]
-    assert [part.heard for part in parts] == [[(2, True), 7, tmp_path]] * 3
+    assert [part.heard for part in parts] == [[(2, True), RunLength(9), 7, tmp_path]] * 3
     assert reward.waiting_for() is None
     for part in parts[1:]:
         part.waits = f"{part.name} waits"

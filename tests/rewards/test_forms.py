@@ -20,7 +20,7 @@ from ppo_cli.rewards.base import BatchScore, read_returned
 from ppo_cli.rewards.forms import describe_response
 from ppo_cli.rewards.function import FunctionReward, load_function
 from ppo_cli.rewards.pool import RUN_ENDED
-from tests.rewards.foreign_callers import CALLERS
+from tests.rewards.foreign_callers import CALLERS, LENGTH
 from tests.rewards.scoring import make_rollout
 from tests.rewards.tables import read_blocks
 
@@ -58,7 +58,7 @@ def call(file: Path, name: str, **kwargs: Any) -> list[Score]:
     scores: list[Score] = []
     for part in [rollouts] if form and form.unit == "round" else [rollouts[:1], rollouts[1:]]:
         responses = tuple(map(describe_response, part))
-        arguments = {"responses": responses, "step": STEP}
+        arguments = {"responses": responses, "step": STEP, "length": LENGTH}
         if form is None:
             (row,) = responses
             fields = ("data_source", "ground_truth", "extra_info")

@@ -40,6 +40,7 @@ COUNTING = re.compile(
     r"(\S*/)?(accelerate|deepspeed|torchrun)$|torch\.distributed\.(run|launch)$|accelerate\.commands"
 )
 MODULE = re.compile(r"(openrlhf|verl|trl|recipe)(\.\w+)+$|\S+\.py$")  # without a launcher
+LIBRARY = re.compile(r"(openrlhf|trl|verl)\.|(grpo|ppo|rloo)$")  # their flags are all known
 SHELL = re.compile(r"(?:\w+=\S* )*(?:(?:ba|z)?sh )?(\S+\.sh)( |$)")  # with its variables in front
 # What only the estimator gae uses.
 CRITIC = re.compile(r"(--)?critic[._]|--cliprange_value|--lam$|trainer\.critic_warmup")
@@ -129,15 +130,16 @@ class Translation(Line):
         if name in pointers:
             return f": {pointers[name].format(ppo=ppo())}."
         # In a line of another program an unknown flag is rather the script's own than mistyped.
+        script = "" if LIBRARY.match(self.path) else self.program
         candidates = [*names, *foreign_flags(), *self.tables["renamed"]]
-        cutoff = 0.9 if self.program else SUGGESTION_CUTOFF
+        cutoff = 0.9 if script else SUGGESTION_CUTOFF
         near = difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=cutoff)
         meant = [names.get(n) or aliases.get(n) or f"--{n}" for n in near]
         # A setting without a flag may have this name.
         meant = [key for key in table() if key.rpartition(".")[2] == name][:1] or meant
-        if self.program:
+        if script:
             unless = f", unless '{meant[0]}' is meant" if meant else ""
-            return f", which only {self.program} has{unless}; see `{ppo('explain')} NAME`."
+            return f", which only {script} has{unless}; see `{ppo('explain')} NAME`."
         return f". Did you mean '{meant[0]}'?" if meant else ""
 
 
@@ -207,6 +209,13 @@ def _translate_flags(flags: Iterable[Flag], estimator: str, done: Translation) -
                 done.notes.append(f"{flag} is left out: only the estimator gae uses it.")
                 continue
             words = [word for word in words if not word.startswith("critic.")]
+        # The flag as it was typed is named in messages.
+        typed = flag.partition("=")[0]
+        for name in (word.partition("=")[0] for word in words if word[:2] == "--" or "=" in word):
+            setting = own_flags().get(name, name)
+            done.origins.pop(setting, None)
+            if typed not in (name, setting):
+                done.origins[setting] = f"flag {typed}"
         args += words
     return args
 

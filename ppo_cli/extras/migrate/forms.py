@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -19,7 +20,11 @@ def _call_trl(call: Responses) -> dict[str, Any]:
     for name in ("prompt", "completion"):
         columns.pop(name, None)
     # Its state counts the steps that are done.
-    state = SimpleNamespace(global_step=max(call.step - 1, 0), epoch=None, max_steps=None)
+    done, (total, per_epoch) = max(call.step - 1, 0), call.length
+    state = SimpleNamespace(
+        global_step=done, max_steps=total, epoch=done / per_epoch,
+        num_train_epochs=math.ceil(total / per_epoch),
+    )  # fmt: skip
     return columns | {
         "prompts": [row.prompt for row in rows],
         "completions": [row.completion for row in rows],

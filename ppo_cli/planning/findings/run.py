@@ -182,8 +182,7 @@ def check_batches(scene: Scene) -> Iterator[Finding]:
             yield Finding(
                 keys,
                 f"data.train_batch_size {batch} is not divisible by {key} {size}. "
-                f"Use a mini-batch of {divisor}, or a batch of "
-                f"{batch - batch % size}.",
+                f"Use {key}={divisor}, or data.train_batch_size={batch - batch % size}.",
             )
 
 

@@ -270,7 +270,8 @@ def follow_advice(line: list[str], text: str) -> list[str]:
             rest = rest[len(values) :]
             if word.partition("=")[0].removeprefix("actor_rollout_ref.") not in refused:
                 line += [word, *values]
-        line += re.findall(r"--\w+ [\d.]+|[\w.]+=[a-z\d.]+|--preset \w+", advice)[:1]
+        both = 2 if re.search(r"=\w+, and \w", advice) else 1
+        line += re.findall(r"--\w+ [\d.]+|[\w.]+=[a-z\d.]+|--preset \w+", advice)[:both]
         line = " ".join(line).split()
     return line
 
@@ -288,9 +289,13 @@ LINES = [
     *(f"{TRL} --loss_type {loss}" for loss in ("grpo", "dr_grpo", "cispo", "sapo --epsilon 0.1")),
     f"{TRL} --importance_sampling_level sequence --loss_type bnpo --delta 5 --use_peft",
     f"{TRL} --scale_rewards none --mask_truncated_completions",
+    f"{TRL} --epsilon 1.5 --beta -0.1 --num_train_epochs 0 --adam_beta2 1",
     "python rloo.py --rloo_k 4 --sft_model_path embedded --dataset_name embedded --stop_token eos",
     "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
     f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",
+    OPENRLHF.replace(
+        "--data.input_key prompt --data.prompt_dataset embedded", "--prompt_data a.jsonl"
+    ),
     f"{OPENRLHF} --algo.kl.target 6 --ds.lora.rank 8 --ds.lora.dropout 0.1",
     f"{VERL} algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
     " actor_rollout_ref.rollout.n=4",
@@ -305,6 +310,8 @@ def test_a_line_of_another_program_is_planned_after_two_rounds_of_advice(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_folder("embedded"), "TEACHER")
+    row = {"prompt": [{"role": "user", "content": "1+1"}], "data_source": "ppo-cli/arithmetic"}
+    Path("a.jsonl").write_text(4 * f"{json.dumps(row | {'ground_truth': '2'})}\n")
     arguments = line.split()
     for _ in range(2):
         if main(["plan", *arguments]) == 0:
@@ -461,7 +468,11 @@ def test_a_yaml_file_of_trl_is_read_as_its_flags(tmp_path: Path) -> None:
     assert " ".join(args).endswith("--model m --rollout_n 4 model.target_modules=[q,v] --seed 1")
 
 
-def test_a_flag_of_the_script_alone_is_called_so() -> None:
+def test_a_flag_of_the_script_alone_is_called_so_and_one_of_a_library_is_mistyped() -> None:
+    line = Translation(program="grpo", path="grpo")
+    assert describe_unknown_flags(["--use_vlm"], [], [line]) == [
+        "there is no flag --use_vlm. Did you mean '--use_vllm'?"
+    ]
     assert describe_unknown_flags(["--machine_name"], [], [Translation(program="a.py")]) == [
         f"there is no flag --machine_name, which only a.py has; see `{ppo('explain')} NAME`."
     ]

@@ -29,8 +29,9 @@ from ppo_cli.config.mixture import has_mixture
 from ppo_cli.errors import DataError, PpoError, RewardError
 from ppo_cli.extras.migrate.bridge.overrides import TRAIN, VAL, score_columns
 from ppo_cli.moments import Moments
+from ppo_cli.planning.batches import count_steps, train_rows
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import Reward, RunLength
 from ppo_cli.run_folder.folder import run_settings
 from ppo_cli.run_folder.lines import (
     METRICS_FILE,
@@ -126,6 +127,8 @@ class RewardServer:
             sources = {prompt.data_source for prompt in prompts}
             self._reward = build_reward(self._config.reward, sources=sources)
             self._reward.attach(self._folder)
+            per_epoch = (train_rows(self._config.data) or 0) // self._config.data.gen_batch_size
+            self._reward.begin_run(RunLength(count_steps(self._config) or 1, per_epoch or 1))
             self._reward.start(prompts, patient=True, tell=print)
         except PpoError as error:
             self._stop(error)

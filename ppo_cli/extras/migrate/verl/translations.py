@@ -476,7 +476,7 @@ def _translate_reward_manager(state: TranslationState, entry: Entry, raw: Any) -
     elif name not in ("naive", "gdpo", "None", "null"):
         state.problem(
             entry,
-            f"the reward manager '{raw}' is not offered. Rules are chosen by data_source "
+            f"{entry.name}: '{raw}' is not offered; leave it out. Rules are chosen by data_source "
             "(naive); --reward_function FILE names your function, --rm_max_rpm limits a judge.",
         )
 
