@@ -27,8 +27,7 @@ from ppo_cli.config.mixture import describe_reward, judges_of
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
 from ppo_cli.config.schema.reward import Composite, ModelReward, Reward
-from ppo_cli.config.schema.run import Config, Data
-from ppo_cli.data_sets.files import count_rows
+from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import (
     ConfigError,
     Interrupted,
@@ -98,7 +97,8 @@ def _show_plan(
 
     Problems are printed later, so they are left out of the text.
     """
-    plan_of_run, judge = _add_forecasts(run_plan, rows)
+    notes = (*run_plan.notes, *describe_unread_rows(rows), *rows.notes())
+    plan_of_run, judge = _add_forecasts(replace(run_plan, notes=notes), rows)
     extras = arguments.extras  # `ppo train --dry_run` has none of a plan's
     sections = [section for section in PLAN_SECTIONS if extras.get(section.flag)]
     if extras.get("json"):
@@ -173,30 +173,28 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     return replace(resolved, origins=origins, notes=(note, *resolved.notes))
 
 
-def describe_unread_rows(data: Data) -> list[str]:
+def describe_unread_rows(rows: FirstRows) -> list[str]:
     """Return a note for each split of which the plan has read only the first rows."""
     from ppo_cli.run.refusals import MAX_PLAN_ROWS, SPLITS
 
     notices = []
-    for files in (split_files(data, split)[0] for split in SPLITS):
-        counts = [count_rows(name) or 0 for name in files]
-        if sum(counts) > MAX_PLAN_ROWS:
+    for split in SPLITS:
+        if (count := rows.count(split)) > MAX_PLAN_ROWS:
+            files, _ = split_files(rows.config.data, split)
             line = ppo(shlex.join(["data", "check", *files]))
             notices.append(
-                f"Only the first {MAX_PLAN_ROWS:,} of {sum(counts):,} rows were read for this "
+                f"Only the first {MAX_PLAN_ROWS:,} of {count:,} rows were read for this "
                 f"plan; `{line}` checks them all."
             )
     return notices
 
 
 def _add_forecasts(plan_of_run: RunPlan, rows: FirstRows) -> tuple[RunPlan, PlanPart]:
-    """Return the plan of a run with a time forecast and notes, and the judges' forecast."""
+    """Return the plan of a run with a time forecast, and the judges' forecast."""
     config = plan_of_run.settings
-    notes = (*plan_of_run.notes, *describe_unread_rows(config.data), *rows.notes())
     time = _forecast_step_time(config, plan_of_run.arithmetic["total_steps"])
     plan_of_run = replace(
         plan_of_run,
-        notes=notes,
         arithmetic=plan_of_run.arithmetic | time.facts,
         sentences=(*plan_of_run.sentences, *time.sentences),
     )

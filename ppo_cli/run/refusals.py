@@ -5,10 +5,12 @@ Nothing here imports torch, unless a chat template has to be tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
+from typing import Any
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import (
@@ -19,8 +21,9 @@ from ppo_cli.config.models.folder import (
 )
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.run import Config, Trainer
+from ppo_cli.data_sets.files import EAGER_ROWS, count_rows
 from ppo_cli.data_sets.row_sets import RowSet, load_sets
-from ppo_cli.data_sets.rows import list_names, prompt_of
+from ppo_cli.data_sets.rows import RowPrompt, list_names, prompt_of
 from ppo_cli.data_sets.sources import check_present, is_hub_name
 from ppo_cli.digests import require_resumable
 from ppo_cli.errors import UserError, collect_problems
@@ -45,6 +48,7 @@ from ppo_cli.secrets.redact import redact
 
 # Rows that a plan reads, so that it takes less than a second for any number of rows.
 MAX_PLAN_ROWS = 4_000
+FRAME_TOKENS = 256  # more than chat templates put around the contents of a prompt
 SPLITS: tuple[DataSplit, ...] = ("train", "val")
 
 
@@ -53,9 +57,17 @@ class FirstRows:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.count = cache(self._count)
         # DataError for bad rows, or for none; sets of the hub are skipped.
         self.read = cache(self._read)
         self.prompts = cache(self._build_prompts)
+        self.render = cache(self._render)
+
+    def _count(self, split: DataSplit) -> int:
+        """Return the number of all rows of a split that a run uses, but those of the hub."""
+        files, max_samples = split_files(self.config.data, split)
+        count = sum(count_rows(name) or 0 for name in files)
+        return count if max_samples < 0 else min(count, max_samples)
 
     def _read(self, split: DataSplit) -> list[RowSet]:
         files, max_samples = split_files(self.config.data, split)
@@ -71,13 +83,77 @@ class FirstRows:
         prompts = [prompt_of(rows.label, row) for rows in self.read(split) for row in rows.rows]
         return prompts if split == "train" else mark_validation(prompts)
 
+    def _render(self, split: DataSplit) -> tuple[list[str], list[str]]:
+        """Return the problems of rendering a split with a local model's tokenizer, and notes."""
+        config, data = self.config, self.config.data
+        folder = user_path(model_folder(config.model.path or ""))
+        # Tokenizers of models on the hub are not downloaded for a plan.
+        if not folder.is_dir():
+            return [], []
+        raises = template_raises(folder) if data.apply_chat_template else None
+        prompts = [row.prompt for rows in self.read(split) for row in rows.rows]
+        plain = data.system_prompt is None and all(isinstance(text, str) for text in prompts)
+        # The tokenizer takes seconds to load: only for templates that may refuse rows, and for
+        # large sets with prompts that may be too long.
+        refuses = raises or has_placeholders(folder) or (raises is None and not plain)
+        room = data.max_prompt_length - FRAME_TOKENS - len((data.system_prompt or "").encode())
+        large = self.count(split) > EAGER_ROWS
+        if not refuses and not (large and any(count_bytes(text) > room for text in prompts)):
+            return [], []
+        from ppo_cli.engine.pretrained import load_tokenizer
+
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
+        notes: list[str] = []
+        problems = collect_problems([lambda: notes.extend(self._measure(split, tokenizer))])
+        return list(problems), notes
+
+    def _measure(self, split: DataSplit, tokenizer: Any) -> list[str]:
+        """Return a note on prompts that are too long; DataError if any row is refused."""
+        from ppo_cli.data_sets.prompts import limit_lengths, render_prompts
+        from ppo_cli.run.assemble import prompt_settings
+
+        sets, data = self.read(split), self.config.data
+        how = prompt_settings(data) | {"vocabulary_size": vocabulary_size(self.config.model.path)}
+        read, total = sum(len(rows.rows) for rows in sets), self.count(split)
+        if read >= total:
+            render_prompts(sets, tokenizer, **how)
+            return []
+        # Prompts of any length, as only the first ones are known.
+        whole = how | {"max_prompt_length": sys.maxsize}
+        prompts = render_prompts(sets, tokenizer, **whole).prompts
+        limit = data.max_prompt_length
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        long = [index for index, length in enumerate(lengths) if length > limit]
+        if not long:
+            return []
+        about = f"about {round(len(long) / read * total):,} of {total:,}"
+        if not data.filter_overlong_prompts and data.truncation == "error":
+            places = [row.place for rows in sets for row in rows.rows]
+            limit_lengths(
+                places[long[0]], [lengths[index] for index in long], read, limit=limit,
+                truncation="error", filter_overlong=False,
+                among=f" among the first {read:,}, {about} as estimated",
+            )  # fmt: skip
+        what = "dropped" if data.filter_overlong_prompts else f"cut to {limit} tokens"
+        return [
+            f"{about.capitalize()} prompts are longer than {limit} tokens and will be {what}, as "
+            f"estimated from the first {read:,}."
+        ]
+
     def notes(self) -> list[str]:
         """Return notes about the rows of both splits; bad rows are refused elsewhere."""
         notes: dict[str, None] = {}
         for split in SPLITS:
             with suppress(UserError):  # there may be no validation files
                 notes |= dict.fromkeys(note for rows in self.read(split) for note in rows.notes)
+                notes |= dict.fromkeys(self.render(split)[1])
         return list(notes)
+
+
+def count_bytes(prompt: RowPrompt) -> int:
+    """Return the bytes of the contents of a prompt."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return sum(len(text.encode()) for text in texts)
 
 
 def checkpoints_of(trainer: Trainer) -> CheckpointStore:
@@ -111,31 +187,6 @@ def find_refusals(resolved: Resolved, findings: Iterable[Finding]) -> list[str]:
     problems = list_texts(findings, "refuse", "missing")
     problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
-
-
-def _find_template_refusals(rows: FirstRows, splits: Sequence[DataSplit]) -> Iterator[str]:
-    """Yield the problems of rendering the first rows with a local model's chat template."""
-    config = rows.config
-    folder = user_path(model_folder(config.model.path or ""))
-    if not folder.is_dir():
-        return
-    # Templates of models on the hub are not downloaded for a plan.
-    sets = [rows.read(split) for split in splits]
-    raises = template_raises(folder) if config.data.apply_chat_template else None
-    prompts = [row.prompt for split in sets for row_set in split for row in row_set.rows]
-    plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
-    placeholders = has_placeholders(folder)
-    # The tokenizer takes seconds to load, so only templates that may refuse rows are tried.
-    if raises or placeholders or (raises is None and not plain):
-        from ppo_cli.data_sets.prompts import render_prompts
-        from ppo_cli.engine.pretrained import load_tokenizer
-        from ppo_cli.run.assemble import prompt_settings
-
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
-        how = prompt_settings(config.data) | {"vocabulary_size": vocabulary_size(str(folder))}
-        yield from collect_problems(
-            partial(render_prompts, split, tokenizer, **how) for split in sets
-        )
 
 
 def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
@@ -232,7 +283,7 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
             problems += [f"{problem}{hint}" for problem in collect_problems(checks)]
             problems += collect_problems(sandbox_checks(config.reward, split_prompts))
         local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
-        problems += _find_template_refusals(rows, local)
+        problems += [problem for split in local for problem in rows.render(split)[0]]
     return [redact(line) for line in dict.fromkeys(problems)]
 
 

@@ -14,6 +14,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.models.bundled import bundled_path
 from ppo_cli.planning.batches import fit_batches
 from ppo_cli.rewards.code import sandboxes
+from ppo_cli.run import refusals
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {
@@ -136,6 +137,29 @@ def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
     (desk / "few.jsonl").write_text("{\n")
     line = f"{TRAIN.replace('train', 'plan', 1)} --train_files many.jsonl --train_files few.jsonl"
     assert "few.jsonl line 1" in problems(line, capfd)
+
+
+def test_a_plan_of_a_large_file_estimates_the_prompts_that_are_too_long(
+    desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "MAX_PLAN_ROWS", 4)
+    monkeypatch.setattr(refusals, "EAGER_ROWS", 11)
+    rows = [ROW, *[ROW | {"prompt": "long " * 20}] * 3, *[ROW] * 8]
+    (desk / "large.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = f"{TRAIN.replace('train', 'plan', 1)} --train_files large.jsonl --max_prompt_length"
+    estimate = "About 9 of 12 prompts are longer than 60 tokens and will be"
+    for options, words in (
+        ("data.filter_overlong_prompts=true", f"{estimate} dropped, as estimated"),
+        ("data.truncation=left", f"{estimate} cut to 60 tokens, as estimated"),
+    ):
+        capfd.readouterr()
+        assert main([*line.split(), "60", options]) == 0
+        assert words in capfd.readouterr().out
+    assert "(3 such rows among the first 4, about 9 of 12 as estimated" in problems(
+        f"{line} 60", capfd
+    )
+    assert main([*line.split(), "20", "data.filter_overlong_prompts=true"]) == 0
+    assert "About 12 of 12 prompts" in capfd.readouterr().out
 
 
 def test_fitting_batches_always_fit() -> None:
