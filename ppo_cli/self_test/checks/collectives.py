@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, merge_annotations
-from ppo_cli.config.models.bundled import model_folder
+from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.config.schema.keys import with_settings
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sums, merge_sums
@@ -45,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 # Meshes whose norms and updates are compared: ranks of one layer, and of one shard.
 LAYOUTS = {"step by tensor parallelism": (2, -1), "step by HSDP": (1, 1)}
+SPLIT_MODEL = "split-model"  # folder of the model whose layers are split
 
 
 def check_collectives(setup: Setup, results: Results) -> None:
@@ -65,6 +68,7 @@ def check_collectives(setup: Setup, results: Results) -> None:
                     results.compare(f"{what}, rank {rank}", gap, limit)
     results.figures |= reports[0]["figures"]
     pairs = size - size % 2
+    _save_split_model(setup.folder / SPLIT_MODEL)
     for name, layout in LAYOUTS.items():
         with results.part(name):
             work = partial(_compare_step, way=name)
@@ -75,6 +79,21 @@ def check_collectives(setup: Setup, results: Results) -> None:
     log = (setup.folder / "log").read_text(errors="replace") if setup.device == "cuda" else ""
     if transports := sorted({*re.findall(r"via (\S+)", log)}):  # NCCL_DEBUG=INFO
         results.figures["transport"] = ", ".join(transports)
+
+
+def _save_split_model(folder: Path) -> None:
+    """Save a model with norms per head and with biases, which the bundled one does not have."""
+    tokenizer = load_tokenizer(model_folder(EMBEDDED))
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        attention_bias=True, initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def run_ranks(
@@ -211,7 +230,8 @@ def _time_rounds(work: Callable[[], None], rounds: int = 3) -> float:
 
 def _compare_step(ranks: Ranks, setup: Setup, way: str) -> Gaps:
     """One step of all ranks together, and the same step of this rank alone."""
-    config = with_settings(make_config(setup.device), WAYS.get(way, {}))
+    model = {"path": str(setup.folder / SPLIT_MODEL)} if ranks.tensor_size > 1 else {}
+    config = with_settings(make_config(setup.device, model=model), WAYS.get(way, {}))
     # The same batch on all ranks and on this rank alone.
     together, alone = (_take_step(config, group) for group in (ranks, ALONE))
     limit = LIMITS[str(config.model.dtype)]
