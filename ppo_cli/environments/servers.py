@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppo_cli.config.schema.environment import Environment
-from ppo_cli.errors import did_you_mean, shorten
+from ppo_cli.data_sets.files import name_type
+from ppo_cli.errors import did_you_mean
 from ppo_cli.paths import load_json, read_text, user_path
-from ppo_cli.secrets.known import WITHHELD_NAMES, hide_secret, hide_settings
-from ppo_cli.secrets.patterns import is_random
+from ppo_cli.secrets.known import hide_command, hide_named, hide_settings
 
 ADDRESS = re.compile("https?://")
 # ${NAME}, ${env:NAME}, ${NAME:-what stands for it}; other forms have no group.
 VARIABLE = re.compile(r"\$\{(?:(?:env:)?(\w+)(?::-([^}]*))?\}|[^}]*\})")
 FORM = '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": […]}}}'
-TEXTS: dict[str, Any] = {
-    "command": str, "args": list, "env": dict, "cwd": str, "url": str, "headers": dict,
+_TEXT, _LIST, _OBJECT = (str, "text"), (list, "a list of texts"), (dict, "an object of texts")
+TEXTS: dict[str, tuple[type, str]] = {
+    "command": _TEXT, "args": _LIST, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT, "headers": _OBJECT,
 }  # fmt: skip
 
 
@@ -51,14 +52,11 @@ def read_servers(config: Environment) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _hide_keys(server: Mapping[str, Any]) -> None:
     """Make every later `redact` of this process remove the keys of a server."""
-    command = shlex.join([server.get("command", ""), *server.get("args", ())])
-    named = {**server.get("env", {}), **server.get("headers", {})}
-    hide_settings([command, server.get("url", ""), *named.values()])
-    for name, value in named.items():
-        is_key = WITHHELD_NAMES.search(name.replace("-", "_")) or name.lower() == "authorization"
-        key = value.rpartition(" ")[2]  # after `Bearer`
-        if is_key or is_random(key or " "):
-            hide_secret(key)
+    hide_command([server.get("command", ""), *server.get("args", ())])
+    hide_settings(server.get("url", ""))
+    for name, value in {**server.get("env", {}), **server.get("headers", {})}.items():
+        hide_named(name, value)
+        hide_command([value])
 
 
 def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -84,9 +82,10 @@ def _read_file(path: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         elif ("command" in fields) == ("url" in fields):
             problems.append(f"{where} needs either command or url.")
         given = [key for key in TEXTS if key in fields]
-        wrong = [key for key in given if not _is_flat(fields[key], TEXTS[key])]
+        wrong = [key for key in given if not _is_flat(fields[key], TEXTS[key][0])]
         problems += [
-            f"{where}: {key} is {shorten(repr(fields[key]), 60)}; write {FORM}." for key in wrong
+            f"{where}: {key} is {name_type(fields[key])}, not {TEXTS[key][1]}; write {FORM}."
+            for key in wrong
         ]
         mistakes: list[str] = []
         used = {key: _expand(fields[key], mistakes) for key in given if key not in wrong}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ppo_cli.secrets.patterns import MIN_SECRET, is_mixed, is_random
+from ppo_cli.secrets.patterns import MIN_SECRET, is_mixed, is_password, is_random
 
 _SECRET_NAMES = re.compile(
     r"(?i)(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD"
@@ -32,20 +32,25 @@ URL_QUERY = re.compile(
     r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)([^&#]+)"
 )
 
-# A secret of a configured command, whatever it looks like: after an option or variable with a
-# secret name, in a header, in JSON.
-_NAME = (
-    r"[\w.-]*(?:api[_-]?key|(?:access|private|secret|auth)[_-]?key|token|secret|password|passwd"
-    r"|passphrase|credentials?|jwt|cookie|authorization|bearer|(?:github|gitlab|access)[_-]?pat)"
+# Names of a secret, whose value may be any word; `-` and `.` of a name are read as `_`.
+_EXACT_NAMES = re.compile(
+    r"(?i)(?:^key|api_?key|(?:access|private|secret|auth)_?key|token|secret|password|passwd"
+    r"|passphrase|signature|jwt|authorization|bearer|dsn|webhook(?:_url)?|^pass|^pwd"
+    r"|(?:^|github_|gitlab_|access_)pat|(?-i:_PAT|_PASS|_PWD))$"
 )
-_OPTION = re.compile(
-    rf"""(?i)(?:^|[\s"'])(?:--?(?:{_NAME}|pat|pass|pwd)[=\s]+"""
-    rf"""|(?:{_NAME}|(?-i:[A-Z0-9_]+_(?:PAT|PASS|PWD))|pat)="""
-    rf"""|(?:-H|--header)[=\s]*["']?(?:{_NAME}|[\w-]*auth)\s*:\s*(?:\w+\s+)?|{_NAME}["']\s*:\s*)"""
-    r"""["']?(?:(?:Bearer|Basic|Token)\s+)?(?![-$])([^\s"']+)"""
+# Next to other names that sound like keys (AUTH_TYPE, COOKIE_DOMAIN, SORT_KEY) these are none: one
+# or two words, a host, a number, a path, an address.
+_PLAIN = re.compile(
+    r"(?:[A-Za-z]+(?:[_-][A-Za-z]+)?|[\w-]+(?:\.[\w-]+)+)(?::\d+)?|\d+|[^\s=]*/[^\s=]*"
 )
-# Any other value that looks random, after a blank, an option or a name; digests are none.
-_VALUE = re.compile(r"""(?<!sha256)(?:[\s"'=:]|\s-\w)([^\s"'=:@,;{}]{12,})""")
+_SCHEME = re.compile(r"(?i)^(?:Bearer|Basic|Token)\s+")
+# A name with a value, which is in quotes or all that follows: `--token=VALUE`, `X-Api-Key: VALUE`,
+# `{"token": "VALUE"}`.
+_ASSIGNMENT = re.compile(
+    r"""([\w.-]+)["']?\s*[=:]\s*(?!//)(?:"([^"]+)"|'([^']+)'|(?=(.+)))""", re.DOTALL
+)
+_VARIABLE = re.compile(r"\$[A-Z][A-Z0-9_]*|\$\{[^}]*\}")
+_DIGEST = re.compile(r"[0-9a-f]{12}|[0-9a-f]{40}|[0-9a-f]{64}")  # also the id of a commit
 
 
 def hide_secret(secret: str) -> None:
@@ -54,28 +59,76 @@ def hide_secret(secret: str) -> None:
         _hidden_secrets.add(secret)
 
 
-def hide_settings(value: Any) -> None:
-    """Make `redact` remove the secrets of settings: under secret names, and in addresses."""
+def hide_settings(value: Any, *, is_command: bool = False) -> None:
+    """Make `redact` remove the secrets of settings: of secret names, addresses and commands."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, str) and _KEYS_TO_HIDE.search(str(key)):
                 hide_secret(inner)
             if key == "key_env":
                 hide_secret(os.environ.get(str(inner), ""))
-            hide_settings(inner)
+            hide_settings(inner, is_command=key == "mcp")
     elif isinstance(value, list | tuple):
         for item in value:
-            hide_settings(item)
-    elif isinstance(value, str):
-        for secret in _OPTION.findall(value):
-            hide_secret(secret)
-        for secret in filter(is_random, _VALUE.findall(value) if " " in value else ()):
-            hide_secret(secret)
-        for login in URL_LOGIN.findall(value) if URL.fullmatch(value) else ():
+            hide_settings(item, is_command=is_command)
+    elif isinstance(value, str) and is_command:
+        hide_command(_split(value))
+    elif isinstance(value, str) and URL.fullmatch(value):
+        for login in URL_LOGIN.findall(value):
             name, _, password = login.partition(":")
-            hide_secret(password or name)
-        for _, secret in URL_QUERY.findall(value) if URL.fullmatch(value) else ():
-            hide_secret(secret)
+            if (password != name and is_password(login)) if password else is_random(name):
+                hide_secret(password or name)
+        for name, secret in URL_QUERY.findall(value):
+            hide_named(name[1:-1], secret)
+
+
+def hide_command(arguments: Sequence[str]) -> None:
+    """Make `redact` remove the secrets of a command.
+
+    Those are values of secret names in options, variables, headers and JSON, and random values.
+    """
+    for option, argument in zip(("", *arguments), arguments, strict=False):
+        if option.startswith("-") and not argument.startswith("-"):
+            hide_named(option, argument)
+        for match in _ASSIGNMENT.finditer(argument):
+            # Of a line of a shell, its words are read below.
+            if not (match[4] and re.search(r"\s", argument[: match.start()])):
+                hide_named(match[1], match[2] or match[3] or match[4])
+        for word in re.split(r"""[\s"']+""", argument):
+            for url in URL.findall(word):
+                hide_settings(url)
+            for value in re.split("[=:@,;{}]", re.sub(r"^-\w", "", word)):
+                if is_random(value) and not _DIGEST.fullmatch(value):
+                    hide_secret(value)
+        if (words := _split(argument)) != [argument]:
+            hide_command(words)
+
+
+def _split(command: str) -> list[str]:
+    import shlex
+
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quote is not closed
+        return re.split(r"""[\s"']+""", command)
+
+
+def hide_named(name: str, value: str) -> None:
+    """Make `redact` remove a value whose name is, or sounds like, that of a secret."""
+    value, name = value.strip(), re.sub("[.-]", "_", name.lstrip("-"))
+    content = _SCHEME.sub("", value)  # of a header
+    if _VARIABLE.fullmatch(content):
+        return
+    secrets = {value, value.rstrip(";"), content}
+    if name.lower().endswith("cookie"):
+        parts = [part.strip() for part in value.split(";")]
+        secrets |= {*parts, *(part.partition("=")[2] for part in parts)}
+    is_exact = _EXACT_NAMES.search(name)
+    # A `pat` in small letters may be a pattern.
+    if is_exact or (WITHHELD_NAMES.search(name) and not name.endswith("_pat")):
+        for secret in secrets:
+            if is_exact or not _PLAIN.fullmatch(secret):
+                hide_secret(secret)
 
 
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -120,7 +173,7 @@ def _list_spellings(values: tuple[str, ...]) -> tuple[str, ...]:
         content = value.encode("utf-8", "surrogatepass")
         escaped = json.dumps(value, ensure_ascii=False)[1:-1]
         spellings += (value, content.decode("latin-1"), escaped, json.dumps(escaped)[1:-1])
-        spellings += (repr(value)[1:-1], shlex.quote(value).strip("'"))
+        spellings += (repr(value)[1:-1], shlex.quote(value).strip("'"), value.replace(" ", r"\ "))
         for before in range(3):
             encoded = base64.b64encode(b"\0" * before + content).decode()
             # A base64 character has six bits: keep those without bits of neighbours.

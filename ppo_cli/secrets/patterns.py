@@ -35,7 +35,7 @@ def _is_varied(text: str) -> bool:
     return len(set(text)) >= 8
 
 
-def _is_password(login: str) -> bool:
+def is_password(login: str) -> bool:
     """Whether the part after the colon is more than a word for a password, as manuals have it."""
     return not _PLACEHOLDER.fullmatch(login.partition(":")[2])
 
@@ -58,7 +58,7 @@ def is_random(text: str) -> bool:
     """
     parts = re.split(r"[-_./]", text)
     is_name = all(re.fullmatch("[A-Za-z]*[0-9]{0,4}|[0-9]+", part) for part in parts)
-    if text[0] in "/.~" or (is_name and len(parts) > 1):
+    if text[:1] in "/.~" or (is_name and len(parts) > 1):
         return False
     changes = len(re.findall(r"[A-Za-z](?=[0-9])|[0-9](?=[A-Za-z])", text))
     longest = max(map(len, parts))
@@ -102,7 +102,7 @@ KEY_PATTERNS: tuple[KeyPattern, ...] = (
         re.compile(
             r"""://([^\s/:?#'"\\<>(){}\[\]|,;*]*:(?![${<%*])[^\s/?#'"\\<>]+)@(?=[\w\[])""", re.A
         ),
-        _is_password,
+        is_password,
     ),
     (("://",), re.compile(r"://([\w-]{20,})@(?=[\w\[])", re.A), is_mixed),
     (

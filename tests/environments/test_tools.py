@@ -626,16 +626,29 @@ def test_servers_of_a_file(
         assert "value" in second and "usual" in second and "of the program" not in second
 
 
-def test_keys_of_a_file_of_servers_are_hidden(tmp_path: Path) -> None:
-    headers = {"Authorization": "Bearer word-of-a-header", "Accept": "application/json"}
-    servers = {
-        "a": {"command": "x", "args": ["--pat", "word-of-a-flag"], "env": {"A_KEY": "word-of-x"}},
-        "b": {"url": "http://127.0.0.1/?token=word-of-a-query", "headers": headers},
-    }  # fmt: skip
-    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+@pytest.mark.parametrize(
+    ("server", "text", "shown"),
+    [
+        ({"args": ["--pat", "word-of-a-flag"]}, "word-of-a-flag", "***"),
+        ({"args": ["--password", "words of a flag"]}, "words of a flag", "***"),
+        ({"env": {"A_KEY": "word-of-x", "AUTH_TYPE": "password"}}, "word-of-x password",
+         "*** password"),
+        ({"env": {"DB_PASSWORD": "words of a variable"}}, "words of a variable", "***"),
+        ({"env": {"URL": "db://me:word-of-an-address@h"}}, "word-of-an-address", "***"),
+        ({"url": "http://h/?token=word-of-a-query"}, "word-of-a-query", "***"),
+        ({"headers": {"X-Api-Key": "word-of-a-header "}}, "word-of-a-header.", "***."),
+        ({"headers": {"Authorization": "Bearer words of a header", "Accept": "application/json"}},
+         "words of a header, application/json", "***, application/json"),
+        ({"headers": {"Cookie": "sid=id-of-a-session; theme=dark-mode"}},
+         "id-of-a-session dark-mode", "*** dark-mode"),
+    ],
+)  # fmt: skip
+def test_keys_of_a_file_of_servers_are_hidden(
+    tmp_path: Path, server: dict[str, Any], text: str, shown: str
+) -> None:
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"a": server}}))
     read_servers(complete_environment(mcp_config=f"{tmp_path}/mcp.json"))
-    text = "word-of-a-header word-of-a-flag word-of-x word-of-a-query application/json"
-    assert redact(text, {}) == "*** *** *** *** application/json"
+    assert redact(text, {}) == shown
 
 
 @pytest.mark.slow
@@ -663,10 +676,11 @@ BAD_FILES = {
     '{"mcpServers": {}}': "is not a list of servers|has no server",
     '{"mcpServers": {"a": {"args": []}}}': "'a' needs either command or url",
     '{"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}': "has the type 'sse'",
-    '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "args is 'y'",
+    '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "args is text, not a list of texts",
     '{"mcpServers": {"a": {"url": "http://x", "headers": {"A": "${NOT_SET}"}}}}': "variable NOT_S",
     '{"mcpServers": {"a": {"command": "x", "env": {"K": "${input:K}"}}}}': "K} is no variable",
-    '{"mcpServers": {"a": {"command": "x", "args": [["y"]]}}}': r"args is \[\['y'\]\]",
+    '{"mcpServers": {"a": {"command": "x", "args": [["y"]]}}}': "args is a list, not",
+    '{"mcpServers": {"a": {"command": "x", "env": ["K=y"]}}}': "env is a list, not an object",
     "[" * 100_000: "nested too deep",
     '{"servers": {"near": {"command": "x"}}}': "no server 'nera'. Did you mean 'near'",
 }

@@ -154,18 +154,49 @@ def test_secrets_of_settings_are_hidden_in_any_text() -> None:
     hide_settings({
         "function_kwargs": {"api_key": "key-of-a-function", "eos_token": "<|the end|>"},
         "path": "https://me:word-of-an-address@h/v1?key=lowercase-in-a-query&n=many-responses",
-        "mcp": ("x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x"),
-        "mcp_of_github": "x --pat one-of-github --file-pat a-pattern-of-files",
-        "mcp_of_gitlab": "x --gitlab-pat one-of-gitlab --include_pat=many-responses",
-        "line": "env MY_PAT=my-variable x",
-        "mcp_of_curl": f"x -u me:{RANDOM[:12]} -t {RANDOM[12:]} -u many-responses",
-        "mcp_with_header": "x --header 'X-Api-Key: word-of-a-header' -H 'Accept: many-responses'",
+        "mcp": (
+            "x --api-key word-of-a-flag --n many-responses", "A_TOKEN=word-of-a-variable x",
+            "x --pat one-of-github --file-pat a-pattern-of-files", "env MY_PAT=my-variable x",
+            "x --gitlab-pat one-of-gitlab --include_pat=many-responses",
+            f"x -u me:{RANDOM[:12]} -t{RANDOM[12:]} -u many-responses",
+            "x --header 'X-Api-Key: word-of-a-header ' -H 'Accept: many-responses'",
+            "x --password 'words of a flag' 'postgres://me:word-of-a-database@h/d'",
+            """bash -c 'export TOKEN="words of a line"; x --n many-responses'""",
+            """x '{"api_key": "words of JSON", "n": "many-responses"}'""", 'x --token "left-open',
+        ),
     })  # fmt: skip
     text = "word-of-a-flag word-of-a-variable one-of-github one-of-gitlab my-variable"
     assert redact(f"{text} a-pattern-of-files", {}) == "*** *** *** *** *** a-pattern-of-files"
-    assert redact(f"{RANDOM[:12]} {RANDOM[12:]} word-of-a-header", {}) == "*** *** ***"
+    text = f"{RANDOM[:12]} -t{RANDOM[12:]} word-of-a-header words of a flag word-of-a-database"
+    assert redact(text, {}) == "*** -t*** *** *** ***"
+    assert redact("words of a line, words of JSON, left-open", {}) == "***, ***, ***"
+    assert redact(r"words\ of\ a\ flag", {}) == "***"
     text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
     assert redact(text, {}) == "*** <|the end|> *** *** many-responses"
+
+
+COMMIT = "3f9c1a7be04d52e8816bc7f0a94d1e2c5b7780aa"
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("postgresql://superuser@localhost:5432/db", "superuser localhost"),
+        ("s3://bucket-name@x/y", "bucket-name"), ("redis://superuser:superuser@h/0", "superuser"),
+        ("postgres://me:password@h/?monkey=capuchin", "password capuchin"),
+        ('Reply as {"token": "reasoning"}', "reasoning"), ("Use --token reasoning", "reasoning"),
+        ("Balance H2SO4+2NaOH->Na2SO4+2H2O", "H2SO4+2NaOH->Na2SO4+2H2O"),
+        ("Play e2e4e7e5g1f3 or x1+x2+x3+x4+x5", "e2e4e7e5g1f3 x1+x2+x3+x4+x5"),
+        ({"mcp": f"uvx --rev {COMMIT} git+https://h/a@{COMMIT}"}, COMMIT),
+        ({"mcp": "env AUTH_TYPE=password COOKIE_DOMAIN=localhost x --sort-key created_at"},
+         "password localhost created_at"),
+        ({"mcp": "x --token $TOKEN_NAME --key-file /run/key"}, "$TOKEN_NAME /run/key"),
+        ({"mcp": 8}, "x"),
+    ],
+)  # fmt: skip
+def test_words_of_settings_that_are_no_secret_stay(setting: Any, text: str) -> None:
+    hide_settings({"text": setting, "kwargs": setting})
+    assert redact(text, {}) == text
 
 
 def test_a_value_of_eight_characters_is_a_secret_and_a_shorter_one_is_not() -> None:
