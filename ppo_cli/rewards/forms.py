@@ -177,8 +177,14 @@ def adapt(
         extra: dict[str, Sequence[Any]] = {}
         metrics: dict[str, Any] = {}
         logs = {"log_extra": extra.__setitem__, "log_metric": metrics.__setitem__}
-        arguments = form.arguments(Responses(responses, step, length)) | logs
-        chosen = {k: v for k, v in arguments.items() if open_ended or k in parameters}
+        arguments = form.arguments(Responses(responses, step, length))
+        arguments |= {name: log for name, log in logs.items() if name in form.offered}
+        # A function may forward its **kwargs: it gets no more than its trainer passes.
+        chosen = {
+            name: value
+            for name, value in arguments.items()
+            if (open_ended or name in parameters) and (form.takes_columns or name in form.offered)
+        }
 
         def read(returned: Any) -> Any:
             if not form.batch:
