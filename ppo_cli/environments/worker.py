@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes  # noqa: F401  (each fork needs it, and would load it)
 import difflib
 import gc
 import importlib
@@ -28,6 +27,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+with contextlib.suppress(ImportError):
+    import ctypes  # noqa: F401  (each fork needs it, and would load it)
 
 MAX_ANSWER_BYTES = 8 << 20
 CONCURRENT_CALLS = 256  # threads: a slow call must not keep another one waiting
@@ -241,10 +243,6 @@ async def load_class(path: str, kwargs: dict[str, Any]) -> tuple[Callable[[], An
     load = import_module if file.startswith(PLUGIN) else import_file
     module = await run_call(load, file.removeprefix(PLUGIN), label)
     factory = find_name(module, name, label)
-    # If a fork is the first to import numpy, its generator does not begin with the seed.
-    with contextlib.suppress(ImportError, OSError, TypeError):
-        if "numpy" in inspect.getsource(module):
-            importlib.import_module("numpy")
     if not callable(factory):
         raise Problems(f"{label} is of type {type(factory).__name__}; name a class.")
     if inspect.isclass(factory):
@@ -441,11 +439,11 @@ class Worker:
 
     def give_back(self, fork: Any) -> None:
         """Keep a fork, whose calls have left nothing in it, for another episode."""
-        if len(self._spares) < forks.TOGETHER:
+        if fork.has_children() or len(self._spares) == forks.TOGETHER:
+            fork.kill("the call has ended")
+        else:
             fork.forget_prints()
             self._spares.append(fork)
-        else:
-            fork.kill("there are enough others")
 
     async def _relay(self, operation: str, episode: str, timeout: float, data: bytes) -> bytes:
         """Let the fork of an episode answer a request; its reset makes the fork."""
@@ -571,6 +569,10 @@ class Worker:
         USER_FILES.intersection_update(open_now)
         # Tools fork for the calls of functions alone: connections to servers cannot be forked.
         self._relays = bool(memory and path)
+        # A fork that is the first to import it has another seed, and it costs 20 ms and 4 MB.
+        if self._relays:
+            with contextlib.suppress(Exception):  # a broken one fails where it is used
+                await run_call(importlib.import_module, "numpy.random")
         gc.freeze()  # what a fork does not collect stays shared
         return {"tools": list(schemas or [])}
 

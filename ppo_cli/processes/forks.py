@@ -111,17 +111,16 @@ class Fork:
     ) -> None:  # fmt: skip
         """Answer requests in the fork: never returns. Files up to `above` may be open."""
         try:
-            os.setsid()
-            self._reaper.adopt_orphans()  # what leaves the session ends with it too
             os.dup2(self._child_prints, 1)
             os.dup2(self._child_prints, 2)
+            os.setsid()
+            with contextlib.suppress(ImportError):  # a Python may lack ctypes
+                self._reaper.adopt_orphans()  # what leaves the session ends with it too
             kept = sorted(files | {0, 1, 2, self._child_end.fileno()})
             for number, following in zip(kept, [*kept[1:], above]):  # noqa: B905
                 os.closerange(number + 1, following)
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        except (OSError, ValueError):  # a lower limit of its own
-            pass
-        try:
+            with contextlib.suppress(OSError, ValueError):  # it has a lower limit
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             requests = self._channel.Channel(self._child_end)
             if awaits:
@@ -185,6 +184,10 @@ class Fork:
         """Begin again to count and to keep what it prints, for another episode."""
         self._printed, self._tail = 0, b""
 
+    def has_children(self) -> bool:
+        """Whether processes that it has started, or their children, live or wait to be reaped."""
+        return bool(self._reaper.list_children(self.pid))
+
     def lives(self) -> bool:
         """Whether its process has not ended."""
         return not self._find_exit()
@@ -200,7 +203,8 @@ class Fork:
         if self._ended:
             return
         self._ended = reason
-        if self._reaper.list_children(self.pid):  # some may have left its session
+        # Some may have left its session, or, after its own end, its group.
+        if self._exit or self.has_children():
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGSTOP)  # the others neither fork nor compute now
             self._reaper.kill_below(self.pid)

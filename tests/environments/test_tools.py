@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from ppo_cli.environments.mcp import Connection, Server
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.environments.servers import read_servers
 from ppo_cli.errors import UserError
+from ppo_cli.processes.reaper import descendants
 from ppo_cli.secrets.redact import redact
 from tests.environments.conftest import ROW
 from tests.environments.test_pool import Start, open_episodes
@@ -323,11 +325,13 @@ def test_without_async_functions_a_call_alone_ends_with_its_process(
 
 
 PROCESS = """
-import os, time
+import os, subprocess, time
 
-def act(seconds: float, ends: bool = False):
-    'Return the process, late, or end it.'
+def act(seconds: float, ends: bool = False, leaves: bool = False):
+    'Return the process, late, or end it; or leave a daemon.'
     time.sleep(seconds)
+    if leaves:
+        return subprocess.getoutput("setsid sleep 4321 > /dev/null 2>&1 & echo $!")
     return os._exit(3) if ends else os.getpid()
 """
 
@@ -339,7 +343,11 @@ def test_calls_that_leave_nothing_behind_share_forks(
     (tmp_path / "tools.py").write_text(f"STATELESS = {stateless}\n{PROCESS}")
     pool = start(tools=f"{tmp_path}/tools.py")
     slow = [f"slow {number}" for number in range(9)]
-    open_episodes(pool, "a", "b", *slow)
+    open_episodes(pool, "a", "b", "c", *slow)
+    reply = call(pool, ("act", {"seconds": 0, "leaves": True}), episode="c")
+    pool.release(["c"])
+    daemon = int(reply.messages[0]["content"])
+    wait_until(lambda: daemon not in descendants(os.getpid()))
     first, second = (
         call(pool, ("act", {"seconds": 0}), episode=episode).messages[0]["content"]
         for episode in "ab"
