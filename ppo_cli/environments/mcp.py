@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 START_S = 30.0  # a server has this long to start again
-SPARES = 4  # servers that are asked again at once; a call that hangs there leaves its turn
+SPARES = 4  # servers kept, or started at once, for calls asked again; one that hangs lets others go
 LOOK_S = 0.5  # for a server that answers no call to list its tools
 EXIT_S = 0.5  # for a server to end by itself
 CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
@@ -154,10 +154,10 @@ class Server:
                     other.passed = min(other.passed, time.monotonic())
         except (self._worker.TimedOut, ServerEnded):
             await self._replace(call.connection)
-            # Others may be the reason, also those before it in a queue or in a pipe, unless the
-            # server lives and has answered a later call for long, or none was under way.
-            passed = time.monotonic() > call.passed + self._timeout / 2 or not call.shared
-            if self._is_own or (passed and call.connection.lives):
+            # Others may be the reason, also those before it in a queue or in a pipe, unless none
+            # was under way, or the server lives and has answered a later call for long.
+            passed = time.monotonic() > call.passed + self._timeout / 2
+            if self._is_own or not call.shared or (passed and call.connection.lives):
                 raise
             result = await self._ask_alone(name, arguments)
         finally:
@@ -188,28 +188,32 @@ class Server:
         return True
 
     async def _ask_alone(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Ask a server that nobody else asks."""
-        async with self._turns.take(self._timeout + START_S):
-            while True:
-                is_used = bool(self._spares)
-                spare = self._spares.pop() if is_used else await self._connect()
-                try:
-                    # The call before may have ended it.
-                    if is_used and not await self._lives(spare.client, LOOK_S):
-                        raise ServerEnded
-                    result = await self._ask(spare.client, name, arguments)
-                    self._keep(spare)
-                    return result
-                except self._tool_error:
-                    self._keep(spare)
-                    raise
-                except BaseException as error:
-                    spare.close()
-                    if not (is_used and isinstance(error, ServerEnded)):
-                        raise
+        """Ask a server that nobody else asks, once: a call may change things outside."""
+        async with self._turns.take(self._timeout + START_S, self._find_spare) as spare:
+            try:
+                result = await self._ask(spare.client, name, arguments)
+            except self._tool_error:
+                self._keep(spare)
+                raise
+            except BaseException:
+                spare.close()
+                raise
+            self._keep(spare)
+            return result
+
+    async def _find_spare(self) -> Connection:
+        while self._spares:
+            spare = self._spares.pop()
+            if await self._lives(spare.client, LOOK_S):  # the call before may have ended it
+                return spare
+            spare.close()
+        return await self._connect()
 
     def _keep(self, spare: Connection) -> None:
         """Keep a server for the next call that is asked again, for a time."""
+        if len(self._spares) == SPARES:
+            spare.close()
+            return
         self._spares.append(spare)
 
         def end() -> None:
@@ -247,8 +251,8 @@ class Server:
                 # The package adds HOME, PATH and the like.
                 env = {name: os.environ[name] for name in self._passed} | spec.get("env", {})
                 server = open_server(spec, env, worker.reaper)
-            # A command may download packages before it answers.
-            limit = self._timeout if remote else None
+            # A command may download packages before its first answer.
+            limit = self._timeout if remote else START_S if self._current else None
             entering = worker.enter(self._mcp.Client(server))
             return Connection(*await asyncio.wait_for(entering, limit))
         except BaseException as error:

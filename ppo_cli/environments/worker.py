@@ -147,15 +147,21 @@ class Turns:
         self._free = asyncio.Semaphore(number)
 
     @contextlib.asynccontextmanager
-    async def take(self, patience_s: float) -> AsyncIterator[None]:
-        """Wait for a turn, at most `patience_s`, and keep it in the context."""
+    async def take(
+        self, patience_s: float, prepare: Callable[[], Awaitable[Any]] | None = None
+    ) -> AsyncIterator[Any]:
+        """Wait for a turn, at most `patience_s`, and keep it in the context.
+
+        Yields what `prepare` returns; TURN_S begins after it.
+        """
         with contextlib.ExitStack() as turn:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._free.acquire(), patience_s)
                 turn.callback(self._free.release)
+            prepared = await prepare() if prepare else None
             timer = asyncio.get_running_loop().call_later(TURN_S, turn.close)
             turn.callback(timer.cancel)
-            yield
+            yield prepared
 
 
 RESTARTS: list[str] = []  # of MCP servers, since the last reply
@@ -179,8 +185,13 @@ async def enter(context: Any) -> tuple[Any, Callable[[], None]]:
                 raise
             entered.set_exception(error)
 
-    _HOLDERS.append(asyncio.ensure_future(hold()))
-    value, leave = await entered
+    holder = asyncio.ensure_future(hold())
+    _HOLDERS.append(holder)
+    try:
+        value, leave = await entered
+    except asyncio.CancelledError:  # who waited for it gives up
+        holder.cancel()
+        raise
     return value, leave
 
 

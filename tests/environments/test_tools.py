@@ -16,7 +16,7 @@ import pytest
 
 from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
-from ppo_cli.environments.mcp import Connection, Server
+from ppo_cli.environments.mcp import SPARES, Connection, Server, ServerEnded
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.environments.servers import read_servers
 from ppo_cli.errors import UserError
@@ -518,6 +518,54 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 
     monkeypatch.setattr(Server, "_connect", connect)
     assert asyncio.run(ask_all()) == ["done"] * 6
+
+
+class Mortal:
+    """A client of an MCP server that the call `end` ends; `runs` has the calls of all servers."""
+
+    def __init__(self, runs: list[str]) -> None:
+        self._runs, self._lives = runs, True
+
+    async def call_tool(self, name: str, _: dict[str, Any]) -> Any:
+        self._runs.append(name)
+        await asyncio.sleep(0.02)
+        self._lives &= name != "end"
+        return await self.list_tools()
+
+    async def list_tools(self, **_: Any) -> Any:
+        if not self._lives:
+            raise OSError
+        return SimpleNamespace(content=[], structured_content=None, is_error=False)
+
+
+def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_ended_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs, starting, peak = list[str](), 0, 0
+
+    async def connect(_: Server) -> Connection:
+        nonlocal starting, peak
+        starting += 1
+        peak = max(peak, starting)
+        await asyncio.sleep(0.3)
+        starting -= 1
+        return Connection(Mortal(runs), lambda: None)
+
+    async def ask_all() -> None:
+        spec = {"name": "mortal", "label": "--mcp mortal"}
+        server = Server(SimpleNamespace(MCPError=OSError), spec, 5.0, worker, [], ValueError)
+        await server.start()
+        calls = (server.call(name) for name in ("end", *["done"] * 7))
+        end, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(end, ServerEnded) and others == [""] * 7 and runs.count("end") == 2
+        with pytest.raises(ServerEnded):
+            await server.call("end")
+        assert runs.count("end") == 3
+
+    monkeypatch.setattr(worker, "TURN_S", 0.1)
+    monkeypatch.setattr(Server, "_connect", connect)
+    asyncio.run(ask_all())
+    assert peak == SPARES
 
 
 ODD_SERVER = r"""
