@@ -246,8 +246,10 @@ def load(kind: str, spec: str) -> Any:
         return contents[name]
     except BaseException as error:
         label = f"{_package(point)} ({point.value})" if point else f"the file {file}"
+        advice = f" Install {point.package()[0]} again, or uninstall it." if point else ""
         raise ConfigError(
-            f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: {error}."
+            f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: "
+            f"{error}.{advice}"
         ) from error
 
 

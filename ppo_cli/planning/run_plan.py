@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,16 +122,6 @@ class RunPlan:
         }
 
 
-def _name_typed(text: str, origins: Mapping[str, str]) -> str:
-    """Return a message, and which flags of another program set what it names."""
-    for name, origin in origins.items():
-        _, is_flag, typed = origin.partition("flag ")
-        ours = (name in table() and table()[name].flag) or name
-        if is_flag and typed not in text and re.search(rf"(?<!\S){re.escape(ours)}\b", text):
-            text += f" Here {typed} sets {ours}."
-    return text
-
-
 def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -> RunPlan:
     """Return the plan of a resolved configuration, and of what was found about it.
 
@@ -141,7 +130,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
     if findings is None:
         findings = find_findings(resolved)
     if wrong := list_texts(findings, "refuse"):
-        raise ConfigError([_name_typed(text, resolved.origins) for text in wrong])
+        raise ConfigError(wrong)
     fitted, machine = fit_memory(resolved), resolved.machine
     config = fitted.config
     sums = batch_arithmetic(config) | count_micro_batches(config)

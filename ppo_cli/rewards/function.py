@@ -449,13 +449,18 @@ def _check_signature(
         line = f", line {code.co_firstlineno}" if code and code.co_filename == file else ""
         extra = f" With reward.function_kwargs it also gets: {', '.join(kwargs)}." if kwargs else ""
         if isinstance(error, ValueError):
-            raise Refused(f"{name}{signature} in {file}{line}: {error}.{extra}") from error
+            problem = str(error).rstrip(".")
+            raise Refused(f"{name}{signature} in {file}{line}: {problem}.{extra}") from error
         others = ", ".join(f"{form.name}: {form.signature}" for form in list_forms())
+        others = (
+            f"with the parameters of another trainer ({others})"
+            if others
+            else "install ppo-cli again: here it knows no functions of other trainers"
+        )
         raise Refused(
             f"{name}{signature} in {file}{line} cannot be called with "
             f"{', '.join(ARGUMENTS)}: {error}. Write it as "
-            f"{name}(data_source, solution_str, ground_truth, extra_info=None), or with the "
-            f"parameters of another trainer ({others}).{extra}"
+            f"{name}(data_source, solution_str, ground_truth, extra_info=None), or {others}.{extra}"
         ) from error
 
 

@@ -116,10 +116,16 @@ def test_what_a_function_logs_is_recorded_and_settings_are_arguments(file: Path)
     assert [score.value for score in call(file, "verl_batch", bonus=2)] == [3.0, 2.0]
 
 
-def test_two_forms_at_once_are_asked_about_unless_all_is_ours(file: Path) -> None:
+def test_two_forms_at_once_are_asked_about_unless_all_is_ours(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not hasattr(load_function(str(file), "verl", {}), "form")
     with pytest.raises(RewardError, match="of TRL and of OpenRLHF: which one"):
         FunctionReward(f"{file}:mixed")
+    # As in an environment that was installed before there were forms.
+    monkeypatch.setattr("ppo_cli.plugins.read_metadata", dict)
+    with pytest.raises(RewardError, match="install ppo-cli again"):
+        FunctionReward(f"{file}:trl")
 
 
 def test_a_batch_without_usable_scores_fails_as_a_whole(file: Path) -> None:

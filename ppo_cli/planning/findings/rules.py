@@ -9,12 +9,13 @@ plan, train and the library show and refuse what `find_clashes` and `find_findin
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from ppo_cli.config.schema.finding import Finding, Kind
-from ppo_cli.config.schema.keys import find_conflicts, range_remarks
+from ppo_cli.config.schema.keys import find_conflicts, range_remarks, table
 from ppo_cli.errors import ppo
 from ppo_cli.planning.findings import devices, judge_server, models, rewards, run
 from ppo_cli.planning.findings.scene import Scene
@@ -92,8 +93,21 @@ def find_findings(
     scene = Scene(resolved, environ)
     found = [*find_unused(resolved), *run.unsupported_settings(scene)]
     for rule in RULES:
-        found += (Finding((), text, rule.kind) for text in rule.find(scene))
+        texts = rule.find(scene)
+        if rule.kind != "remark":
+            texts = (_name_typed(text, resolved.origins) for text in texts)
+        found += (Finding((), text, rule.kind) for text in texts)
     return tuple(dict.fromkeys(found))
+
+
+def _name_typed(text: str, origins: Mapping[str, str]) -> str:
+    """Return a message, and which flags of another program set what it names."""
+    for name, origin in origins.items():
+        _, is_flag, typed = origin.partition("flag ")
+        ours = (name in table() and table()[name].flag) or name
+        if is_flag and typed not in text and re.search(rf"(?<!\S){re.escape(ours)}\b", text):
+            text += f" Here {typed} sets {ours}."
+    return text
 
 
 def list_texts(findings: Iterable[Finding], *kinds: Kind) -> list[str]:

@@ -290,6 +290,7 @@ LINES = [
     f"{TRL} --importance_sampling_level sequence --loss_type bnpo --delta 5 --use_peft",
     f"{TRL} --scale_rewards none --mask_truncated_completions",
     f"{TRL} --epsilon 1.5 --beta -0.1 --num_train_epochs 0 --adam_beta2 1",
+    f"{TRL} --report_to swanlab",
     "python rloo.py --rloo_k 4 --sft_model_path embedded --dataset_name embedded --stop_token eos",
     "distillation.py --model_name_or_path embedded --teacher_model_name_or_path a --beta 1",
     f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.estimator group_norm",
