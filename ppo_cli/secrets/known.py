@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,12 +74,18 @@ def hide_settings(value: Any, *, is_command: bool = False) -> None:
     elif isinstance(value, str) and is_command:
         hide_command(_split(value))
     elif isinstance(value, str) and URL.fullmatch(value):
-        for login in URL_LOGIN.findall(value):
-            name, _, password = login.partition(":")
-            if (password != name and is_password(login)) if password else is_random(name):
-                hide_secret(password or name)
+        for secret in _list_logins(value):
+            hide_secret(secret)
         for name, secret in URL_QUERY.findall(value):
             hide_named(name[1:-1], secret)
+
+
+def _list_logins(address: str) -> Iterator[str]:
+    """Yield the password of an address, or the random name of a login without a password."""
+    for login in URL_LOGIN.findall(address):
+        name, _, password = login.partition(":")
+        if (password != name and is_password(login)) if password else is_random(name):
+            yield password or name
 
 
 def hide_command(arguments: Sequence[str]) -> None:
@@ -147,7 +153,7 @@ def _find_secrets(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         if _SECRET_NAMES.search(name) or (name.upper().endswith("_KEY") and is_mixed(value)):
             values.add(value.strip())
         elif "://" in value and "@" in value:
-            values |= {login.partition(":")[2] for login in URL_LOGIN.findall(value)}
+            values.update(_list_logins(value))
     return tuple(sorted((v for v in values if len(v) >= MIN_SECRET), key=len, reverse=True))
 
 
