@@ -328,6 +328,34 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+def format_duration(seconds: float) -> str:
+    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# A quote inside a word is an apostrophe.
+_QUOTATION = r"""(?<!\w)(?P<quote>['"`]).*?(?P=quote)(?!\w)"""
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text without its full stop; quotations are left whole."""
+    match = re.match(rf"(?:{_QUOTATION}|.)*?(?=\.\s|\.$|$)", text)
+    return match[0] if match else text
+
+
+def shorten_unquoted(text: str, limit: int) -> str:
+    """Cut a text to at most `limit` characters as `shorten`, before a quotation it would split."""
+    if len(text) <= limit:
+        return text
+    spans = (match.span() for match in re.finditer(rf"{_QUOTATION}|(?<!\w)['\"`].*", text))
+    start = next((start for start, end in spans if start < limit - 1 < end), limit - 1)
+    return f"{text[:start].rstrip()}…"
+
+
 def plural(number: float, noun: str, nouns: str = "") -> str:
     """Return a count with its noun: `1 pair`, `2,000 pairs`, or `2 replies` with `nouns`."""
     return f"{number:,.0f} {noun if number == 1 else nouns or f'{noun}s'}"

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.cli.screen import format_number, titled_table
-from ppo_cli.errors import plural
-from ppo_cli.report.metrics import format_duration
+from ppo_cli.errors import format_duration, plural
 
 # Characters of the longest bar in a histogram.
 BAR = 30

@@ -26,11 +26,10 @@ from rich.text import Text
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import Interrupted, plural
+from ppo_cli.errors import Interrupted, format_duration, plural
 from ppo_cli.report.catalogue import PHASES
 from ppo_cli.report.judge_card import Spent, format_dollars, list_spent
 from ppo_cli.report.metrics import (
-    format_duration,
     format_explained,
     is_pretrained,
     mixture_part_means,

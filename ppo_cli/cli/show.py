@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
+from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import (
     ConfigError,
@@ -45,9 +47,16 @@ from ppo_cli.report.metrics import (
     extend_budget,
     read_pretraining,
     recent_statistics,
+    summarise,
 )
-from ppo_cli.report.page.run_data import describe_fork_of, read_run_config
+from ppo_cli.report.page.run_data import (
+    answer_questions,
+    describe_fork_of,
+    describe_verdict,
+    read_run_config,
+)
 from ppo_cli.report.side_by_side import RECENT, put_side_by_side, tabulate_groups
+from ppo_cli.report.validation import list_validations
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.folder import check_run_folder, paid_calls, run_settings, run_state
 from ppo_cli.run_folder.lines import (
@@ -330,6 +339,7 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
         format_steps_table(steps),
         *(["\n".join(titled_table("The judge", judge))] if judge else []),
         *(["\n".join(titled_table("The episodes", episodes))] if episodes else []),
+        *(describe_outcome(run, config, history) if history else []),
         *format_critic(run),
         *([fork] if fork else []),
     ]
@@ -339,6 +349,23 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
+
+
+def describe_outcome(run: Path, config: Config | None, history: Sequence[Line]) -> list[str]:
+    """Return the first lines of the page: verdict, step to keep, gain, findings, what next."""
+    settings = config or settle_defaults()
+    total = batch_arithmetic(config)["total_steps"] if config else None
+    usd = math.fsum(float(call["usd"]) for call in paid_calls(run))
+    saved, validations = CheckpointStore(run / "checkpoints", 1).steps(), list_validations(history)
+    summary = summarise(history, run, settings, session=(0, 0.0), resume_command="")
+    findings = [{"text": text, "key": "", "now": True} for text in summary.warnings]
+    verdict = describe_verdict(summary, total, validations, findings, usd)
+    answers = answer_questions(summary, settings, saved, validations)
+    return [
+        "\n".join(["".join(t for t, _ in verdict), *align_columns([row[:2] for row in answers])]),
+        *(f"warning: {text}" for text in summary.warnings),
+        "\n".join(titled_table("What next", summary.next_steps)),
+    ]
 
 
 def format_critic(run: Path) -> list[str]:

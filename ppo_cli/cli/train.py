@@ -34,6 +34,7 @@ from ppo_cli.errors import (
     PpoError,
     UserError,
     command_line,
+    format_duration,
     is_address,
     ppo,
 )
@@ -222,13 +223,14 @@ def _forecast_step_time(config: Config, steps: int | None) -> PlanPart:
     before = then.data.train_batch_size * then.rollout.n
     now = config.data.train_batch_size * config.rollout.n
     step = statistics.median(seconds) * now / before
+    per_step = f"{step:.2g} s" if step < 10 else format_duration(step)
     most = config.pretrain_steps
     pretraining = " and critic pretraining" if most else ""
     total = ""
     if steps is not None:
-        total = f", {step * (most + steps) / 60:.3g} min for {steps:,} steps{pretraining}"
+        total = f", {format_duration(step * (most + steps))} for {steps:,} steps{pretraining}"
     sentence = (
-        f"time: about {step:.3g} s per step{total}, from the median of {len(seconds)} steps of "
+        f"time: about {per_step} per step{total}, from the median of {len(seconds)} steps of "
         f"{before} responses in {config.trainer.output_dir}"
     )
     return PlanPart((sentence,), {"step_seconds": step})

@@ -46,6 +46,11 @@ def _entropy_band(limits: Limits, values: Series) -> Band:
     return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
 
 
+def _critic_band(limits: Limits, values: Series) -> Band:
+    """Return the healthy range of the explained variance: a critic needs some steps to learn."""
+    return (None, None) if 0 < len(values) < limits.critic_steps else (0.0, 1.0)
+
+
 # Units with the values that their plots show at least.
 SHARE: dict[str, Any] = {"axis": (0.0, 1.0)}
 COUNT: dict[str, Any] = {"axis": (0.0, None)}  # small shares too
@@ -115,7 +120,7 @@ DECIDING = (
     Metric("explained_variance", "Explained variance",
            "How much of the returns the critic predicts; 1 is all.",
            "raise --critic_lr or --critic_epochs, or start with --critic_pretrain_steps 20",
-           lambda *_: (0.0, 1.0), **SHARE),
+           _critic_band, **SHARE),
     # Texts and thoughts.
     Metric("response_length/clip_ratio", "Cut off", "Share of responses that hit the "
            "length limit.", "raise --max_response_length",
@@ -132,12 +137,13 @@ DECIDING = (
     Metric("thought/share", "Thoughts not closed", label="with a thought", **SHARE),
     # Episodes of several turns.
     Metric("environment/turns_mean", "Turns of an episode", "Mean turns of the policy.", **COUNT),
-    Metric("environment/failed_share", "Errors of episodes",
-           "Shares of episodes that their environment could not finish, and of turns whose tool "
-           "calls it could not act on.",
-           "filter the responses below: the errors are there", lambda *_: (None, 0.05),
-           label="failed episodes", **SHARE),
-    Metric("environment/tool_error_share", "Errors of episodes", label="tool errors", **SHARE),
+    Metric("environment/failed_share", "Failed episodes",
+           "Share of episodes that their environment could not finish.",
+           "filter the responses below: the errors are there", lambda *_: (None, 0.0), **SHARE),
+    Metric("environment/tool_error_share", "Tool errors",
+           "Share of turns whose tool calls the environment could not act on.",
+           "filter the responses below: the errors are there",
+           lambda limits, _: (None, limits.tool_error_share), **SHARE),
     Metric("environment/cut_*_share", "Episodes cut by limits", "Share that each limit cut.",
            "raise --max_turns, --max_turn_tokens or --max_response_length", **SHARE),
     Metric("environment/metric.*", "Figures of the environment", "Mean over the episodes."),

@@ -32,7 +32,10 @@ def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> li
         if key.startswith("environment/")
         and (values := [line[key] for line in recent if line.get(key) is not None])
     }
-    rows = [("turns", f"{means['environment/turns_mean']:.3g} an episode")]
+    rows = [
+        ("means of", f"the last {plural(len(recent), 'step')}"),
+        ("turns", f"{means['environment/turns_mean']:.3g} an episode"),
+    ]
     if (share := means.get("environment/tool_error_share")) is not None:
         causes = count_tool_errors(run_dir, int(recent[-1]["step"]))
         last = f" (step {int(recent[-1]['step'])}: {causes})" if causes else ""

@@ -32,7 +32,6 @@ SETTLE_STEPS = 5  # the first steps are too noisy to judge
 SETTLED_STEPS = 8  # after which a criterion that hardly any response meets is told
 LOST_CREDIT = 0.1  # fall of a criterion's mean credit that is told
 SAME_CREDIT = 0.05  # mean credit of such a criterion, or its distance from 1
-MANY_TOOL_ERRORS = 0.25  # share of turns with a tool error
 MANY_CUT_EPISODES = 0.1  # share of episodes that a limit cuts
 STUCK_STEPS = 20  # steps after which something slow counts as stuck
 HALVED_STEPS = 5  # steps with a halved loss scale; a scale that only starts too high needs fewer
@@ -344,7 +343,7 @@ def _check_entropy(steps: History, limits: Limits) -> str:
 
 def _check_critic(steps: History, limits: Limits) -> str:
     """Warn if the critic has explained nearly nothing for many steps."""
-    explained = _last_values(steps, "explained_variance", STUCK_STEPS)
+    explained = _last_values(steps, "explained_variance", limits.critic_steps)
     if not explained or max(explained) > EXPLAINS_NOTHING:
         return ""
     spread = _last_values(steps, "score/std", SAME_STEPS)
@@ -353,8 +352,8 @@ def _check_critic(steps: History, limits: Limits) -> str:
     usual = median(explained)
     how = "worse than" if usual < -EXPLAINS_NOTHING else "no better than"
     return (
-        f"explained_variance was {max(explained):z.3g} at most in {STUCK_STEPS} steps (the median "
-        f"is {usual:z.3g}): the critic predicts {how} the mean. Raise --critic_lr or "
+        f"explained_variance was {max(explained):z.3g} at most in {limits.critic_steps} steps "
+        f"(the median is {usual:z.3g}): the critic predicts {how} the mean. Raise --critic_lr or "
         "--critic_epochs, start with --critic_pretrain_steps 20, or use an estimator without a "
         "critic (--adv_estimator rloo)."
     )
@@ -454,7 +453,7 @@ def _check_unclosed_thoughts(steps: History, limits: Limits) -> str:
 def _check_tool_errors(steps: History, limits: Limits) -> str:
     """Warn if many turns of three steps have a tool error."""
     errors = _last_values(steps, "environment/tool_error_share", 3)
-    if not errors or min(errors) <= MANY_TOOL_ERRORS:
+    if not errors or min(errors) <= limits.tool_error_share:
         return ""
     causes = count_tool_errors(limits.folder, steps[-1]["step"]) if limits.folder else ""
     return (

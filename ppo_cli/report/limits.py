@@ -20,6 +20,8 @@ class Limits:
     ppo_ratio: tuple[float, float] = (0.8, 1.2)
     entropy_share: float = 0.1
     truncated_share: float = 0.5
+    critic_steps: int = 20  # after which a critic should explain something
+    tool_error_share: float = 0.25  # of the turns
     spike: float = 10.0
     grad_clip: float = 1.0
     updates_per_step: int = 4

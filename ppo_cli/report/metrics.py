@@ -443,15 +443,6 @@ def estimate_budget(
     return math.ceil(need / digit) * digit
 
 
-def format_duration(seconds: float) -> str:
-    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    minutes, rest = divmod(total, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _step_rewards(lines: Lines) -> tuple[float, ...]:
     """Return the mean reward of each step; empty for z-scored mixtures, whose mean is always 0."""
     rewards = tuple(float(line["reward_mean"]) for line in lines)
@@ -506,7 +497,7 @@ def _list_next_steps(
         steps.append(("your model, your data", train_own_model))
         if not any(rule.function for rule in rules_of(config.reward)):
             steps.append(("your own reward", ppo("train --reward_function FILE.py")))
-    elif not doubtful:
+    elif resume_command and not doubtful:
         total = 2 * int(history[-1]["step"]) if history else 0
         jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
         longer = replace_flag(resume_command, "--max_steps", str(total))

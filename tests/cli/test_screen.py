@@ -35,7 +35,7 @@ from ppo_cli.cli.screen import (
     make_printable,
     make_screen,
 )
-from ppo_cli.report.metrics import format_duration
+from ppo_cli.errors import format_duration
 from ppo_cli.report.tracker import Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}

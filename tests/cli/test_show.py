@@ -56,7 +56,7 @@ def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(
         for n in range(10)
     ]
     replace_lines(run / "labels.jsonl", labels[1:])
-    assert "drift" not in show()
+    assert "its scores have risen" not in show()
     replace_lines(run / "labels.jsonl", labels)
     output = "its scores have risen by +0.40 beyond the labels that people gave"
     assert output in show()

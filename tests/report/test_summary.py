@@ -342,7 +342,7 @@ def test_summary_and_page_judge_recorded_runs_alike(
     }
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
     config = run_settings(tmp_path)
-    summary = summarise(lines, tmp_path, config, session=(14, 9.0), resume_command="")
+    summary = summarise(lines, tmp_path, config, session=(14, 9.0), resume_command="ppo train")
     page = RunData(tmp_path, run).read()
     now = {span["kind"]: span["text"] for span in page["findings"] if span["now"]}
     assert sorted(now) == troubles and sorted(now.values()) == sorted(summary.warnings)

@@ -112,7 +112,9 @@ function drawSentences() {
     many ? table("facts", ["", ...runs.map(titled)], names.filter((name) => !shared.includes(name))
       .map((name) => [name, ...runs.map((run) => cell(run, name))]))
       : el("dl", { class: "answers" }, ...runs[0].answers.flatMap(([question, text, key]) =>
-        [el("dt", {}, question), el("dd", {}, cardLink(runs[0], text, key))])));
+        [el("dt", {}, question), el("dd", {}, cardLink(runs[0], text, key))]),
+      el("dt", {}, "what next?"), el("dd", {}, ...runs[0].findings.some((span) => span.now) ? [el("a", { href: "#findings" }, "what the findings advise"), el("br", {})] : [],
+        ...runs[0].next.flatMap(([purpose, command]) => [`${purpose}: `, el("code", {}, command), el("br", {})]))));
 }
 
 function table(kind, heads, rows) {

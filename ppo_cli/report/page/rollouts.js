@@ -346,6 +346,7 @@ async function choose(place) {
 
 async function read(id, whole = false) {
   const { run } = now;
+  $("unread").hidden = true;
   try {
     const [line] = await source.texts(run, [id], whole ? 0 : PANE_CHARS, 1);
     if (!line?.id) throw new Error("This response is not on this page.");
@@ -544,7 +545,7 @@ $("filter").addEventListener("submit", (event) => { event.preventDefault(); load
 function showRun(run) {
   [now.run, now.row] = [run, null];
   $("label").hidden = true;
-  fill($("reading"), el("p", { class: "dim" }, "Choose a response."));
+  $("unread").hidden = false;
   const note = DATA.live ? "" : DATA.notes[run];
   $("sampled").hidden = !note;
   $("sampled").textContent = note;

@@ -14,7 +14,7 @@ from ppo_cli.config.mixture import describe_reward, judges_of, mixture_line, mix
 from ppo_cli.config.schema.reward import Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
-from ppo_cli.errors import UserError, plural
+from ppo_cli.errors import UserError, first_sentence, format_duration, plural
 from ppo_cli.planning.config_file import HOLDS, as_yaml
 from ppo_cli.report.catalogue import list_cards
 from ppo_cli.report.critic import describe_critic
@@ -25,7 +25,6 @@ from ppo_cli.report.limits import Limits
 from ppo_cli.report.metrics import (
     DOUBTFUL,
     describe_pretraining,
-    format_duration,
     read_limits,
     read_pretraining,
     summarise,
@@ -127,6 +126,7 @@ class RunData:
             "verdict": describe_verdict(summary, total, validations, findings, spent["usd"]),
             "facts": list_facts(self.folder, history, config, total, spent["usd"]),
             "answers": answer_questions(summary, run_config, saved, validations),
+            "next": summary.next_steps[1:],  # without the page
             "note": note,
             "steps": steps,
             "total": total,
@@ -309,9 +309,7 @@ def describe_verdict(
         )[:3]
     ]
     # The first sentence of each finding; its card and the list below the curves have the advice.
-    checks = [
-        (span["text"].split(". ")[0].rstrip("."), span["key"]) for span in findings if span["now"]
-    ]
+    checks = [(first_sentence(span["text"]), span["key"]) for span in findings if span["now"]]
     pieces = [(f"{summary.verdict}: ", ""), *_join(measures or [("no reward yet", "")], ", ")]
     pieces.append((f" in {length}. {'Check: ' if checks else 'Nothing to check.'}", ""))
     pieces += [*_join(checks, "; "), (".", "")] if checks else []
@@ -393,7 +391,7 @@ def _summarise_spending(folder: Path, history: Sequence[Mapping[str, Any]]) -> d
         float(line.get("perf/tokens_per_s") or 0.0) * line["time/step_s"] for line in per_step
     )
     usd = sum(float(call["usd"]) for call in calls)
-    rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
+    rows = [["time", format_duration(seconds)], ["tokens trained on", f"{trained:,.0f}"]]
     if calls:
         rows += [["judge models", ", ".join(models)]]
         rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]

@@ -143,6 +143,9 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: "cannot be read" in count(browser))
     fill(browser, "pattern", "answer 5 at")
     until(lambda: count(browser) == f"25 of {total} responses")
+    width = "return ['table', 'reader'].map((id) => document.getElementById(id).clientWidth)"
+    table, reader = browser.execute_script(width)
+    assert table == reader, "the table has the whole width until a response is chosen"
     browser.execute_script("document.querySelector('#table tbody tr').click()")
     until(lambda: "answer 5 at 39" in " ".join(texts(browser, "#pane .text")))
     for name in ("thoughts", "response_id"):

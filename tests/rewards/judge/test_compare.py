@@ -250,6 +250,10 @@ def test_a_reference_gives_a_win_rate(make: Make, server: JudgeServer) -> None:
     metrics = reward.pop_metrics()
     assert metrics["judge/win_rate"] == 0.5 and metrics["judge/ties"] == pytest.approx(1 / 3)
     assert "the reference" in scores[0].reason
+    judge = server.score
+    server.score = lambda system, user: "No." if answer_text(4) in user else judge(system, user)
+    assert values_of(reward, group(2, 4, 3, ground_truth=answer_text(2)))[0] is None
+    assert reward.pop_metrics()["judge/win_rate"] == 1.0, "of those that have a score"
     named = make(compare="extra_info.best")
     with pytest.raises(RewardError, match=r"1 of 2 rows .*\nrow 2: extra_info\.best is"):
         named.start([group(1, "", extra_info={"best": "x"})[0].prompt, group(2, "")[0].prompt])
