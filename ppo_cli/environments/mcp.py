@@ -26,7 +26,7 @@ from typing import Any
 START_S = 30.0  # a server has this long to start again
 SPARES = 4  # servers kept, or started at once, for calls asked again; one that hangs lets others go
 LOOK_S = 0.5  # for a server that answers no call to list its tools
-EXIT_S = 0.5  # for a server to end by itself
+EXIT_S = 2.0  # for a server to end after its stdin is closed, and again after SIGTERM
 CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
 MAX_LINE, ID_BYTES = 8 << 20, 200  # bytes of a message, and those at its ends that have its id
 # Where a message has its id, before or after the result, which may have records with ids.
@@ -289,6 +289,14 @@ async def open_server(
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
+
+    def kill(_: Any = None) -> None:
+        reaper.kill_below(process.pid)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    ended = asyncio.ensure_future(process.wait())
+    ended.add_done_callback(kill)  # at once: later its id may be that of another process
     received, messages = anyio.create_memory_object_stream(math.inf)
     requests, to_send = anyio.create_memory_object_stream(math.inf)
     closed = (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
@@ -342,11 +350,14 @@ async def open_server(
         requests.close()
         messages.close()
         stdin.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), EXIT_S)
-        reaper.kill_below(process.pid)
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([ended], timeout=EXIT_S)
+        if not ended.done():
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGTERM)
+            await asyncio.wait([ended], timeout=EXIT_S)
+        if not ended.done():
+            ended.remove_done_callback(kill)
+            kill()
         await asyncio.wait(tasks, timeout=EXIT_S)
         for task in tasks:
             task.cancel()

@@ -16,7 +16,7 @@ import pytest
 
 from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
-from ppo_cli.environments.mcp import SPARES, Connection, Server, ServerEnded
+from ppo_cli.environments.mcp import SPARES, Connection, Server, ServerEnded, open_server
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.environments.servers import read_servers
 from ppo_cli.errors import UserError
@@ -612,6 +612,23 @@ def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
     assert {answers.pop(1), answers.pop(1)} == {"Error: the answer has more than 8 MiB"}
     assert answers == ["done"] * 5
     assert call(pool, ("plain", {}), episode="0").messages[0]["content"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    ["cat; sleep 0.8; touch saved", "trap 'touch saved; exit' TERM; while sleep 0.1; do :; done"],
+)
+def test_an_mcp_server_saves_its_state_at_its_end(tmp_path: Path, program: str) -> None:
+    pytest.importorskip("mcp")
+    spec = {"command": "sh", "args": ["-c", program], "cwd": str(tmp_path), "label": "sh"}
+
+    async def end() -> None:
+        async with open_server(spec, {}, worker.reaper):
+            pass
+
+    asyncio.run(end())
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow
