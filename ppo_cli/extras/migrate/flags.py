@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import Any
 from ppo_cli.cli.flags import SUGGESTION_CUTOFF, is_override
 from ppo_cli.config.layers import DEFAULT
 from ppo_cli.config.schema.keys import table
-from ppo_cli.errors import ppo
+from ppo_cli.errors import plural, ppo
 from ppo_cli.extras.migrate.tools import name_tool
 from ppo_cli.extras.migrate.verl.translator import VERSION
 from ppo_cli.machine.gpus import list_gpus
@@ -154,7 +155,8 @@ def translate(args: Sequence[str]) -> Translation:
         return done
     if script := SHELL.match(" ".join(args)):
         path = user_path(script[1])
-        tool = name_tool(path.read_text("utf-8", "replace").split()) if path.is_file() else ""
+        readable = path.is_file() and os.access(path, os.R_OK)
+        tool = name_tool(path.read_text("utf-8", "replace").split()) if readable else ""
         tool += ". " * bool(tool)
         done.problems.append(
             f"{tool}{script[1]} is a shell script, which is not run here: put the command in it, "
@@ -290,7 +292,8 @@ def _translate_flag(flag: str, values: list[str], done: Translation) -> list[str
     """Return the arguments for a flag and its values; None to leave them as they are."""
     flags, name = done.tables, find_name(flag)
     value = values[0] if len(values) == 1 else ""
-    if name == "reward_funcs" and (mixture := _mix_functions(values, done)):
+    weights = done.values.get("reward_weights", [])
+    if name == "reward_funcs" and (mixture := _mix_functions(values, weights, done)):
         return mixture
     if name in flags["values"]:
         meanings = flags["values"][name]
@@ -430,17 +433,26 @@ def _name_sets(flag: str, done: Translation) -> list[str]:
     return args
 
 
-def _mix_functions(values: Sequence[str], done: Translation) -> list[str]:
+def _mix_functions(values: Sequence[str], weights: Sequence[str], done: Translation) -> list[str]:
     """Return TRL's sum of several reward functions, or of one with a weight, as a mixture."""
     meanings, args = done.tables["values"]["reward_funcs"], list[str]()
-    weights = done.values.get("reward_weights", [])
+    if weights and len(weights) != len(values):
+        done.problems.append(
+            f"--reward_weights has {len(weights)} for {plural(len(values), 'function')}: name one "
+            "weight for each."
+        )
+        return []
+    names = Counter[str]()
     for at, value in enumerate(values if len(values) > 1 or weights else ()):
         matches = ((re.fullmatch(pattern, value), meanings[pattern]) for pattern in meanings)
         match, meaning = next((pair for pair in matches if pair[0]), (None, ""))
         if match is None:
             return []
         setting = meaning.removeprefix("--").replace("reward_", "").format(value, *match.groups())
-        part = f"reward.composite.parts.{re.split('[.:]', value)[-1]}"
+        name = re.split("[.:]", value)[-1]
+        names[name] += 1
+        # Functions of two files may have one name.
+        part = f"reward.composite.parts.{name}" + f"_{names[name]}" * (names[name] > 1)
         args += [f"{part}.kind=rule", f"{part}.{setting}", f"{part}.scaling=none"]
         args += [f"{part}.weight={weight}" for weight in weights[at : at + 1]]
     return args
@@ -541,14 +553,17 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
 
     library, method, flags = read_script(done.path)
     program = ["trl", method] if method else []
-    functions = [value for name, values in flags if name == "--reward_funcs" for value in values]
+    functions, weights = (
+        [value for name, values in flags if name == flag for value in values]
+        for flag in ("--reward_funcs", "--reward_weights")
+    )
     flags = [(name, values) for name, values in flags if is_known(find_name(name))]
     every = [word for name, values in flags for word in (name, *values)]
     unread = set(translate([*program, *every, "--train_files", "FILE"]).args) - own_flags().keys()
     # What has no equal here is left out, and so is what the line sets itself.
     words = [word for word in line if word.strip()]
     for name, values in flags:
-        if name not in {*words, *unread, "--reward_funcs"}:
+        if name not in {*words, *unread, "--reward_funcs", "--reward_weights"}:
             words += [name, *values]
     if not names_prompts(words):
         words += ["--train_files", "FILE"]
@@ -556,7 +571,7 @@ def replace_script(line: Sequence[str], done: Translation) -> str:
         words += ["--model", "MODEL"]
     built = f'    Its rows are built with map(): write them with dataset.to_json("{BUILT_ROWS}").\n'
     built *= BUILT_ROWS in words
-    mixed = _mix_functions(functions, done)
+    mixed = _mix_functions(functions, weights, done)
     words += mixed or ["--reward_function", *(functions[:1] or ["FILE.py:NAME"])]
     return (
         f"{done.program} is not read, and its settings are inside{library and f' ({library})'}. "

@@ -165,13 +165,15 @@ def test_what_changes_nothing_is_left_out_with_a_note() -> None:
         ("--reward_funcs my.rewards.f", "--reward_function=my.rewards:f"),
         ("--adv_estimator ppo --critic_lr 1", "--adv_estimator=gae --critic_lr 1"),
         (
-            "--reward_funcs my.f accuracy_reward --reward_weights 0.5 2",
+            "--reward_funcs my.f accuracy_reward g.f --reward_weights 0.5 2 1",
             "reward.composite.parts.f.kind=rule reward.composite.parts.f.function=my:f "
             "reward.composite.parts.f.scaling=none reward.composite.parts.f.weight=0.5 "
             "reward.composite.parts.accuracy_reward.kind=rule "
             "reward.composite.parts.accuracy_reward.rule=math "
             "reward.composite.parts.accuracy_reward.scaling=none "
-            "reward.composite.parts.accuracy_reward.weight=2",
+            "reward.composite.parts.accuracy_reward.weight=2 reward.composite.parts.f_2.kind=rule "
+            "reward.composite.parts.f_2.function=g:f reward.composite.parts.f_2.scaling=none "
+            "reward.composite.parts.f_2.weight=1",
         ),
         ("--logger.wandb_project p --freezing_actor_steps -1", "trainer.project_name=p"),
         ("--vllm_importance_sampling_correction false", f"{CORRECTION}=off"),
@@ -330,6 +332,7 @@ if short:
 RATE = 1e-6
 c.learning_rate = RATE
 training_args.num_generations = 4
+c.reward_weights = [2.0]
 tok.model_name_or_path = "hello"
 GRPOTrainer(model="{model}", args=c, reward_funcs=[score], train_dataset={data}).train()
 """
@@ -364,6 +367,7 @@ def test_a_script_is_refused_with_the_line_that_replaces_it(
     assert [values[key]["value"] for key in ("actor.optim.lr", "rollout.n", "model.path")] == [
         1e-6, 4, "embedded",
     ]  # fmt: skip
+    assert len(translate(["--reward_funcs", "a.f", "--reward_weights", "1", "2"]).problems) == 1
 
 
 TOOL_LINES = (
