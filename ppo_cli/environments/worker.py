@@ -166,7 +166,8 @@ class Turns:
 
 RESTARTS: list[str] = []  # of MCP servers, since the last reply
 USER_FILES: set[int] = set()  # the files that the user's code opened when it was loaded
-_HOLDERS: list[asyncio.Future[None]] = []  # the event loop does not keep its tasks
+# Tasks in an async context, which the event loop does not keep, and what makes them leave it.
+_HOLDERS: dict[asyncio.Future[None], Callable[[], None]] = {}
 
 
 async def enter(context: Any) -> tuple[Any, Callable[[], None]]:
@@ -186,7 +187,8 @@ async def enter(context: Any) -> tuple[Any, Callable[[], None]]:
             entered.set_exception(error)
 
     holder = asyncio.ensure_future(hold())
-    _HOLDERS.append(holder)
+    _HOLDERS[holder] = leaving.set
+    holder.add_done_callback(_HOLDERS.pop)
     try:
         value, leave = await entered
     except asyncio.CancelledError:  # who waited for it gives up
@@ -434,6 +436,10 @@ class Worker:
         ]
         closing += [self._relay("close", name, CLOSE_TIMEOUT_S, b"") for name in self._forks]
         await asyncio.wait_for(asyncio.gather(*closing), CLOSE_TIMEOUT_S)
+        for leave in _HOLDERS.values():
+            leave()
+        if _HOLDERS:  # servers may save their state
+            await asyncio.wait(_HOLDERS, timeout=CLOSE_TIMEOUT_S)
 
     def fork(self, answer: Callable[[bytes], Any], *, awaits: bool) -> Any:
         """Return a fork of this process; `answer` and `awaits` are alike for all episodes."""

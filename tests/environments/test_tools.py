@@ -658,7 +658,7 @@ def mcp_file(tmp_path: Path) -> Path:
 
 
 COUNTER = """
-import os
+import os, time
 from mcp.server import MCPServer
 
 server, counts = MCPServer("counter"), []
@@ -675,6 +675,8 @@ def nothing():
     'Do nothing.'
 
 server.run("stdio")
+time.sleep(0.2)
+open(__file__ + ".saved", "w").close()
 """
 
 
@@ -697,6 +699,8 @@ def test_servers_of_a_file(
         first, second = (message["content"] for message in reply.messages)
         assert first == "0" and second.split("\n")[:2] == [str(times), "/"]
         assert "value" in second and "usual" in second and "of the program" not in second
+    pool.close()
+    assert mcp_file.with_name("server.py.saved").exists()
 
 
 @pytest.mark.parametrize(
