@@ -56,13 +56,15 @@ class Responses:
     responses: tuple[Response, ...]
     step: int
     length: RunLength
+    form: str
 
 
 @dataclass(frozen=True)
 class Form:
     """How a trainer calls its reward functions; packages add them as `ppo_cli.reward_forms`.
 
-    `mark`: parameters that only this form has. `arguments` returns what the trainer passes, by
+    `mark`: parameters that only this form has; `hints` count where they have no default, or where
+    no form has a mark. `arguments` returns what the trainer passes, by
     name; `offered` are the names that are always there, and columns of the rows come with them if
     `takes_columns`. `unit` has the responses of a call: one, those to a prompt, or all of a round.
     `batch`: the arguments are lists, and so is what the function returns.
@@ -76,6 +78,7 @@ class Form:
     unit: Literal["response", "group", "round"] = "round"
     batch: bool = True
     takes_columns: bool = False
+    hints: tuple[str, ...] = ()
 
 
 def list_forms() -> list[Form]:
@@ -84,6 +87,11 @@ def list_forms() -> list[Form]:
     if problems:
         raise RewardError(" ".join(problems))
     return list(chain.from_iterable(forms))
+
+
+def get_form(name: str) -> Form:
+    """Return the form of a name that `adapt` has seen."""
+    return next(form for form in list_forms() if form.name == name)
 
 
 def describe_response(rollout: Rollout) -> Response:
@@ -120,14 +128,16 @@ def find_form(
         "solution_str" in parameters and set(required(parameters, kwargs)) <= {*ARGUMENTS}
     ):
         return None
-    needed = set(required(parameters, kwargs))
-    marked = [form for form in list_forms() if set(form.mark) & set(parameters)]
+    needed, taken = set(required(parameters, kwargs)), parameters.keys() - kwargs
+    forms = list_forms()
+    marked = [form for form in forms if {*form.mark} & taken or {*form.hints} & needed]
+    marked = marked or [form for form in forms if {*form.hints} & taken]
     # A column of the rows may have any name that does not hold the responses.
     by_columns = [form for form in marked if form.takes_columns and form.batch]
-    if by_columns and "states" in needed:
-        marked = [form for form in marked if needed <= {*form.offered}] or marked
-    elif by_columns and not {"queries", "solution_strs"} & parameters.keys():
-        marked = by_columns
+    if by_columns and not {"queries", "solution_strs"} & taken and "completion" not in needed:
+        # A group's form that passes all that is needed; `prefer_columns` sees the rows.
+        exact = [form for form in marked if {*form.hints} & needed and needed <= {*form.offered}]
+        marked = exact or by_columns
     names = [
         *(["verl"] if marked and "solution_str" in parameters else []),
         *(f.name for f in marked),
@@ -146,6 +156,15 @@ def find_form(
             f"it has the form of {form.name}, {form.signature}, which passes no "
             f"{', '.join(lacking)}: give it a default, or a value in reward.function_kwargs"
         )
+    return form
+
+
+def prefer_columns(form: Form, needed: Iterable[str], columns: Iterable[str]) -> Form:
+    """Return the form that passes columns, if those of the rows have all that is needed."""
+    for other in list_forms():
+        named = {*other.mark}.intersection(needed)
+        if other.takes_columns and named and {*needed} <= {*other.offered, *columns}:
+            return other
     return form
 
 
@@ -170,14 +189,13 @@ def adapt(
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def prepare(
-        responses: tuple[Response, ...], step: int, length: RunLength
-    ) -> tuple[Any, Callable[[Any], Any]]:
+    def prepare(call: Responses) -> tuple[Any, Callable[[Any], Any]]:
         """Call the function, and return what reads its result."""
+        form, count = get_form(call.form), len(call.responses)
         extra: dict[str, Sequence[Any]] = {}
         metrics: dict[str, Any] = {}
         logs = {"log_extra": extra.__setitem__, "log_metric": metrics.__setitem__}
-        arguments = form.arguments(Responses(responses, step, length))
+        arguments = form.arguments(call)
         arguments |= {name: log for name, log in logs.items() if name in form.offered}
         # A function may forward its **kwargs: it gets no more than its trainer passes.
         chosen = {
@@ -189,17 +207,17 @@ def adapt(
         def read(returned: Any) -> Any:
             if not form.batch:
                 return returned
-            logged = extra | {name: [value] * len(responses) for name, value in metrics.items()}
-            return read_batch(returned, len(responses), logged)
+            logged = extra | {name: [value] * count for name, value in metrics.items()}
+            return read_batch(returned, count, logged)
 
         return function(**chosen | dict(kwargs)), read
 
-    async def call_async(responses: tuple[Response, ...], step: int, length: RunLength) -> Any:
-        returned, read = prepare(responses, step, length)
+    async def call_async(**fields: Any) -> Any:
+        returned, read = prepare(Responses(**fields))
         return read(await returned)
 
-    def call(responses: tuple[Response, ...], step: int, length: RunLength) -> Any:
-        returned, read = prepare(responses, step, length)
+    def call(**fields: Any) -> Any:
+        returned, read = prepare(Responses(**fields))
         return read(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
 
     method = getattr(function, "__call__", None)  # noqa: B004

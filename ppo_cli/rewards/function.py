@@ -44,7 +44,9 @@ from ppo_cli.rewards.forms import (
     describe_finish,
     describe_response,
     find_form,
+    get_form,
     list_forms,
+    prefer_columns,
 )
 from ppo_cli.rewards.pool import RUN_ENDED, WorkerPool
 from ppo_cli.rewards.worker import Refused, Task
@@ -81,7 +83,7 @@ class FunctionReward(Reward):
             raise
         self._required = ready.required
         # Of a function for another trainer; None for our own form.
-        self._form = next((f for f in list_forms() if f.name == ready.form), None)
+        self._form = get_form(ready.form) if ready.form else None
         self._step, self._length = 0, RunLength()
         self._round: list[tuple[Rollout, Future[Score]]] = []  # not yet scored
 
@@ -91,8 +93,9 @@ class FunctionReward(Reward):
         """Say whose form the function has; RewardError if the rows lack a column that it needs."""
         if self._form is None:
             return
-        tell(f"{self._label} is called as {self._form.name} does: {self._form.signature}.")
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        self._form = prefer_columns(self._form, self._required, columns)
+        tell(f"{self._label} is called as {self._form.name} does: {self._form.signature}.")
         missing = [n for n in self._required if n not in (*self._form.offered, *columns)]
         if missing and columns:
             raise RewardError(
@@ -114,7 +117,7 @@ class FunctionReward(Reward):
         if self._form is not None:
             entry = rollout, Future[Score]()
             if self._form.unit == "response":
-                self._call([entry])
+                self._call(self._form, [entry])
             else:
                 self._round.append(entry)
             return entry[1]
@@ -129,16 +132,18 @@ class FunctionReward(Reward):
         """Call a function of several responses: those to a prompt, or all in their order."""
         entries, self._round = self._round, []
         entries.sort(key=lambda entry: (entry[0].prompt.uid, entry[0].sample))
-        if entries and self._form and self._form.unit == "round":
-            self._call(entries)
+        if not entries or self._form is None:
+            return
+        if self._form.unit == "round":
+            self._call(self._form, entries)
             return
         for _, group in groupby(entries, lambda entry: entry[0].prompt.uid):
-            self._call(list(group))
+            self._call(self._form, list(group))
 
-    def _call(self, entries: list[tuple[Rollout, Future[Score]]]) -> None:
+    def _call(self, form: Form, entries: list[tuple[Rollout, Future[Score]]]) -> None:
         """Send a call for these responses to a worker."""
         responses = tuple(describe_response(r) for r, _ in entries)
-        call = Responses(responses, self._step, self._length)
+        call = Responses(responses, self._step, self._length, form.name)
         scored = self._pool.submit(call, lambda score: score, len(entries))
         scored.add_done_callback(partial(_deal, entries))
 

@@ -17,7 +17,7 @@ from ppo_cli.extras.migrate.forms import FORMS
 from ppo_cli.processes.user_code import import_file
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import BatchScore, read_returned
-from ppo_cli.rewards.forms import describe_response
+from ppo_cli.rewards.forms import Responses, describe_response
 from ppo_cli.rewards.function import FunctionReward, load_function
 from ppo_cli.rewards.pool import RUN_ENDED
 from tests.rewards.foreign_callers import CALLERS, LENGTH
@@ -58,8 +58,9 @@ def call(file: Path, name: str, **kwargs: Any) -> list[Score]:
     scores: list[Score] = []
     for part in [rollouts] if form and form.unit == "round" else [rollouts[:1], rollouts[1:]]:
         responses = tuple(map(describe_response, part))
-        arguments = {"responses": responses, "step": STEP, "length": LENGTH}
-        if form is None:
+        if form is not None:
+            arguments = vars(Responses(responses, STEP, LENGTH, form.name))
+        else:
             (row,) = responses
             fields = ("data_source", "ground_truth", "extra_info")
             arguments = {name: getattr(row, name) for name in fields} | {"solution_str": row.text}
@@ -120,6 +121,7 @@ def test_two_forms_at_once_are_asked_about_unless_all_is_ours(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not hasattr(load_function(str(file), "verl", {}), "form")
+    assert getattr(load_function(str(file), "mixed", {"queries": 1}), "form", "") == "TRL"
     with pytest.raises(RewardError, match="of TRL and of OpenRLHF: which one"):
         FunctionReward(f"{file}:mixed")
     # As in an environment that was installed before there were forms.
@@ -140,9 +142,14 @@ def test_a_round_is_one_call_of_a_module_and_a_missing_column_is_refused(
     monkeypatch.chdir(file.parent)
     with pytest.raises(RewardError, match=r"there is no module no\.such"):
         FunctionReward("no.such:f")
-    rollouts, lines = list_rollouts(), list[str]()
-    with closing(FunctionReward("forms:trl")) as reward:
-        reward.start([rollout.prompt for rollout in rollouts], tell=lines.append)
+    lines = list[str]()
+    # With a column `states` the function is TRL's, else one of verifiers' groups.
+    prompts = [rollout.prompt for rollout in list_rollouts()]
+    columns = [{**prompt.columns, "states": prompt.columns["solution"]} for prompt in prompts]
+    prompts = [replace(p, columns=c) for p, c in zip(prompts, columns, strict=True)]
+    rollouts = [replace(r, prompt=p) for r, p in zip(list_rollouts(), prompts, strict=True)]
+    with closing(FunctionReward("forms:rubric_or_trl")) as reward:
+        reward.start(prompts, tell=lines.append)
         reward.begin_step(STEP)
         futures = [reward.submit(rollout) for rollout in reversed(rollouts)]
         reward.end_round()
@@ -154,7 +161,7 @@ def test_a_round_is_one_call_of_a_module_and_a_missing_column_is_refused(
     assert [line.partition(":")[0] for line in lines] == ["forms"]
     missing = pytest.raises(RewardError, match="needs colour, and the rows have no such column")
     with closing(FunctionReward(f"{file}:lacks")) as reward, missing:
-        reward.start([rollout.prompt for rollout in rollouts])
+        reward.start(prompts)
 
 
 def test_the_documents_have_a_row_for_each_form() -> None:

@@ -126,10 +126,10 @@ def _call_verifiers_group(call: Responses) -> dict[str, Any]:
 
 FORMS = (
     Form(
-        "TRL", "f(completions, **columns) -> list",
-        ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        "TRL", "f(completions, **columns) -> list", ("completions",),
         ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
         _call_trl, takes_columns=True,
+        hints=("completion_ids", "trainer_state", "log_extra", "log_metric"),
     ),
     Form(
         "OpenRLHF", "f(queries, prompts, labels) -> {rewards: …}, list or tensor",
@@ -146,8 +146,8 @@ FORMS = (
         _call_slime, unit="response", batch=False,
     ),
     Form(
-        "slime's groups", "async f(args, samples) -> list", ("samples",), ("args", "samples"),
-        _call_slime, unit="group",
+        "slime's groups", "async f(args, samples) -> list", (), ("args", "samples"), _call_slime,
+        unit="group", hints=("samples",),
     ),
     Form(
         "verifiers", "f(completion, answer, …) -> number", ("completion", "state"),
@@ -155,8 +155,8 @@ FORMS = (
         _call_verifiers, unit="response", batch=False, takes_columns=True,
     ),
     Form(
-        "verifiers' groups", "f(completions, states, …) -> list", ("states",),
+        "verifiers' groups", "f(completions, states, …) -> list", (),
         ("prompts", "completions", "answers", "states", "infos", "tasks", "parser"),
-        _call_verifiers_group, unit="group",
+        _call_verifiers_group, unit="group", hints=("states",),
     ),
 )  # fmt: skip
