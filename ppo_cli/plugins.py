@@ -249,7 +249,7 @@ def load(kind: str, spec: str) -> Any:
         advice = f" Install {point.package()[0]} again, or uninstall it." if point else ""
         raise ConfigError(
             f"The {KINDS[kind]} '{name}' of {label} does not load: {type(error).__name__}: "
-            f"{error}.{advice}"
+            f"{str(error).rstrip('.')}.{advice}"
         ) from error
 
 

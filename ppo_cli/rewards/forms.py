@@ -10,7 +10,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 from ppo_cli import plugins
@@ -82,11 +81,18 @@ class Form:
 
 
 def list_forms() -> list[Form]:
-    """Return the forms that installed packages add; RewardError for one that does not load."""
-    forms, problems = plugins.load_all("reward_forms")
-    if problems:
-        raise RewardError(" ".join(problems))
-    return list(chain.from_iterable(forms))
+    """Return the forms that packages add; RewardError or ConfigError for what cannot be used."""
+    forms: list[Form] = []
+    for name, (point, *_) in sorted(plugins.entry_points("reward_forms").items()):
+        added = plugins.load("reward_forms", name)
+        if not isinstance(added, tuple) or not all(isinstance(form, Form) for form in added):
+            raise RewardError(
+                f"The form of reward functions '{name}' of the package {point.package()[0]} "
+                f"({point.value}) is {added!r:.60}, and not a tuple of ppo_cli.rewards.forms.Form. "
+                "Mend that, or uninstall the package."
+            )
+        forms += added
+    return forms
 
 
 def get_form(name: str) -> Form:
@@ -123,12 +129,15 @@ def find_form(
 
     ValueError says why it has none, or more than one.
     """
+    needed, taken = set(required(parameters, kwargs)), parameters.keys() - kwargs
     names_of_ours = set(ARGUMENTS[:3]) <= parameters.keys()
-    if names_of_ours or (
-        "solution_str" in parameters and set(required(parameters, kwargs)) <= {*ARGUMENTS}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if (
+        names_of_ours
+        or ("solution_str" in parameters and needed <= {*ARGUMENTS})
+        or all(parameters[name].kind in variadic for name in taken)
     ):
         return None
-    needed, taken = set(required(parameters, kwargs)), parameters.keys() - kwargs
     forms = list_forms()
     marked = [form for form in forms if {*form.mark} & taken or {*form.hints} & needed]
     marked = marked or [form for form in forms if {*form.hints} & taken]

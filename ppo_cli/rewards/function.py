@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ppo_cli.errors import ConfigError, RewardError, did_you_mean
+from ppo_cli.errors import ConfigError, RewardError, UserError, did_you_mean
 from ppo_cli.paths import user_path
 from ppo_cli.processes.user_code import describe_error, error_line, import_file
 from ppo_cli.records import Prompt, Rollout, Score
@@ -448,14 +448,15 @@ def _check_signature(
         if form is None:
             signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
         return form
+    except UserError as error:  # a plug-in of forms is broken
+        raise Refused(str(error)) from error
     except (TypeError, ValueError) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
         # The function may come from another file, whose line would say nothing here.
         line = f", line {code.co_firstlineno}" if code and code.co_filename == file else ""
         extra = f" With reward.function_kwargs it also gets: {', '.join(kwargs)}." if kwargs else ""
         if isinstance(error, ValueError):
-            problem = str(error).rstrip(".")
-            raise Refused(f"{name}{signature} in {file}{line}: {problem}.{extra}") from error
+            raise Refused(f"{name}{signature} in {file}{line}: {error}.{extra}") from error
         others = ", ".join(f"{form.name}: {form.signature}" for form in list_forms())
         others = (
             f"with the parameters of another trainer ({others})"

@@ -20,6 +20,7 @@ from ppo_cli.config.schema.keys import describe_range, table
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.plugins import read_metadata
+from ppo_cli.rewards.function import check_callable
 from ppo_cli.rewards.rules import get_rule
 from ppo_cli.run.identity import describe_changes, setting_values
 from tests.environments.conftest import ROW
@@ -180,3 +181,12 @@ def test_a_package_reads_what_was_written_for_another_program(
     # One that does not load is a note, so that other lines work.
     notes = " ".join(planned["notes"])
     assert "acme's line." in notes and "'broken' of the package other" in notes
+
+
+def test_forms_of_rewards_that_are_none_stop_only_functions_that_need_them(site: Path) -> None:
+    install(site, "other", {"ppo_cli.reward_forms": {"acme": "acme_ppo:short"}})
+    read_metadata.cache_clear()
+    check_callable(lambda solution_str, ground_truth, **kwargs: 1.0, {})
+    check_callable(lambda **kwargs: 1.0, {})
+    with pytest.raises(ConfigError, match=r"'acme' of the package other .* not a tuple of"):
+        check_callable(lambda completions: [1.0], {})

@@ -171,3 +171,11 @@ def test_the_documents_have_a_row_for_each_form() -> None:
     ] == []
     names = {form.replace("_", " ") for _, form, _ in EXPECTED}
     assert names == {"verl", *(form.name for form in FORMS)}
+
+
+def test_an_info_that_is_no_json_is_no_info() -> None:
+    (form,) = (form for form in FORMS if form.name == "verifiers")
+    for text in ("from chapter 3", "", "3"):
+        response = replace(describe_response(list_rollouts()[0]), columns={"info": text})
+        arguments = form.arguments(Responses((response,), STEP, LENGTH, form.name))
+        assert arguments["info"] == response.extra_info

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,9 @@ class _Parser:
 def _make_state(row: Response) -> dict[str, Any]:
     """Return the state of verifiers after a single turn."""
     info = row.columns.get("info")
-    info = json.loads(info) if isinstance(info, str) else info
+    if isinstance(info, str):
+        with suppress(ValueError):  # a text of its own, such as "from chapter 3"
+            info = json.loads(info)
     prompt = [dict(message) for message in row.messages]
     completion = [{"role": "assistant", "content": row.text}]
     truncated = row.finish_reason == "length"
