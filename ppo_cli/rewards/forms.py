@@ -129,32 +129,32 @@ def find_form(
 
     ValueError says why it has none, or more than one.
     """
-    needed, taken = set(required(parameters, kwargs)), parameters.keys() - kwargs
+    needed, names = set(required(parameters, kwargs)), parameters.keys() - kwargs
     names_of_ours = set(ARGUMENTS[:3]) <= parameters.keys()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if (
         names_of_ours
         or ("solution_str" in parameters and needed <= {*ARGUMENTS})
-        or all(parameters[name].kind in variadic for name in taken)
+        or all(parameters[name].kind in variadic for name in names)
     ):
         return None
     forms = list_forms()
-    marked = [form for form in forms if {*form.mark} & taken or {*form.hints} & needed]
-    marked = marked or [form for form in forms if {*form.hints} & taken]
+    marked = [form for form in forms if {*form.mark} & names or {*form.hints} & needed]
+    marked = marked or [form for form in forms if {*form.hints} & names]
     # A column of the rows may have any name that does not hold the responses.
     by_columns = [form for form in marked if form.takes_columns and form.batch]
-    if by_columns and not {"queries", "solution_strs"} & taken and "completion" not in needed:
+    if by_columns and not {"queries", "solution_strs"} & names and "completion" not in needed:
         # A group's form that passes all that is needed; `prefer_columns` sees the rows.
         exact = [form for form in marked if {*form.hints} & needed and needed <= {*form.offered}]
         marked = exact or by_columns
-    names = [
+    trainers = [
         *(["verl"] if marked and "solution_str" in parameters else []),
         *(f.name for f in marked),
     ]
-    if len(names) > 1:
+    if len(trainers) > 1:
         raise ValueError(
-            f"its parameters are those of {' and of '.join(names)}: which one shall call it? Keep "
-            "the parameters of one"
+            f"its parameters are those of {' and of '.join(trainers)}: which one shall call it? "
+            "Keep the parameters of one"
         )
     if not marked:
         return None
