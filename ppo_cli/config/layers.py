@@ -41,6 +41,7 @@ DEFAULT = "default"
 
 # The settings that a run folder keeps, and the origin of values from there.
 CONFIG_FILE, RUN_ORIGIN = "config.yaml", "settings of "  # a run folder's file, and its origin
+BESIDE_SETTINGS = ("plan.json", "metrics.jsonl")  # what tells that file from a person's
 INHERITED = "fork"  # origin of a value that a fork has from its run
 AS_BEGUN = "as the run began"  # origin of a decision that a resume has kept
 PLACE_KEYS = (
@@ -320,6 +321,7 @@ class Layers:
     notes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # settings whose value could not be worked out
     foreign: bool = False  # written for another program
+    of_runs: list[str] = field(default_factory=list)  # how origins of what a run wrote begin
 
     def read(self, path: Path, label: str, reader: Reader = read_yaml) -> list[Entry]:
         """Return a file as a layer; one that cannot be read is recorded as a problem."""
@@ -355,9 +357,13 @@ def read_layers(
     low += [_read_preset(gathered, preset)] if preset else []
     low += [gathered.read(Path(name), name, read_reward_file) for name in reward_files]
     if run is not None:
+        gathered.of_runs.append(RUN_ORIGIN)
         entries = gathered.read(run / CONFIG_FILE, f"{RUN_ORIGIN}{run}")
         low.append([e for e in entries if e.name != REWARD_FILE])  # its settings are among them
-    low += [gathered.read(Path(path), str(path)) for path in config_files]
+    for path in map(Path, config_files):
+        low.append(gathered.read(path, str(path)))
+        if path.name == CONFIG_FILE and any((path.parent / n).exists() for n in BESIDE_SETTINGS):
+            gathered.of_runs.append(f"{path} line ")
     flag_entries = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [
         _read_variables(environ, origins or {}),

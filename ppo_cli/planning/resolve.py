@@ -165,7 +165,7 @@ def _accept_entries(layer: list[Entry], layers: Layers) -> Iterator[Entry]:
     """Yield the entries that name a setting; leave out consents that come from a run folder."""
     for entry in layer:
         key = find_key(entry.name)
-        if key is None and entry.origin.startswith(RUN_ORIGIN):
+        if key is None and entry.origin.startswith(tuple(layers.of_runs)):
             layers.notes.append(f"{entry.origin}: {entry.name} is no setting any more: left out.")
         elif key is None:
             layers.problems.append(f"{entry.origin}: {_describe_unknown(entry.name)}")
