@@ -540,13 +540,14 @@ def test_a_signal_saves_the_step_that_it_leaves_time_for(
     patience: float, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "LEAVE_S", patience)
-    stops: list[str] = []
+    stops, sending = list[str](), iter(["SIGTERM"])
     script = make(steps=4, stop_requested=lambda: stops[0] if stops else None)
 
     def score(rollout: Rollout, step: int) -> float:
-        if step == 2 and not stops:
-            stops.append("SIGTERM")
+        # Responses are scored at the same time; a second signal leaves no time.
+        if step == 2 and (signal := next(sending, "")):
             signals.note_signal()
+            stops.append(signal)
         return 1.0
 
     script.score = score
