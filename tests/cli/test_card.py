@@ -262,7 +262,7 @@ def test_a_run_without_curves_and_settings_of_another_version(
     (other / "metrics.jsonl").write_text("")
     (other / "judge_calls.jsonl").unlink()
     with (other / "config.yaml").open("a") as file:
-        file.write("of_the_future: 1\n")
+        file.write("actor.policy_loss: of_the_future\n")
     assert read_output(other, "--out", tmp_path / "m", "--critic")[0] == 0
     front, body = card_of(tmp_path / "m")
     assert "pipeline_tag" not in front
