@@ -186,11 +186,6 @@ def examine_files(
     )
 
 
-def make_finding(examples: Sequence[str]) -> Finding:
-    """Return a Finding with the number of rows and the first few of them."""
-    return Finding(len(examples), tuple(examples[:EXAMPLES]))
-
-
 def digest_prompt(prompt: RowPrompt) -> int:
     """Return a number by which repeated prompts are counted."""
     # Text and a message list never have the same digest.
@@ -282,7 +277,8 @@ def list_stops(report: Report) -> list[str]:
     lines = []
     unknown, rules = sources_without_rule(report.data_sources)
     if unknown:
-        sources = make_finding([repr(source) if source else "(none)" for source in unknown])
+        names = [repr(source) if source else "(none)" for source in unknown]
+        sources = Finding(len(names), tuple(names[:EXAMPLES]))
         lines.append(
             f"{format_finding('no rule for data_source', sources)}. Name one for all rows with "
             f"--rule ({', '.join(rules)}), your function with --reward_function FILE, or a judge "

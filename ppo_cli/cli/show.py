@@ -333,27 +333,32 @@ def sort_worst_first(lines: Sequence[Line]) -> list[Line]:
 def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and below it the card of the judges, and the critic."""
     config, _ = read_run_config(run)
-    judge = describe_judges(run, (config or settle_defaults()).reward, history)
+    settings = config or settle_defaults()
+    judge = describe_judges(run, settings.reward, history)
     fork, episodes = describe_fork_of(run), describe_episodes(run, history)
     blocks = [
         format_steps_table(steps),
         *(["\n".join(titled_table("The judge", judge))] if judge else []),
         *(["\n".join(titled_table("The episodes", episodes))] if episodes else []),
-        *(describe_outcome(run, config, history) if history else []),
+        *(describe_outcome(run, config, settings, history) if history else []),
         *format_critic(run),
         *([fork] if fork else []),
     ]
     if lines := read_pretraining(run):
-        blocks.append(describe_pretraining(read_run_config(run)[0] or settle_defaults(), lines))
+        blocks.append(describe_pretraining(settings, lines))
     # Paid judge calls without a finished step: say how to use them.
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
 
 
-def describe_outcome(run: Path, config: Config | None, history: Sequence[Line]) -> list[str]:
-    """Return the first lines of the page: verdict, step to keep, gain, findings, what next."""
-    settings = config or settle_defaults()
+def describe_outcome(
+    run: Path, config: Config | None, settings: Config, history: Sequence[Line]
+) -> list[str]:
+    """Return the first lines of the page: verdict, step to keep, gain, findings, what next.
+
+    `settings` are defaults where those of the run, `config`, cannot be read.
+    """
     total = batch_arithmetic(config)["total_steps"] if config else None
     usd = math.fsum(float(call["usd"]) for call in paid_calls(run))
     saved, validations = CheckpointStore(run / "checkpoints", 1).steps(), list_validations(history)

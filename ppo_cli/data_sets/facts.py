@@ -26,8 +26,6 @@ MAX_TURNS = 20  # whose roles are written as the digits of a number in 64 bits
 OTHER_MARKS = r"[<\[{]"  # with which a placeholder or a message list begins
 CONTROL_MARKS = r"[<\[]"  # with which control tokens begin
 GROWTH = 3  # at most, of composed characters that a normaliser takes apart
-
-
 FACTS = 6  # of a row
 
 
