@@ -16,7 +16,14 @@ from typing import Any
 
 from ppo_cli.digests import digest_text
 from ppo_cli.errors import DataError, UserError
-from ppo_cli.run_folder.lines import LABELS_FILE, PREFIXES, read_lines, replace_lines, rollout_file
+from ppo_cli.run_folder.lines import (
+    LABELS_FILE,
+    PREFIXES,
+    file_state,
+    read_lines,
+    replace_lines,
+    rollout_file,
+)
 
 LOCK = ".labels.lock"  # locked while a label is written
 # Fields whose digest is a response's id.
@@ -77,18 +84,14 @@ def _find_scores(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[s
     if "response_id" not in label or split not in PREFIXES or not isinstance(step, int):
         return None
     file = rollout_file(run_dir, step, split)
-    try:
-        # A resumed run may have removed the file.
-        state = file.stat()
-    except FileNotFoundError:
+    if (state := file_state(file)) is None:
         return None
-    scores = _read_scores(file, split, step, state.st_size, state.st_mtime_ns)
-    return scores.get(str(label["response_id"]), {})
+    return _read_scores(file, split, step, state).get(str(label["response_id"]), {})
 
 
 @lru_cache(maxsize=1024)
 def _read_scores(
-    file: Path, split: str, step: int, *state: int
+    file: Path, split: str, step: int, state: tuple[int, int]
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return scores by response id and line; `state` renews the cache if the file changes."""
     scores: dict[str, dict[int, dict[str, Any]]] = {}

@@ -17,7 +17,7 @@ from typing import Any
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.estimates import LEVEL, Estimate, estimate_best, estimate_mean
 from ppo_cli.planning.batches import val_rows
-from ppo_cli.run_folder.lines import read_lines, rollout_file
+from ppo_cli.run_folder.lines import file_state, read_lines, rollout_file
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 ROUNDING = 1e-6  # means of equal scores, and of z-scores, differ by up to this
@@ -121,16 +121,14 @@ def read_prompt_scores(run_dir: Path, step: int, part: str = "") -> Mapping[str,
     Empty without its responses.
     """
     file = rollout_file(run_dir, step, "val")
-    if not file.exists():
-        return {}
-    state = file.stat()
-    return _read_scores(file, part, (state.st_mtime_ns, state.st_size))
+    state = file_state(file)
+    return {} if state is None else _read_scores(file, part, state)
 
 
 # A page compares the same validations several times, and again after each step of a live run.
 @lru_cache(maxsize=64)
-def _read_scores(file: Path, part: str, version: tuple[int, int]) -> Mapping[str, float]:
-    """Return the mean score of each prompt in one version (time, size) of a rollout file."""
+def _read_scores(file: Path, part: str, state: tuple[int, int]) -> Mapping[str, float]:
+    """Return the mean score of each prompt in a rollout file; `state` renews the cache."""
     scores: dict[str, list[float]] = defaultdict(list)
     for line in read_lines(file):
         values = {"": line.get("score")}

@@ -63,6 +63,18 @@ def make_earlier(run_dir: Path) -> Path:
     return earlier
 
 
+def file_state(file: Path) -> tuple[int, int] | None:
+    """Return size and modification time of a file, which change when a resumed run repeats a step.
+
+    None without the file, as such a run may have removed it.
+    """
+    try:
+        state = file.stat()
+    except FileNotFoundError:
+        return None
+    return state.st_size, state.st_mtime_ns
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete JSON lines of a file; an incomplete line of a killed run is skipped.
 

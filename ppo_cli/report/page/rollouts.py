@@ -13,7 +13,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +21,14 @@ from typing import Any, NamedTuple
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.report.exploits import name_cause
 from ppo_cli.report.labels import compute_response_id, write_label
-from ppo_cli.run_folder.lines import PREFIXES, Encoded, read_lines, rollout_file, rollout_steps
+from ppo_cli.run_folder.lines import (
+    PREFIXES,
+    Encoded,
+    file_state,
+    read_lines,
+    rollout_file,
+    rollout_steps,
+)
 from ppo_cli.thoughts import find_thoughts
 
 # Limits that keep the page fast.
@@ -89,7 +95,7 @@ class Rollouts:
                 (split, step): state
                 for split in PREFIXES
                 for step in rollout_steps(self.folder, split)
-                if (state := _file_state(rollout_file(self.folder, step, split)))
+                if (state := file_state(rollout_file(self.folder, step, split)))
             }
             # Forget files that changed or are gone, as a resumed run repeats steps.
             for key in [k for k, (state, _) in self._files.items() if states.get(k) != state]:
@@ -208,22 +214,12 @@ def _find_thought_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return (start, end) of each thought in a response's text; the page folds them."""
     opened, text = str(line.get("opened") or ""), str(line.get("response") or "")
     thoughts = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
-    return [
-        (max(0, thought.start - len(opened)), thought.end - len(opened)) for thought in thoughts
-    ]
+    return [(max(0, t.start - len(opened)), t.end - len(opened)) for t in thoughts]
 
 
 def _mark_encoded(details: Mapping[str, Any]) -> dict[str, Any]:
     """Return the details of tokens with their numbers marked, so that they are not redacted."""
     return {k: Encoded(v) if isinstance(v, str) and k != "text" else v for k, v in details.items()}
-
-
-def _file_state(file: Path) -> tuple[int, int] | None:
-    """Return size and modification time of a file; None if it does not exist."""
-    with suppress(FileNotFoundError):  # a run that resumes from an earlier step removes it
-        state = file.stat()
-        return state.st_size, state.st_mtime_ns
-    return None
 
 
 def _read_step(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
@@ -294,18 +290,21 @@ def truncate_texts(line: Mapping[str, Any], max_chars: int | None) -> dict[str, 
     """
     shortened, lengths = dict(line), dict[str, int]()
 
+    if max_chars is None:
+        return shortened
+
     def shorten(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: shorten(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [shorten(inner) for inner in value]
-        if max_chars is None or not isinstance(value, str) or len(value) <= max_chars:
+        if not isinstance(value, str) or len(value) <= max_chars:
             return value
         lengths["turns"] = lengths.get("turns", 0) + 1
         return value[:max_chars]
 
     for name, value in line.items():
-        if max_chars is not None and isinstance(value, str) and len(value) > max_chars:
+        if isinstance(value, str) and len(value) > max_chars:
             shortened[name], lengths[name] = value[:max_chars], len(value)
         elif name == "turns":
             shortened[name] = shorten(value)
