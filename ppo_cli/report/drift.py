@@ -49,6 +49,12 @@ class Drift(NamedTuple):
     watcher: str
 
     @property
+    def movement(self) -> str:
+        """What the watcher did meanwhile, in words."""
+        moved = f"fell by {-self.rise:.2f}" if self.rise < 0 else f"rose by only {self.rise:.2f}"
+        return f"{self.watcher} {moved}"
+
+    @property
     def alarming(self) -> bool:
         """Whether the drift is large, beyond chance, and more than half of the judge's gain."""
         return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
@@ -77,9 +83,8 @@ def measure_judge_drift(
     # Labels of the future do not count, so that old steps can be checked again.
     labelled = [opinion for opinion in people if steps and opinion.step <= steps[-1]["step"]]
     if labelled:
-        middle = (
-            min(opinion.step for opinion in labelled) + max(opinion.step for opinion in labelled)
-        ) / 2
+        numbers = [opinion.step for opinion in labelled]
+        middle = (min(numbers) + max(numbers)) / 2
         early = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step <= middle]
         late = [(opinion.judge, opinion.label) for opinion in labelled if opinion.step > middle]
         if min(len(early), len(late)) >= DRIFT_STEPS:
@@ -144,16 +149,11 @@ def read_opinions(run_dir: Path, reward: Reward) -> tuple[Opinion, ...]:
         )
         if step and score is not None and label is not None:
             opinions.append(Opinion(int(step), score, label))
+    labels = [opinion.label for opinion in opinions]
     own_prompt = api.prompt_file is not None or api.scoring_prompt is not None
-    if (
-        api.scale is None
-        and own_prompt
-        and any(not 0 <= opinion.label <= 1 for opinion in opinions)
-    ):
+    if api.scale is None and own_prompt and any(not 0 <= label <= 1 for label in labels):
         return ()  # labels are on the scale in that prompt's text, which is unknown here
-    labels = scale_labels(
-        [opinion.label for opinion in opinions], *parse_scale_bounds(api.scale or "1-10")
-    )
+    labels = scale_labels(labels, *parse_scale_bounds(api.scale or "1-10"))
     return tuple(
         opinion._replace(label=label) for opinion, label in zip(opinions, labels, strict=True)
     )

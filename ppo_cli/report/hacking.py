@@ -16,13 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from ppo_cli.errors import ppo
-from ppo_cli.report.drift import (
-    Drift,
-    History,
-    measure_held_out,
-    measure_judge_drift,
-    pair_scores,
-)
+from ppo_cli.report.drift import History, measure_held_out, measure_judge_drift, pair_scores
 from ppo_cli.report.exploits import measure_feature
 from ppo_cli.report.features import FEATURES
 from ppo_cli.report.limits import Limits
@@ -49,7 +43,7 @@ def find_hacking(steps: History, limits: Limits) -> str:
     # Held-out criteria that do not rise are a finding; an exploit makes them worse.
     if drift is None and held_out is not None and (held_out.confirming or held_out.falling):
         drift = held_out
-    watched = _describe_drift(drift) if drift is not None and drift.alarming else ""
+    watched = f"while {drift.movement}" if drift is not None and drift.alarming else ""
     if not watched and len(steps) < MIN_STEPS:
         return ""
     confirmed = _is_confirmed(steps[-1]) or (drift is not None and drift.confirming)
@@ -133,12 +127,6 @@ def reward_rises(steps: History) -> bool:
     """Whether the mean reward has risen by half of the spread of the first step's scores."""
     spread = next((line["score/std"] for line in steps if line.get("score/std")), 0.0)
     return find_rise(steps)[1] > max(RISEN * spread, 1e-9)
-
-
-def _describe_drift(drift: Drift) -> str:
-    """Return what the second opinion did meanwhile."""
-    moved = f"fell by {-drift.rise:.2f}" if drift.rise < 0 else f"rose by only {drift.rise:.2f}"
-    return f"while {drift.watcher} {moved}"
 
 
 def _is_confirmed(now: Mapping[str, Any]) -> bool:

@@ -308,10 +308,7 @@ def _check_reward_same(steps: History, limits: Limits) -> str:
     # Rewards that are all 0 are common at the start: wait longer, but not until a short run ends.
     half = (limits.total_steps or 4 * SETTLE_STEPS) // 2
     count = SAME_STEPS if mean and mean[0] else max(SAME_STEPS, min(2 * SETTLE_STEPS, half))
-    spread, means = (
-        _last_values(steps, "score/std", count),
-        _last_values(steps, "reward_mean", count),
-    )
+    spread, means = (_last_values(steps, key, count) for key in ("score/std", "reward_mean"))
     if not spread or not means or max(*spread, max(means) - min(means)) > TINY:
         return ""
     return (
@@ -634,11 +631,10 @@ def _check_held_out(steps: History, limits: Limits) -> str:
     drift = measure_held_out(limits.folder, steps[-1]["step"]) if limits.holds_out else None
     if drift is None or not drift.alarming:
         return ""
-    moved = f"fell by {-drift.rise:.2f}" if drift.rise < 0 else f"rose by only {drift.rise:.2f}"
     look = ppo(f"show {limits.run_dir} --val")
     return (
         f"In validation the credit of the criteria that training asks about has risen by "
-        f"{drift.amount + drift.rise:.2f}, while {drift.watcher} {moved}: the model may learn the "
+        f"{drift.amount + drift.rise:.2f}, while {drift.movement}: the model may learn the "
         f"words of the rubric, not what is meant. Read the responses: `{look}`."
     )
 
