@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +28,6 @@ ANSWER_S = 120.0  # for a call of a logger; the run then stops and can be resume
 # Columns of the table of responses in W&B.
 TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "reason", "failure")
 TABLE_ROWS, TABLE_CHARS = 8, 2000  # rows per step, characters per text
-
-
-def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
-    """Return the sinks of `--logger`."""
-    return [SINKS[name](run_dir, config) for name in SINKS if name in loggers]
 
 
 class Sink(ABC):
@@ -74,20 +69,17 @@ class TensorBoardSink(Sink):
         self._writer = self._make_writer(str(self._folder))
         # A START event makes TensorBoard purge later points of earlier sessions.
         log = self._events.SessionLog
-        mark = log(status=log.START)
-        self._writer.add_event(
-            self._events.Event(step=step, wall_time=time.time(), session_log=mark)
-        )
+        self._write_event(step, session_log=log(status=log.START))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one point to each curve."""
-        value = self._summaries.Summary.Value
-        summary = self._summaries.Summary(
-            value=[value(tag=name, simple_value=number) for name, number in metrics.items()]
-        )
-        event = self._events.Event(step=step, wall_time=time.time(), summary=summary)
-        self._writer.add_event(event)
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]
+        self._write_event(step, summary=summary(value=values))
         self._writer.flush()
+
+    def _write_event(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(step=step, wall_time=time.time(), **content))
 
     def close(self) -> None:
         """Write the remaining events."""
@@ -194,13 +186,8 @@ class WandbSink(RunSink):
     def rollouts(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Choose a few responses, evenly over the batch, for the table of the step."""
         chosen = lines[:: -(-len(lines) // TABLE_ROWS) or 1]
-        self._rows = [
-            [
-                value[:TABLE_CHARS] if isinstance(value, str) else value
-                for value in (line.get(name) for name in TABLE)
-            ]
-            for line in plain(list(chosen))
-        ]
+        rows = [[line.get(name) for name in TABLE] for line in plain(list(chosen))]
+        self._rows = [[v[:TABLE_CHARS] if isinstance(v, str) else v for v in row] for row in rows]
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Each step has its own table.
@@ -272,11 +259,10 @@ class MlflowSink(RunSink):
         experiment = existing.experiment_id if existing else client.create_experiment(self._project)
         self._id = client.create_run(experiment, run_name=self._name).info.run_id
         # Settings are parameters; servers limit their length.
-        params = [
-            Param(key, str(value)[:500]) for key, value in _flatten_settings("", self._config)
-        ]
-        for start in range(0, len(params), self._PARAMS_PER_CALL):
-            client.log_batch(self._id, params=params[start : start + self._PARAMS_PER_CALL])
+        settings = list(_flatten_settings("", self._config))
+        for start in range(0, len(settings), self._PARAMS_PER_CALL):
+            part = settings[start : start + self._PARAMS_PER_CALL]
+            client.log_batch(self._id, params=[Param(key, str(value)[:500]) for key, value in part])
         return client, self._id
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -298,22 +284,17 @@ class MlflowSink(RunSink):
             self._await(lambda: client.set_terminated(self._id))
 
 
-def _flatten_settings(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Return nested settings as (dotted key, value) pairs."""
+def _flatten_settings(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield nested settings as (dotted key, value) pairs."""
     if not isinstance(value, Mapping):
-        return [(key, value)]
-    return [
-        pair
-        for name, inner in value.items()
-        for pair in _flatten_settings(f"{key}.{name}" if key else name, inner)
-    ]
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _flatten_settings(f"{key}.{name}" if key else name, inner)
 
 
 # Name in --logger, which is also the package's -> class.
-SINKS: dict[str, type[TensorBoardSink | WandbSink | TrackioSink | MlflowSink | SwanlabSink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "trackio": TrackioSink,
-    "mlflow": MlflowSink,
-    "swanlab": SwanlabSink,
-}
+SINKS: dict[str, Callable[[Path, Config], Sink]] = {
+    "tensorboard": TensorBoardSink, "wandb": WandbSink, "trackio": TrackioSink,
+    "mlflow": MlflowSink, "swanlab": SwanlabSink,
+}  # fmt: skip

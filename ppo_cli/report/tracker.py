@@ -148,9 +148,9 @@ class Tracker:
         self._console = "console" in loggers
         self._sinks: list[Sink] = []
         if set(loggers) - {"console"}:
-            from ppo_cli.report.loggers import make_sinks
+            from ppo_cli.report.loggers import SINKS
 
-            self._sinks = make_sinks(loggers, run_dir, config)
+            self._sinks = [SINKS[name](run_dir, config) for name in SINKS if name in loggers]
         self._sinks_open = False
         self._config = config
         self._limits = make_limits(config)
