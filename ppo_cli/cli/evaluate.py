@@ -23,11 +23,7 @@ from ppo_cli.cli.flags import (
     set_parameters,
 )
 from ppo_cli.cli.help import App
-from ppo_cli.config.layers import (
-    EMBEDDED_NOTE,
-    EMBEDDED_NOTE_GPUS,
-    PROMPTS_NOTE,
-)
+from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
 from ppo_cli.config.models.bundled import MODELS, prompt_files
 from ppo_cli.config.schema.keys import find_key
 from ppo_cli.data_sets.sources import check_present

@@ -25,7 +25,6 @@ from ppo_cli.cli.screen import (
     print_result,
     titled_table,
 )
-from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle_defaults
 from ppo_cli.errors import (
     ConfigError,
@@ -39,16 +38,8 @@ from ppo_cli.errors import (
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.records import format_call, text_of
 from ppo_cli.report.critic import describe_critic
-from ppo_cli.report.episode_card import describe_episodes
-from ppo_cli.report.judge_card import describe_judges, format_dollars
-from ppo_cli.report.metrics import (
-    describe_pretraining,
-    estimate_budget,
-    extend_budget,
-    read_pretraining,
-    recent_statistics,
-    summarise,
-)
+from ppo_cli.report.judge_card import format_dollars
+from ppo_cli.report.metrics import estimate_budget, extend_budget, recent_statistics, summarise
 from ppo_cli.report.page.run_data import (
     answer_questions,
     describe_fork_of,
@@ -334,43 +325,35 @@ def format_steps(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> s
     """Return the table of steps, and below it the card of the judges, and the critic."""
     config, _ = read_run_config(run)
     settings = config or settle_defaults()
-    judge = describe_judges(run, settings.reward, history)
-    fork, episodes = describe_fork_of(run), describe_episodes(run, history)
+    summary, calls = summarise(history, run, settings), paid_calls(run)
     blocks = [
         format_steps_table(steps),
-        *(["\n".join(titled_table("The judge", judge))] if judge else []),
-        *(["\n".join(titled_table("The episodes", episodes))] if episodes else []),
-        *(describe_outcome(run, config, settings, history) if history else []),
-        *format_critic(run),
-        *([fork] if fork else []),
+        *(
+            "\n".join(titled_table(title, card))
+            for title, card in (("The judge", summary.judge), ("The episodes", summary.episodes))
+            if card
+        ),
     ]
-    if lines := read_pretraining(run):
-        blocks.append(describe_pretraining(settings, lines))
+    # The first lines of the page: verdict, step to keep, gain, findings, what next.
+    if history:
+        total = batch_arithmetic(config)["total_steps"] if config else None
+        saved = CheckpointStore(run / "checkpoints", 1).steps()
+        usd = math.fsum(float(call["usd"]) for call in calls)
+        validations = list_validations(history)
+        findings = [{"text": text, "key": "", "now": True} for text in summary.warnings]
+        verdict = describe_verdict(summary, total, validations, findings, usd)
+        answers = answer_questions(summary, settings, saved, validations)
+        rows = align_columns([row[:2] for row in answers])
+        blocks += [
+            "\n".join(["".join(text for text, _ in verdict), *rows]),
+            *(f"warning: {text}" for text in summary.warnings),
+            "\n".join(titled_table("What next", summary.next_steps)),
+        ]
+    blocks += [*format_critic(run), *filter(None, (describe_fork_of(run), summary.pretraining))]
     # Paid judge calls without a finished step: say how to use them.
-    if not any(line["step"] > 0 for line in history) and paid_calls(run):
+    if not any(line["step"] > 0 for line in history) and calls:
         blocks.append(describe_resume(run, history))
     return "\n\n".join(blocks)
-
-
-def describe_outcome(
-    run: Path, config: Config | None, settings: Config, history: Sequence[Line]
-) -> list[str]:
-    """Return the first lines of the page: verdict, step to keep, gain, findings, what next.
-
-    `settings` are defaults where those of the run, `config`, cannot be read.
-    """
-    total = batch_arithmetic(config)["total_steps"] if config else None
-    usd = math.fsum(float(call["usd"]) for call in paid_calls(run))
-    saved, validations = CheckpointStore(run / "checkpoints", 1).steps(), list_validations(history)
-    summary = summarise(history, run, settings, session=(0, 0.0), resume_command="")
-    findings = [{"text": text, "key": "", "now": True} for text in summary.warnings]
-    verdict = describe_verdict(summary, total, validations, findings, usd)
-    answers = answer_questions(summary, settings, saved, validations)
-    return [
-        "\n".join(["".join(t for t, _ in verdict), *align_columns([row[:2] for row in answers])]),
-        *(f"warning: {text}" for text in summary.warnings),
-        "\n".join(titled_table("What next", summary.next_steps)),
-    ]
 
 
 def format_critic(run: Path) -> list[str]:

@@ -58,13 +58,8 @@ class AlertScreen(Screen):
     def __init__(self, screen: Screen, address: str, reward: Reward, run_dir: Path) -> None:
         self._screen = screen
         self.debug = screen.debug
-        # What is only shown.
-        self.begin = screen.begin  # type: ignore[method-assign]
-        self.phase = screen.phase  # type: ignore[method-assign]
-        self.pretraining = screen.pretraining  # type: ignore[method-assign]
-        self.responses = screen.responses  # type: ignore[method-assign]
-        self.note = screen.note  # type: ignore[method-assign]
-        self.close = screen.close  # type: ignore[method-assign]
+        for name in ("begin", "phase", "pretraining", "responses", "note", "close"):
+            setattr(self, name, getattr(screen, name))  # what is only shown
         self._address = address
         self._run_dir = run_dir
         self._reward = reward

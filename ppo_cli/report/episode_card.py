@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,35 +59,32 @@ def describe_episodes(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> li
 _CAUSES = (
     (re.compile(r"timeout: took longer"), "timed out"),
     (re.compile(r"[Tt]here is no tool|unknown tool"), "unknown tool"),
-    (
-        re.compile(r"^(?:The (?:tool call|arguments of|value)|An argument of)|\. It takes "),
-        "unreadable call",
-    ),
-)
+    (re.compile(r"^(?:The (?:tool call|arguments of|value)|An argument of)|\. It takes "),
+     "unreadable call"),
+)  # fmt: skip
 
 
 def count_tool_errors(run_dir: Path, step: int) -> str:
     """Return the errors of a step's turns by cause, such as `12 raised, 3 timed out`."""
-    errors = (
-        str(turn["error"])
-        for line in read_lines(rollout_file(run_dir, step, "train"))
-        for turn in line.get("turns") or ()
-        if turn.get("error")
-    )
+    turns = _read_turns(run_dir, step)
     causes = Counter(
         next((cause for pattern, cause in _CAUSES if pattern.search(error)), "raised")
-        for error in errors
+        for error in (str(turn["error"]) for turn in turns if turn.get("error"))
     )
     return ", ".join(f"{number:,} {cause}" for cause, number in causes.most_common())
 
 
+def _read_turns(run_dir: Path, step: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the turns of all episodes of a step."""
+    for line in read_lines(rollout_file(run_dir, step)):
+        yield from line.get("turns") or ()
+
+
 def _describe_tools(run_dir: Path) -> str:
     """Return the mean time of the tools called in the newest step, the slowest in all first."""
-    if not (steps := rollout_steps(run_dir)):
-        return ""
     seconds: dict[str, list[float]] = defaultdict(list)
-    for line in read_lines(rollout_file(run_dir, steps[-1])):
-        for turn in line.get("turns") or ():
+    for step in rollout_steps(run_dir)[-1:]:
+        for turn in _read_turns(run_dir, step):
             for name, duration in turn.get("tools") or ():
                 seconds[name].append(duration)
     slowest = sorted(seconds.items(), key=lambda item: -math.fsum(item[1]))[:MAX_TOOLS]

@@ -42,22 +42,18 @@ class Spent:
 
 def list_spent(reward: Reward, lines: Lines) -> list[Spent]:
     """Return what each judge of a run has cost, by the totals in its metrics."""
-    spent = []
-    for name, judge in _name_judges(reward).items():
-        usd, tokens = (
-            max(
-                (
-                    line.get(f"{split}{name}/{total}", 0.0)
-                    for line in lines
-                    for split in ("", "val/")
-                ),
-                default=0.0,
-            )
-            for total in ("cost_usd_total", "tokens_total")
+
+    def last_total(key: str) -> float:
+        totals = (line.get(f"{split}{key}", 0.0) for line in lines for split in ("", "val/"))
+        return max(totals, default=0.0)
+
+    return [
+        Spent(
+            name, last_total(f"{name}/cost_usd_total"), int(last_total(f"{name}/tokens_total")),
+            judge.settings.budget_usd, judge.settings.budget_tokens,
         )
-        api = judge.settings
-        spent.append(Spent(name, usd, int(tokens), api.budget_usd, api.budget_tokens))
-    return spent
+        for name, judge in _name_judges(reward).items()
+    ]  # fmt: skip
 
 
 def _name_judges(reward: Reward) -> dict[str, Judge]:

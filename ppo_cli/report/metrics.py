@@ -28,12 +28,7 @@ from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import (
-    ROUNDING,
-    compare_validations,
-    list_validations,
-    name_measure,
-)
+from ppo_cli.report.validation import ROUNDING, compare_validations, list_validations, name_measure
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
 from ppo_cli.run_folder.restraints import describe_restraints
@@ -264,12 +259,12 @@ def summarise(
     run_dir: Path,
     config: Config,
     *,
-    session: tuple[int, float],
-    resume_command: str,
+    session: tuple[int, float] = (0, 0.0),
+    resume_command: str = "",
 ) -> Summary:
     """Return the summary of a run, which compares its first tenth of steps with its last.
 
-    `session` has the steps and seconds of this session.
+    `session` has the steps and seconds of this session, if the run is being trained.
     """
     # Rewards and parts of a mixture, as means over a tenth of the steps at each end.
     measured = [line for line in history if line.get("reward_mean") is not None]
@@ -281,9 +276,8 @@ def summarise(
         first = {"reward": fmean(rewards[:few])} | first
         last = {"reward": fmean(rewards[-few:])} | last
     rows = [(first, last, len(measured))]
-    rows.append(
-        (_validation_means(validations[:1]), _validation_means(validations[-1:]), len(validations))
-    )
+    ends = (_validation_means(validations[:1]), _validation_means(validations[-1:]))
+    rows.append((*ends, len(validations)))
     # Where all rewards are equal, there is nothing to explain.
     explained = [
         x
@@ -389,12 +383,7 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
 
 
 def extend_budget(
-    command: str,
-    stop: Interrupted,
-    config: Config,
-    history: Lines,
-    total_steps: int,
-    rows: int,
+    command: str, stop: Interrupted, config: Config, history: Lines, total_steps: int, rows: int
 ) -> str:
     """Return the resume command; if a budget ended the run, with a budget that finishes it.
 
@@ -405,9 +394,8 @@ def extend_budget(
     # Replace the flag of the budget that ran out.
     flag = stop.used_up.flag
     key = next(key.name for key in table().values() if key.flag == flag)
-    command = re.sub(
-        rf" {re.escape(key)}=[^ ]+", "", command
-    )  # an override would win over the flag
+    # An override would win over the flag.
+    command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)
     enough = estimate_budget(stop.used_up, config, history, total_steps, rows)
     return replace_flag(command, flag, f"{enough:.12g}")
 
@@ -433,9 +421,8 @@ def estimate_budget(
     # Before the first call its worst case is the estimate.
     each = used.spent / done if used.spent else used.next
     # With step 1 critic pretraining is over; it may have ended early, so its calls are unknown.
-    calls_left = (
-        total_calls - in_lines if pretraining and steps else total_calls + pretraining - done
-    )
+    over = bool(pretraining and steps)
+    calls_left = total_calls - in_lines if over else total_calls + pretraining - done
     expected = used.spent + each * max(0, calls_left)
     need = max(BUDGET_MARGIN * expected, used.spent) + used.next
     # Round up to two digits, so that the flag is readable.
@@ -460,7 +447,7 @@ def _compute_part_means(lines: Lines) -> dict[str, float]:
 
 
 def _validation_means(lines: Lines) -> dict[str, float]:
-    """Return the measures of validations by name; with several lines the last one counts."""
+    """Return the measures of a validation by name; empty without one."""
     statistics: dict[str, float] = {}
     for line in lines:
         parts, mean = mixture_part_means(line, "val/"), float(line["val/reward_mean"])

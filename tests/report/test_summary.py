@@ -14,12 +14,7 @@ from ppo_cli.cli.screen import format_summary
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, ppo, replace_flag
 from ppo_cli.report.health import EXPLOITS
 from ppo_cli.report.judge_card import describe_judge_totals, format_dollars
-from ppo_cli.report.metrics import (
-    extend_budget,
-    find_lr_jumps,
-    refuse_unscored,
-    summarise,
-)
+from ppo_cli.report.metrics import extend_budget, find_lr_jumps, refuse_unscored, summarise
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder.folder import run_settings

@@ -30,12 +30,7 @@ from ppo_cli.report.metrics import (
     summarise,
 )
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import (
-    ROUNDING,
-    describe_choice,
-    describe_gain,
-    list_validations,
-)
+from ppo_cli.report.validation import ROUNDING, describe_choice, describe_gain, list_validations
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.folder import (
     SPENT,
@@ -110,7 +105,7 @@ class RunData:
         run_config = config or settle_defaults()
         limits = read_limits(self.folder, run_config)
         total = limits.total_steps if config else None
-        summary = summarise(history, self.folder, run_config, session=(0, 0.0), resume_command="")
+        summary = summarise(history, self.folder, run_config)
         validations = list_validations(history)
         steps = [int(line["step"]) for line in history]
         keys = _drop_repeated_keys(
