@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ppo_cli.cli.flags import make_argument, make_flag, make_switch, set_parameters
-from ppo_cli.cli.help import App
+from ppo_cli.cli.help import App, keep_group
 from ppo_cli.cli.screen import make_screen, print_text, titled_table
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder, prompt_files
 from ppo_cli.config.models.folder import check_folder, vocabulary_size
@@ -85,14 +85,10 @@ class Report:
         """Return the report as JSON text, with every bad row and what is printed about the rest."""
         shown = asdict(self) | {"stops": list_stops(self), "warnings": list_warnings(self, model)}
         shown["bad_rows"] = [
-            {
-                "file": p.place.file,
-                p.place.unit: p.place.number,
-                "column": p.column,
-                "problem": p.message,
-            }
+            {"file": p.place.file, p.place.unit: p.place.number, "column": p.column,
+             "problem": p.message}
             for p in self.bad_rows
-        ]
+        ]  # fmt: skip
         return to_json(shown, indent=2)
 
 
@@ -101,22 +97,20 @@ def examine_files(
     renderer: Renderer,
     *,
     max_prompt_length: int,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    answer_key: str | None = None,
     screen: Screen = SILENT,
+    **keys: Any,
 ) -> Report:
-    """Check every row of the files; raises DataError only for files that cannot be read."""
+    """Check every row of the files; raises DataError only for files that cannot be read.
+
+    `keys` name the columns of the files, as those of `load_rows`.
+    """
     import numpy as np
 
     from ppo_cli.data_sets.table import JoinedRows, find_control_rows
 
     # First the format of the rows, then the chat template and the tokenizer.
-    keys: dict[str, Any] = {
-        "prompt_key": prompt_key, "source_key": source_key, "answer_key": answer_key,
-    }  # fmt: skip
     with screen.phase("reading rows", None):
-        sets = [load_rows(s, **keys) for s in sources]
+        sets = [load_rows(source, **keys) for source in sources]
         rows = JoinedRows(sets)
     total = len(rows)
     # Only numbers are kept of each row.
@@ -155,7 +149,8 @@ def examine_files(
     controlled = [(i, f": {', '.join(words)}") for i, words in control if i not in refused]
     _, first, which = np.unique(digests[usable], return_index=True, return_inverse=True)
     repeated = np.flatnonzero(first[which] != np.arange(len(usable)))
-    earlier = usable[first[which[repeated]]]
+    pairs = zip(usable[repeated], usable[first[which[repeated]]], strict=True)
+    copies = ((i, f" repeats {rows.place(int(j))}") for i, j in pairs)
 
     def describe(count: int, examples: Iterable[tuple[int, str]]) -> Finding:
         shown = islice(examples, EXAMPLES)
@@ -168,13 +163,7 @@ def examine_files(
         bad_rows=tuple(problems),
         data_sources=dict(rows.count_sources(usable).most_common()),
         missing_ground_truth=describe(len(unanswered), ((i, "") for i in unanswered)),
-        duplicates=describe(
-            len(repeated),
-            (
-                (usable[i], f" repeats {rows.place(int(j))}")
-                for i, j in zip(repeated, earlier, strict=True)
-            ),
-        ),
+        duplicates=describe(len(repeated), copies),
         characters=compute_percentiles(characters[usable]),
         tokens=compute_percentiles(tokens),
         max_prompt_length=max_prompt_length,
@@ -349,12 +338,8 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
 data_app = App(
     help="Check prompt files, or prepare well-known sets.",
     epilog="ppo data check train.jsonl\nppo data prepare gsm8k --out data",
+    callback=keep_group,
 )
-
-
-@data_app.callback()
-def _keep_group() -> None:
-    """Keep `check` a command of a group, to which packages add others."""
 
 
 # Help texts show the defaults of a training run.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from ppo_cli.atomic import atomic_replace
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
 from ppo_cli.config.models.bundled import MODELS
@@ -54,7 +53,7 @@ def doctor(arguments: Arguments) -> None:
     self_test: bool = arguments.extras["self_test"]
     if report is not None:
         from ppo_cli.run.machine_report import describe_run, make_report
-        from ppo_cli.scoring.rows import check_out
+        from ppo_cli.scoring.rows import check_out, write_out
 
         # Before the self-test, which takes minutes.
         check_out(report, resolved.config.trainer.output_dir, "--report")
@@ -64,7 +63,8 @@ def doctor(arguments: Arguments) -> None:
         machine, model = resolved.machine, resolved.config.model.path
         ok = not self_test or _run_self_test(model, machine, as_json=as_json)
         if report is not None:
-            _write_report(report, make_report(require_record("--report"), machine, figures))
+            facts = make_report(require_record("--report"), machine, figures)
+            write_out(report, to_json(facts, indent=1) + "\n", "--report")
             of_run = f"the run in {run}" if figures else f"no run ({run} has none)"
             line = f"{report}: the last self-test and {of_run}"
             result = {"out": str(report), "run": str(run) if figures else None}
@@ -90,15 +90,6 @@ def doctor(arguments: Arguments) -> None:
         raise typer.Exit(EXIT_USER)
 
 
-def _write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write what this machine showed as a file to send."""
-    try:
-        with atomic_replace(path) as unfinished:
-            unfinished.write_text(to_json(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--report {path} cannot be written: {error.strerror or error}.") from error
-
-
 def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> bool:
     """Run all checks of the self-test, write their record, print them; whether none has failed."""
     from ppo_cli.cli.screen import print_json, print_text
@@ -114,9 +105,8 @@ def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> bool:
     try:
         require_writable()
     except UserError as error:
-        print(
-            f"The result of this self-test cannot be saved: {error}.", file=sys.stderr, flush=True
-        )
+        line = f"The result of this self-test cannot be saved: {error}."
+        print(line, file=sys.stderr, flush=True)
     setup = Setup("cuda" if gpus else "cpu", gpus, Path(), _read_layer_shape(model))
     started = time.monotonic()
     outcomes = list(run_checks(setup, tell=_print_progress))
@@ -131,13 +121,16 @@ def _run_self_test(model: str, machine: Machine, *, as_json: bool) -> bool:
     if as_json:
         print_json(asdict(record) | {"path": path, "not_written": reason})
     else:
+        counts = {state: sum(o.state == state for o in outcomes) for state in STATES}
+        counted = ", ".join(f"{n} {STATES[state]}" for state, n in counts.items() if n)
+        device = "the CPU" if setup.device == "cpu" else "GPUs"
+        where = path or f"not written: {reason}"
         lines = [
             *_format_outcomes(outcomes),
             "",
-            *_count_outcomes(outcomes, setup.shape, setup.device),
+            f"On {device}, with layers of {setup.shape.model}: {counted}",
+            f"{time.monotonic() - started:.0f} s; record: {where}",
         ]
-        where = path or f"not written: {reason}"
-        lines.append(f"{time.monotonic() - started:.0f} s; record: {where}")
         if proven := ", ".join(record.proven):
             lines.append(f"proven on these GPUs: {proven}")
         print_text("\n".join(lines))
@@ -183,14 +176,6 @@ def _format_outcomes(outcomes: Sequence[Outcome]) -> list[str]:
     return align_columns(rows, left_aligned=4)
 
 
-def _count_outcomes(outcomes: Sequence[Outcome], shape: LayerShape, device: str) -> list[str]:
-    """Return a sentence with the number of outcomes in each state."""
-    counts = {s: sum(outcome.state == s for outcome in outcomes) for s in STATES}
-    counts_by_state = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
-    kind = "the CPU" if device == "cpu" else "GPUs"
-    return [f"On {kind}, with layers of {shape.model}: {', '.join(counts_by_state)}"]
-
-
 # The help lists the settings that the checks read; other flags of a run are accepted too.
 doctor_app = App()
 add_command(
@@ -202,14 +187,11 @@ add_command(
             "self_test", "Run the program's parts on these devices and compare their numbers."
         ),
         make_flag(
-            "report",
-            Path,
-            None,
-            "File to write: the last self-test and the run in --output_dir.",
-            "FILE",
+            "report", Path, None,
+            "File to write: the last self-test and the run in --output_dir.", "FILE",
         ),
         make_switch("probe", "Also call the model hub, and each judge for a few tokens."),
         make_switch("json", "Print JSON."),
     ],
     ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
-)
+)  # fmt: skip

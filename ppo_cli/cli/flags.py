@@ -69,10 +69,8 @@ class Arguments:
     def engine(self) -> Engine | None:
         """The engine of a package that the command line selects; None for our own."""
         typed = [self.flags.get("trainer.engine", ("",))[0]]
-        typed += [
-            value for key, _, value in (w.partition("=") for w in self.overrides)
-            if key == "trainer.engine"
-        ]  # fmt: skip
+        words = (word.partition("=") for word in self.overrides)
+        typed += [value for key, _, value in words if key == "trainer.engine"]
         return next((load("engines", n) for n in typed if find_plugin("engines", n)), None)
 
     def resolve_node(self) -> Resolved:
@@ -201,11 +199,6 @@ def make_flag(
     shown = {"show_default": default is not None} | options
     option = typer.Option(default, f"--{name}", help=description, metavar=metavar, **shown)
     return _keyword_parameter(name, kind if default is not None else kind | None, option)
-
-
-def make_file_argument(description: str, *, required: bool = False) -> inspect.Parameter:
-    """Return the parameter for the positional argument FILE."""
-    return make_argument("file", "FILE", description, required=required)
 
 
 def make_argument(
@@ -383,26 +376,18 @@ def _make_shared_parameters() -> list[inspect.Parameter]:
         make_argument("overrides", "[KEY=VALUE]...", description, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         make_flag(
-            "preset",
-            str,
-            None,
-            "Bundled settings; `ppo presets list` has them.",
-            "NAME",
+            "preset", str, None, "Bundled settings; `ppo presets list` has them.", "NAME",
             autocompletion=complete_from(lambda: [*preset_names(), *ALIASES]),
         ),
         make_flag(
             "config", list[str], None, "YAML file of settings; repeatable, the last wins.", "FILE"
         ),
         make_flag(
-            "episodes",
-            int,
-            None,
-            "Episodes to train on, in place of rows, where the environment opens them.",
-            "N",
-            min=1,
+            "episodes", int, None,
+            "Episodes to train on, in place of rows, where the environment opens them.", "N", min=1,
         ),
         make_flag("val_episodes", int, None, "Validation episodes, in place of rows.", "N", min=1),
-    ]
+    ]  # fmt: skip
 
 
 def complete_from(words: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
@@ -418,16 +403,16 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
     """Return the parameter for the flag of a setting; values other than booleans stay text."""
     # Booleans become a pair of flags; lists take one value per repetition.
     kind = bool if key.kind is bool else list[str] if key.is_list else str
+
+    def list_words() -> Sequence[str]:
+        return key.names.offered if key.names else offered_choices(key.choices)
+
     option = typer.Option(
         None,
         f"--{name}/--no_{name}" if kind is bool else f"--{name}",
         metavar=None if kind is bool else _choose_metavar(key),
         show_default=False,
-        autocompletion=complete_from(
-            lambda: key.names.offered if key.names else offered_choices(key.choices)
-        )
-        if key.choices
-        else None,
+        autocompletion=complete_from(list_words) if key.choices else None,
     )
     return _keyword_parameter(name, kind | None, option)
 
@@ -435,13 +420,9 @@ def _make_setting_flag(name: str, key: Key) -> inspect.Parameter:
 def format_help_line(key: Key) -> str:
     """Return the help of a setting: description, key, range, default, variable."""
     # Facts in brackets after the description; those that a setting does not have are left out.
-    facts = [key.name]
-    if describe_range(key):
-        facts.append(describe_range(key))
-    facts.append(f"default {_format_default(key.default)}")
-    if key.env:
-        facts.append(f"env {key.env}")
-    return f"{key.help} ({'; '.join(facts)})"
+    variable = f"env {key.env}" if key.env else ""
+    facts = (key.name, describe_range(key), f"default {_format_default(key.default)}", variable)
+    return f"{key.help} ({'; '.join(filter(None, facts))})"
 
 
 def _format_default(default: Any) -> str:

@@ -216,6 +216,10 @@ class HelpGroup(_Examples, TyperGroup):
         return {"Commands": self.list_commands(ctx)}
 
 
+def keep_group() -> None:
+    """Keep the only command of an app a command of a group, to which packages add others."""
+
+
 class App(typer.Typer):
     """A typer app whose commands have this module's help; without arguments a group shows it."""
 

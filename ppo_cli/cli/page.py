@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from ppo_cli.atomic import atomic_replace
 from ppo_cli.cli.help import App
 from ppo_cli.errors import DataError, UserError, ppo
 from ppo_cli.machine.device_record import require_record
@@ -112,18 +111,12 @@ def report(
         out = runs[0] / "report.html"
     from ppo_cli.report.page.server import open_runs
     from ppo_cli.report.page.server import render_report as page_of
-    from ppo_cli.scoring.rows import check_out
+    from ppo_cli.scoring.rows import check_out, write_out
 
     check_out(out, str(runs[0]))
     section = make_self_test_section() if self_test else ""
-    # Write to a temporary file and rename it, so that a stop leaves no half page.
     data = open_runs(runs)
-    text = page_of(data).replace("</body>", f"{section}</body>")
-    try:
-        with atomic_replace(out) as fresh:
-            fresh.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
+    write_out(out, page_of(data).replace("</body>", f"{section}</body>"))
     # The result: how each run went, and where the page is.
     sentences = {run.name: "".join(text for text, _ in run.read()["verdict"]) for run in data}
     size = out.stat().st_size

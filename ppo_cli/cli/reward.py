@@ -7,43 +7,23 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from ppo_cli.cli.flags import (
-    Arguments,
-    add_command,
-    make_file_argument,
-    make_flag,
-    make_switch,
-)
-from ppo_cli.cli.help import App
+from ppo_cli.cli.flags import Arguments, add_command, make_argument, make_flag, make_switch
+from ppo_cli.cli.help import App, keep_group
 from ppo_cli.cli.reward_tables import format_scores
-from ppo_cli.cli.screen import (
-    make_printable,
-    make_screen,
-    print_result,
-)
-from ppo_cli.config.layers import (
-    EMBEDDED_NOTE,
-    EMBEDDED_NOTE_GPUS,
-)
+from ppo_cli.cli.screen import make_printable, make_screen, print_result
+from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.models.known_models import find_model_folder, is_url
 from ppo_cli.config.schema.run import Config
-from ppo_cli.errors import (
-    ConfigError,
-    Interrupted,
-)
+from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.paths import user_path
 from ppo_cli.report.tracker import Screen
 
 reward_app = App(
     help="Score files with a reward, compare it with labels, or test it with attacks.",
     epilog="ppo reward score outputs --rule math\nppo reward audit --reward_function my_reward.py",
+    callback=keep_group,
 )
-
-
-@reward_app.callback()
-def _keep_group() -> None:
-    """Keep `score` a command of a group, to which packages add others."""
 
 
 def score(arguments: Arguments) -> None:
@@ -152,8 +132,8 @@ COMMON_FLAGS = (
     make_flag("batch_hours", float, 25.0, "Hours to wait for a batch.", "X", min=0.0001),
     make_switch("json", "Print JSON."),
 )
-RESPONSES_FILE = make_file_argument(
-    "Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set."
+RESPONSES_FILE = make_argument(
+    "file", "FILE", "Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set."
 )
 RESPONSE_KEY = make_flag(
     "response_key", str, "response", "Column that holds the responses.", "COLUMN"

@@ -305,6 +305,15 @@ def check_out(out: Path, source: str, flag: str = "--out") -> None:
         raise UserError(f"{flag} {out} is the input file; choose another name.")
 
 
+def write_out(out: Path, text: str, flag: str = "--out") -> None:
+    """Write the file of a flag in one piece; raises UserError if the disk refuses it."""
+    try:
+        with atomic_replace(out) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {out} cannot be written: {error.strerror or error}.") from error
+
+
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSONL, atomically."""
     lines = (json.dumps(as_plain(row), ensure_ascii=False, default=str) + "\n" for row in rows)
