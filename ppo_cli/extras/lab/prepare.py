@@ -92,6 +92,21 @@ def _build_splits(
     return BuiltSet(splits)
 
 
+def _verl_row(
+    source: str, prompt: str | tuple[Message, ...], ability: str, truth: str,
+    info: Mapping[str, Any], style: str = "rule",
+) -> dict[str, Any]:  # fmt: skip
+    """Return a row in verl's layout; a prompt of text becomes a message of the user."""
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    return {
+        "data_source": source,
+        "prompt": [dict(message) for message in messages],
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": truth},
+        "extra_info": dict(info),
+    }
+
+
 def _require_text(record: Record, columns: tuple[str, ...], name: str) -> None:
     for column in columns:
         value = read_plain(record.get(column), column)
@@ -136,13 +151,8 @@ def _gsm8k_row(place: Place, record: Record) -> dict[str, Any]:
     question, answer = record["question"], record["answer"]
     if not final_answer(answer):
         raise RowError("answer", "has no final '#### NUMBER'")
-    return {
-        "data_source": GSM8K,
-        "prompt": [{"role": "user", "content": f"{question}\n\n{GSM8K_INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final_answer(answer)},
-        "extra_info": {"question": question, "answer": answer},
-    }
+    text, texts = f"{question}\n\n{GSM8K_INSTRUCTION}", {"question": question, "answer": answer}
+    return _verl_row(GSM8K, text, "math", final_answer(answer), texts)
 
 
 def final_answer(answer: str) -> str:
@@ -176,13 +186,8 @@ def _math_row(place: Place, record: Record) -> dict[str, Any]:
     if not answer:
         raise RowError("solution", r"has no final answer in \boxed{…}")
     kind = {name: str(record.get(name) or "") for name in ("level", "type")}
-    return {
-        "data_source": MATH,
-        "prompt": [{"role": "user", "content": f"{problem}\n\n{MATH_INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"problem": problem, "solution": solution, **kind},
-    }
+    texts = {"problem": problem, "solution": solution, **kind}
+    return _verl_row(MATH, f"{problem}\n\n{MATH_INSTRUCTION}", "math", answer, texts)
 
 
 def boxed_answer(solution: str) -> str:
@@ -231,13 +236,8 @@ def humaneval_row(place: Place, record: Record) -> dict[str, Any]:
         raise RowError("test", "has no function check(candidate)")
     tests = {name: record[name] for name in ("test", "entry_point", "prompt")}
     question = f"{HUMANEVAL_INSTRUCTION}\n\n```python\n{record['prompt'].rstrip()}\n```"
-    return {
-        "data_source": "openai_humaneval",
-        "prompt": [{"role": "user", "content": question}],
-        "ability": "code",
-        "reward_model": {"style": "rule", "ground_truth": json.dumps(tests)},
-        "extra_info": {"task_id": record["task_id"]},
-    }
+    task = {"task_id": record["task_id"]}
+    return _verl_row("openai_humaneval", question, "code", json.dumps(tests), task)
 
 
 def build_hh_rlhf(source: str) -> BuiltSet:
@@ -260,7 +260,11 @@ def build_hh_rlhf(source: str) -> BuiltSet:
         odd += problems
         # Several pairs may share a prompt.
         prompts = {str(prompt): prompt for _, prompt in pairs}.values()
-        splits[split] = [_hh_row(prompt, split, index) for index, prompt in enumerate(prompts)]
+        # A reward model or a judge scores the replies.
+        splits[split] = [
+            _verl_row(HH_RLHF, prompt, "alignment", "", {"split": split, "index": index}, "model")
+            for index, prompt in enumerate(prompts)
+        ]
         splits[f"pairs_{split}"] = [{side: record[side] for side in SIDES} for record, _ in pairs]
     return BuiltSet(splits, tuple(odd))
 
@@ -282,17 +286,6 @@ def _hh_dialogue(value: Any, column: str) -> tuple[Message, ...]:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RowError(column, "does not end with a reply of the assistant")
     return messages
-
-
-def _hh_row(prompt: tuple[Message, ...], split: str, index: int) -> dict[str, Any]:
-    """Return a prompt in verl's layout; a reward model or a judge scores the replies."""
-    return {
-        "data_source": HH_RLHF,
-        "prompt": [dict(message) for message in prompt],
-        "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": ""},
-        "extra_info": {"split": split, "index": index},
-    }
 
 
 @dataclass(frozen=True)
@@ -331,17 +324,9 @@ class OneSplit:
             with suppress(ValueError):
                 (answer,) = json.loads(answer)
         if isinstance(prompt, str):
-            text = f"{prompt}\n\n{self.instruction}".strip()
-            prompt = ({"role": "user", "content": text},)
-        return {
-            "data_source": self.source,
-            "prompt": [dict(message) for message in prompt],
-            "ability": "math" if self.answer else "alignment",
-            "reward_model": {
-                "style": "rule" if self.answer else "model", "ground_truth": str(answer),
-            },
-            "extra_info": {},
-        }  # fmt: skip
+            prompt = f"{prompt}\n\n{self.instruction}".strip()
+        ability, style = ("math", "rule") if self.answer else ("alignment", "model")
+        return _verl_row(self.source, prompt, ability, str(answer), {}, style)
 
 
 @dataclass(frozen=True)
@@ -359,15 +344,7 @@ class TestedSplit(OneSplit):
                 raise RowError("test_info", "is no list of tests that have a function_declaration")
             declared.append(text)
         text = "\n".join([f"{record[self.prompt]}\n\n{self.instruction}", *declared])
-        return {
-            "data_source": self.source,
-            "prompt": [{"role": "user", "content": text}],
-            "ability": "code",
-            "reward_model": {
-                "style": "rule", "ground_truth": json.dumps({"test": record[self.answer]}),
-            },
-            "extra_info": {},
-        }  # fmt: skip
+        return _verl_row(self.source, text, "code", json.dumps({"test": record[self.answer]}), {})
 
 
 ONE_SPLIT = {
@@ -449,15 +426,9 @@ def build_reasoning_gym(names: str, rows: int, seed: int) -> BuiltSet:
                     "read it in training. Leave the set out."
                 ) from None
             info = {"split": split, "index": index, "set": name, "entry": literal}
-            splits[split].append(
-                {
-                    "data_source": f"{REASONING_GYM}:{name}",
-                    "prompt": [{"role": "user", "content": text}],
-                    "ability": "reasoning",
-                    "reward_model": {"style": "rule", "ground_truth": str(entry["answer"] or "")},
-                    "extra_info": info,
-                }
-            )
+            truth = str(entry["answer"] or "")
+            row = _verl_row(f"{REASONING_GYM}:{name}", text, "reasoning", truth, info)
+            splits[split].append(row)
     filled = {split: written for split, written in splits.items() if written}
     return BuiltSet(filled, tuple(repeated))
 
