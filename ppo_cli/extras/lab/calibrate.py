@@ -236,8 +236,8 @@ def calibrate(
     *,
     repeat: int,
     screen: Screen,
-    marks: Marks | None = None,
-    place_marks: PlaceMarks | None = None,
+    marks: Marks,
+    place_marks: PlaceMarks,
 ) -> dict[str, Any]:
     """Score the rows, repeat a sample, and compare everything with the labels.
 
@@ -282,9 +282,9 @@ def calibrate(
         **part_facts(settings, rollouts, scoring.scores),
         "cascade": cascade_facts(settings, rollouts, scoring, labelled),
         "criteria": criteria_facts(
-            settings, labelled.rows, scoring.scores, list(labelled.values), marks or {}
+            settings, labelled.rows, scoring.scores, list(labelled.values), marks
         ),
-        "places": place_facts(labelled.rows, scoring.scores, place_marks or {}),
+        "places": place_facts(labelled.rows, scoring.scores, place_marks),
         "repeated": repeated(reward_kind(settings)),
         "steady": repeat > 1 and not asked_twice,
         "spent": spent,

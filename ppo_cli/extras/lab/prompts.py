@@ -41,10 +41,7 @@ from ppo_cli.rewards.judge.prompt import (
     Template,
     as_text,
     build_material,
-    load_preset,
     load_template,
-    preset_names,
-    preset_path,
     reference_answer,
     rubric_reader,
 )
@@ -95,9 +92,7 @@ class RecordedCall(Exception):
     """The call that a provider would have sent: the path of the method, and its arguments."""
 
 
-def provider_call(
-    api: ApiReward, question: Question, environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def provider_call(api: ApiReward, question: Question) -> dict[str, Any]:
     """Return the first call that the provider would send: endpoint, method and arguments.
 
     Needs no key and no SDK, and sends nothing. If the model refuses an option, a provider repeats
@@ -106,7 +101,7 @@ def provider_call(
     # Without a model the rest of the call can still be shown.
     kind = provider_class(api.type)
     named = api.model_copy(update={"model": api.model or PLACEHOLDER_MODEL})
-    provider = kind(named, resolve_base_url(kind, api, environ), Key(NO_KEY, ""))
+    provider = kind(named, resolve_base_url(kind, api, os.environ), Key(NO_KEY, ""))
     request = (
         provider.request_decision(RecordingClient(), question, api.timeout)
         if api.mode == "decision"
@@ -124,16 +119,6 @@ def provider_call(
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error
     raise AssertionError(f"{provider!r} request nothing")
-
-
-def bundled_prompts() -> tuple[Template, ...]:
-    """Return the bundled judge prompts, read and checked."""
-    return tuple(load_preset(name) for name in preset_names())
-
-
-def prompt_text(name: str) -> str:
-    """Return the file of a bundled judge prompt, comments and all."""
-    return preset_path(name).read_text(encoding="utf-8")
 
 
 def render_row(
@@ -324,15 +309,12 @@ def _forecast_drafts(api: ApiReward, questions: Sequence[Question], finished: in
     )
 
 
-def ask_all(
-    api: ApiReward, questions: Sequence[Question], screen: Screen,
-    environ: Mapping[str, str] = os.environ,
-) -> Drafts:  # fmt: skip
+def ask_all(api: ApiReward, questions: Sequence[Question], screen: Screen) -> Drafts:
     """Ask each question once, with the limits, budget and cache of the settings."""
     if not questions:
         return Drafts((), Spending())
     # The same provider, budget and cache as a judge in training.
-    connection = connect_judge(api, environ)
+    connection = connect_judge(api, os.environ)
     provider, cache, client = connection.provider, connection.cache, connection.direct
     loop, stopped = LoopThread(), ""
     futures: list[Future[Verdict | JudgeError]] = []

@@ -49,7 +49,7 @@ def calibrated(tmp_path: Path) -> Calibrate:
         rows = [{"prompt": f"question {i}"} | row for i, row in enumerate(rows)]
         labelled = read_labels(read_responses(write_rows(tmp_path / "a.jsonl", *rows)), "label")
         result = calibrate(reward or Scripted(first_word), settings, labelled, repeat=repeat,
-                           screen=Screen())  # fmt: skip
+                           screen=Screen(), marks={}, place_marks={})  # fmt: skip
         json.dumps(result, allow_nan=False)
         return result
 

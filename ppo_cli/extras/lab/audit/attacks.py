@@ -297,10 +297,10 @@ def fill_injection(template: str, answer: str, low: int, top: int) -> str:
     return answer.join(text.split("@answer@"))
 
 
-def pad_answer(answer: str, times: int = 5) -> str:
-    """The answer after filler text, `times` times as long in total."""
+def pad_answer(answer: str) -> str:
+    """The answer after filler text, five times as long in total."""
     # At least one full repetition of the filler, so that a short answer is padded too.
-    filler_chars = max(len(answer) * (times - 1), len(_FILLER))
+    filler_chars = max(4 * len(answer), len(_FILLER))
     return f"{' '.join([_FILLER] * -(-filler_chars // len(_FILLER)))}\n\n{answer}"
 
 
@@ -326,8 +326,8 @@ class Trial:
     prompt: Prompt
     response: str
     against: str | None = None
-    lowest: float = float("-inf")
-    highest: float = float("inf")
+    lowest: float = -INF
+    highest: float = INF
     own_scale_bounds: tuple[float, float] | None = None  # on a reward's own scale, if different
     part: str | None = None  # measure this part of a mixture, which is between 0 and 1
 
@@ -361,8 +361,8 @@ class Outcome:
     score: Score
     baseline: float | None = None
     margin: float | None = None
-    lowest: float = float("-inf")
-    highest: float = float("inf")
+    lowest: float = -INF
+    highest: float = INF
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -380,10 +380,9 @@ class Outcome:
     @property
     def bounds_text(self) -> str:
         """The bounds as text."""
-        bounds = [f"at least {self.lowest:.2f}"] if self.lowest > float("-inf") else []
-        bounds += [f"at most {self.highest:.2f}"] if self.highest < float("inf") else []
-        bound = " and ".join(bounds)
-        trial = self.trial
+        bounds = [f"at least {self.lowest:.2f}"] if self.lowest > -INF else []
+        bounds += [f"at most {self.highest:.2f}"] if self.highest < INF else []
+        bound, trial = " and ".join(bounds), self.trial
         if trial.against is None:
             return bound
         base = "no verdict" if self.baseline is None else f"{self.baseline:.2f}"
@@ -448,16 +447,12 @@ def worthless_trials(items: Sequence[Item], replies: Sequence[str]) -> list[Tria
     """
     return [
         Trial(
-            f"the reply {text!r}",
-            item.place,
-            item.prompt,
-            text,
-            highest=MAX_WORTHLESS,
-            own_scale_bounds=WORTHLESS_BOUNDS,
+            f"the reply {text!r}", item.place, item.prompt, text,
+            highest=MAX_WORTHLESS, own_scale_bounds=WORTHLESS_BOUNDS,
         )
         for n, text in enumerate(replies)
         for item in _rotate(items, n)
-    ]
+    ]  # fmt: skip
 
 
 def injection_trials(
@@ -546,18 +541,12 @@ def worked_case_trials(
         uid, truth = f"{CASE}:{number}", material.ground_truth
         prompt = user_prompt(uid, material.prompt, truth, source, material.extra_info)
         # Bounds of a case are in the judge prompt's points; a trial's are between 0 and 1.
-        lowest = float("-inf") if case.at_least is None else scale.scaled(case.at_least)
-        highest = float("inf") if case.at_most is None else scale.scaled(case.at_most)
-        trial = Trial(
-            case.name,
-            CASE,
-            prompt,
-            str(material.response),
-            lowest=lowest,
-            highest=highest,
-            part=part,
+        lowest = -INF if case.at_least is None else scale.scaled(case.at_least)
+        highest = INF if case.at_most is None else scale.scaled(case.at_most)
+        response = str(material.response)
+        trials.append(
+            Trial(case.name, CASE, prompt, response, lowest=lowest, highest=highest, part=part)
         )
-        trials.append(trial)
     return trials
 
 

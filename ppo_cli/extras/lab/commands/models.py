@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ppo_cli.cli.flags import Arguments, add_command, make_switch
@@ -62,9 +62,7 @@ def _format_listing(listing: Facts) -> list[str]:
     return lines + [f"  {note}" for note in listing["notes"]]
 
 
-def list_models(
-    settings: Reward, kind: str | None, environ: Mapping[str, str] = os.environ
-) -> Iterator[dict[str, Any]]:
+def list_models(settings: Reward, kind: str | None) -> Iterator[dict[str, Any]]:
     """Yield the models that each provider lists for its key, with prices.
 
     The providers are those of the reward's judges, else the one named `kind`, else all with a key.
@@ -73,16 +71,17 @@ def list_models(
     # The reward's judges come first, then the provider that the user names, then all with a key.
     judges = [judge.settings for judge in judges_of(settings)]
     named = [settings.api.model_copy(update={"type": kind})] if kind else []
-    for api in judges or named or [ApiReward(type=name) for name in providers_with_keys(environ)]:
-        yield _list_provider(api, environ)
+    keyed = [ApiReward(type=name) for name in providers_with_keys(os.environ)]
+    for api in judges or named or keyed:
+        yield _list_provider(api)
 
 
-def _list_provider(api: ApiReward, environ: Mapping[str, str]) -> dict[str, Any]:
+def _list_provider(api: ApiReward) -> dict[str, Any]:
     """Return the models of one provider as facts; `problem` if it could not be asked."""
     listing: dict[str, Any] = {"provider": api.type, "models": None, "notes": []}
 
     async def fetch() -> list[str] | None:
-        provider = build_provider(api, environ=environ)
+        provider = build_provider(api, environ=os.environ)
         try:
             return await fetch_models(provider)
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Arguments, add_command, make_file_argument, make_flag, make_switch
+from ppo_cli.cli.flags import Arguments, add_command, make_argument, make_flag, make_switch
 from ppo_cli.cli.help import App
 from ppo_cli.cli.screen import align_columns, make_screen, print_result
 from ppo_cli.config.models.bundled import prompt_files
@@ -24,6 +24,7 @@ app = App(
 # Settings that the help of `render` and `rubric` lists.
 SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.answer_key", "data.reward_fn_key")
 SEPARATOR = "─" * 30
+ROWS_FILE = make_argument("file", "FILE", "Data rows, or `embedded`.", required=True)
 
 
 @app.command("list", epilog="ppo prompts list")
@@ -31,21 +32,17 @@ def list_prompts(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the bundled judge prompts with their version and scale."""
-    from ppo_cli.extras.lab.prompts import bundled_prompts
+    from ppo_cli.rewards.judge.prompt import load_preset, preset_names
 
     # JSON has everything, the table only what helps to choose.
-    prompts = bundled_prompts()
+    prompts = [load_preset(name) for name in preset_names()]
     rows = [
         {
-            "name": t.name,
-            "version": t.version,
-            "scale": str(t.scale),
-            "variables": list(t.variables),
-            "cases": len(t.cases),
-            "description": t.description,
+            "name": t.name, "version": t.version, "scale": str(t.scale),
+            "variables": list(t.variables), "cases": len(t.cases), "description": t.description,
         }
         for t in prompts
-    ]
+    ]  # fmt: skip
     cells = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in prompts]
     print_result(rows, lambda: "\n".join(align_columns(cells, left_aligned=4)), as_json=as_json)
 
@@ -53,9 +50,9 @@ def list_prompts(
 @app.command(epilog="ppo prompts show math > mine.yaml")
 def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
     """Print the file of a judge prompt with its comments, as a start for your own."""
-    from ppo_cli.extras.lab.prompts import prompt_text
+    from ppo_cli.rewards.judge.prompt import preset_path
 
-    print(prompt_text(name), end="")
+    print(preset_path(name).read_text(encoding="utf-8"), end="")
 
 
 def render(arguments: Arguments) -> None:
@@ -178,7 +175,7 @@ add_command(
     render,
     "ppo prompts render rows.jsonl --row 3 --rm_prompt_preset math",
     [
-        make_file_argument("Data rows, or `embedded`.", required=True),
+        ROWS_FILE,
         make_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
         make_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
         make_switch("json", "Print JSON."),
@@ -190,7 +187,7 @@ add_command(
     rubric,
     "ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
     [
-        make_file_argument("Data rows, or `embedded`.", required=True),
+        ROWS_FILE,
         make_flag("out", str, None, "Rows with extra_info.rubric; with --one a YAML file.", "FILE"),
         make_switch("one", "One rubric for the whole run, from some of the rows."),
         make_flag("criteria", int, 8, "Maximum criteria.", "N", min=1, max=20),
