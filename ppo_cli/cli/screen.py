@@ -29,11 +29,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, format_duration, plural
 from ppo_cli.report.catalogue import PHASES
 from ppo_cli.report.judge_card import Spent, format_dollars, list_spent
-from ppo_cli.report.metrics import (
-    format_explained,
-    is_pretrained,
-    mixture_part_means,
-)
+from ppo_cli.report.metrics import format_explained, is_pretrained, mixture_part_means
 from ppo_cli.report.tracker import RECENT_STEPS, Advance, Screen, Summary
 from ppo_cli.run_folder.lines import to_json
 from ppo_cli.secrets.redact import redact

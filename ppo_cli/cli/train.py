@@ -17,12 +17,7 @@ from ppo_cli.allocator import pause_garbage_collection
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Arguments, add_command, make_flag, make_switch
 from ppo_cli.cli.help import App
-from ppo_cli.config.layers import (
-    DEFAULT,
-    INHERITED,
-    RUN_ORIGIN,
-    describe_fork,
-)
+from ppo_cli.config.layers import DEFAULT, INHERITED, RUN_ORIGIN, describe_fork
 from ppo_cli.config.mixture import describe_reward, judges_of
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of

@@ -17,12 +17,7 @@ from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.failures import is_about_filter
 from ppo_cli.rewards.judge.providers.options import Forms
-from ppo_cli.rewards.judge.providers.replies import (
-    ReplyFields,
-    get_path,
-    read_reply,
-    to_word,
-)
+from ppo_cli.rewards.judge.providers.replies import ReplyFields, get_path, read_reply, to_word
 from ppo_cli.rewards.remote.failures import Failure
 
 BATCH_CALL_S = 300.0  # for one request that submits, polls or fetches a whole batch job

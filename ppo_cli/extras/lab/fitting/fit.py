@@ -28,14 +28,7 @@ from ppo_cli.engine.device import Compute, require_gpus
 from ppo_cli.engine.export import write_weights
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.saved_files import model_files, write_files
-from ppo_cli.errors import (
-    ConfigError,
-    DataError,
-    Interrupted,
-    ModelError,
-    plural,
-    replace_path,
-)
+from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, plural, replace_path
 from ppo_cli.extras.lab.fitting.preferences import (
     EncodedExample,
     Example,

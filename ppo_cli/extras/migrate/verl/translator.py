@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.layers import (
-    DEFAULT,
-    Entry,
-    Layers,
-    Reset,
-    merge_layers,
-    read_entry,
-)
+from ppo_cli.config.layers import DEFAULT, Entry, Layers, Reset, merge_layers, read_entry
 from ppo_cli.config.schema.keys import find_key, sections, table
 from ppo_cli.config.schema.values import is_unset
 from ppo_cli.errors import list_some
