@@ -41,8 +41,7 @@ A family passes if all its checks hold with gaps of at most {limit:.0e}.
 first step.
 
 A family that is not in the table is trained in eager attention on padded rows, which are exact
-everywhere. On GPUs, rows are packed by default after a passed
-[self-test](troubleshooting.md#the-self-test).
+everywhere.
 
 One limit is known. If Llama 4 scales attention, transformers counts positions by columns of its
 cache. The hf sampler is exact for rows of up to half of `floor_scale` (4096 tokens) and refuses

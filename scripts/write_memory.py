@@ -138,8 +138,8 @@ are left out. On the one H100 that was measured, packed rows of 0.5B
 took 8 % more time than that ([lab book](../notes/lab_book.md)).
 
 **Not simulated**: sampling, publishing and reward models (the plan's count is used); CUDA's context
-(about 0.5 GB per process), buffers of NCCL and cuBLAS, and fragmentation (10 % of the GPU must stay
-free); GPUs before compute capability 8.0. `AdamW8bit` and 4-bit weights are refused.
+(about 0.5 GB per process), buffers of NCCL and cuBLAS, and fragmentation; GPUs before compute
+capability 8.0. `AdamW8bit` and 4-bit weights are refused.
 
 ## What fits where
 
