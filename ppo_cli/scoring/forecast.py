@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import other_judges
 from ppo_cli.config.models.known_models import JUDGES, missing_sdk_settings
+from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.reward import ApiReward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.data_sets.sources import is_hub_name
@@ -103,7 +104,9 @@ class UsageRange:
 class Forecast:
     """Estimates for a step and for the run; `run` is None while the number of steps is unknown."""
 
-    config: Config
+    api: ApiReward
+    sums: dict[str, Any]  # of `batch_arithmetic`
+    lengths: tuple[int, int]  # assumed tokens of a response: short, full
     price: Price | None
     a_step: UsageRange
     run: UsageRange | None
@@ -128,8 +131,8 @@ class Forecast:
             return None
         # The smallest budget counts, in the expensive case and in the cheap one. Critic pretraining
         # comes before the first step.
-        sums = batch_arithmetic(self.config)
-        before = (sums.get("reward_calls_pretraining") or 0) / (sums["reward_calls"] or 1)
+        pretraining = self.sums.get("reward_calls_pretraining") or 0
+        before = pretraining / (self.sums["reward_calls"] or 1)
         first, last = (
             0 if share < before else max(1, int(self.steps * (share - before) / (1 - before)))
             for share in map(min, zip(*ratios, strict=True))
@@ -138,7 +141,7 @@ class Forecast:
 
     def _budgets(self) -> Iterator[tuple[float, float, float]]:
         """Yield (budget, low, high) for each budget: the low and high estimates of the run."""
-        api, run = self.config.reward.api, self.run
+        api, run = self.api, self.run
         assert run is not None
         costs = run.costs(self.price)
         # Further judges spend from the same budgets.
@@ -154,7 +157,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as a JSON object; pairs are (low, high)."""
-        api = self.config.reward.api
+        api = self.api
         others: dict[str, Any] = {}
         if asked_too := [other.as_dict() for other in self.others]:
             cascaded = api.cascade.model is not None
@@ -180,7 +183,7 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return the forecast as lines for the terminal."""
-        api, price = self.config.reward.api, self.price
+        api, price = self.api, self.price
         # The judge's bill for the run if its length is known, else for one step; then what may
         # change it.
         usage, where = (self.a_step, " a step") if self.run is None else (self.run, "")
@@ -193,11 +196,11 @@ class Forecast:
         for other in self.others:
             line = _usage_line(other.run or other.a_step, other.price)
             lines.append(f"{who}, asked about all responses: {line}{where}{other._price_note()}")
-            lines += _endpoint_lines(other.config.reward.api)
+            lines += _endpoint_lines(other.api)
             lines += other._model_warnings()
         if self.run is not None:
             lines.append(f"a step: {_usage_line(self.a_step, price)}")
-        max_batches = batch_arithmetic(self.config).get("gen_batches_per_step_at_most")
+        max_batches = self.sums.get("gen_batches_per_step_at_most")
         if max_batches is not None and max_batches > 1:
             lines.append(
                 "dynamic sampling may take more, because groups with equal scores are sampled "
@@ -249,7 +252,7 @@ class Forecast:
 
     def _held_out_lines(self) -> Iterator[str]:
         """Yield which criteria are held out, and what validations cost more by them."""
-        api = self.config.reward.api
+        api = self.api
         if api.rubric_held_out is None or api.rubric is None:
             return
         what = f"{api.rubric_held_out:.0%} of the criteria of each row"
@@ -265,14 +268,14 @@ class Forecast:
 
     def _price_note(self) -> str:
         """Return model and price in brackets, or an empty text without a price."""
-        model, price = self.config.reward.api.model, self.price
+        model, price = self.api.model, self.price
         if price is None:
             return ""
         return f" ({model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
 
     def _model_warnings(self) -> Iterator[str]:
         """Warn if the judge's model looks misspelt, or if its context is too short for a call."""
-        api, longest = self.config.reward.api, self.a_step.high
+        api, longest = self.api, self.a_step.high
         assert api.model is not None
         if api.base_url is None and (near := model_hint(api.type, api.model)):
             yield f"{api.model} is in no list of {api.type}'s models.{near}"
@@ -287,7 +290,7 @@ class Forecast:
 
     def _budget_lines(self) -> Iterator[str]:
         """Yield whether the budgets suffice, or that the price is unknown."""
-        api = self.config.reward.api
+        api = self.api
         if self.price is None:
             yield (
                 f"the price of {api.model} is unknown: set --rm_price_input and --rm_price_output "
@@ -314,7 +317,7 @@ class Forecast:
     def assumptions(self) -> str:
         """Return the assumptions behind the figures, in one sentence."""
         # The figures of a single call show which lengths were assumed.
-        short, full = _response_tokens(self.config)
+        short, full = self.lengths
         low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
         brief, long = round(low[1] / calls), round(high[1] / calls)
         rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
@@ -332,7 +335,8 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: in
     `read` returns the first prompts of a split ("train" or "val"); `wishes` are calls that ask what
     the prompts want.
     """
-    template, api = load_template(config.reward.api), config.reward.api
+    api, environment = config.reward.api, config.environment
+    template = load_template(api)
     sums, listed = batch_arithmetic(config), api.compare == "list"
     # A cascade's judge is asked about a share of the responses.
     share = 1.0 if api.cascade.model is None else api.cascade.share
@@ -355,7 +359,10 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: in
     val = read("val") if config.data.val_files else []
     chosen = _sample_prompts(train, config.trainer.seed)
     chosen_val = _sample_prompts(val, config.trainer.seed)
-    a_call = _usage_per_call(template, chosen, config, of_list)
+    lengths = short, full = _response_tokens(config.data.max_response_length, environment, api)
+    coarse, fine = TOKEN_BYTES
+    texts = [_filler(api, environment, size) for size in (short * coarse, full * fine)]
+    a_call = _usage_per_call(template, chosen, api, texts, of_list)
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
     # The run: training calls, validation, labelled responses and format checks.
     run, criteria_bill = None, None
@@ -364,12 +371,12 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: in
         trained = (calls - validation) * requests
         run = a_call.times(trained * expected, trained * most_votes)
         if validation:
-            bill = _usage_per_call(template, chosen_val, config, alone)
+            bill = _usage_per_call(template, chosen_val, api, texts, alone)
             counts = (validation * expected * alone, validation * most_votes * alone)
             run += bill.times(*counts)
             if api.rubric_held_out is not None:
                 trained_only = [replace(prompt, validation=False) for prompt in chosen_val]
-                less = _usage_per_call(template, trained_only, config, alone)
+                less = _usage_per_call(template, trained_only, api, texts, alone)
                 criteria_bill = UsageRange(
                     bill.calls - less.calls, bill.low - less.low, bill.high - less.high
                 ).times(*counts)
@@ -384,8 +391,16 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: in
         repeated = NOISE_REPEATS * round(min(api.noise_responses, a_step))
     if run is not None:
         run += a_call.times(labelled + checks + wishes + repeated)
+    # Further judges are asked about the same rows; those of a panel are repeated too.
+    others, rows = [], {"train": train, "val": val}
+    for judge in other_judges(api):
+        noise = {"noise_responses": api.noise_responses if api.panel.judges else 0}
+        reward = config.reward.model_copy(update={"api": judge.model_copy(update=noise)})
+        others.append(forecast(config.model_copy(update={"reward": reward}), rows.__getitem__))
     return Forecast(
-        config=config,
+        api=api,
+        sums=sums,
+        lengths=lengths,
         price=find_price(api),
         a_step=a_call.times(a_step * expected, a_step * most_votes),
         run=run,
@@ -396,7 +411,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]], wishes: in
         repeated=repeated,
         wishes=wishes,
         criteria_bill=criteria_bill,
-        others=tuple(_forecast_other(config, other, train, val) for other in other_judges(api)),
+        others=tuple(others),
     )
 
 
@@ -433,26 +448,18 @@ def expected_votes(api: ApiReward) -> float:
     return api.votes + sum(DIFFERING**number for number in further)
 
 
-def _forecast_other(
-    config: Config, judge: ApiReward, train: Sequence[Prompt], val: Sequence[Prompt]
-) -> Forecast:
-    """Return the forecast of a further judge on the same rows; in a panel it is repeated too."""
-    repeated = config.reward.api.noise_responses if config.reward.api.panel.judges else 0
-    quiet = judge.model_copy(update={"noise_responses": repeated})
-    reward = config.reward.model_copy(update={"api": quiet})
-    rows = {"train": train, "val": val}
-    return forecast(config.model_copy(update={"reward": reward}), rows.__getitem__)
-
-
 def _sample_prompts(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
     return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
 
 
 def _usage_per_call(
-    template: Template, prompts: Sequence[Prompt], config: Config, responses: int
+    template: Template,
+    prompts: Sequence[Prompt],
+    api: ApiReward,
+    texts: Sequence[Response],
+    responses: int,
 ) -> UsageRange:
-    """Return the mean usage of a request with `responses` responses, of half and of full length."""
-    api = config.reward.api
+    """Return the mean usage of a request with `responses` responses, of low and of high length."""
     # One request per rubric, or one per criterion if each is asked separately.
     materials = [build_material(prompt, "") for prompt in prompts]
     check_rows(api, template, prompts)
@@ -462,7 +469,6 @@ def _usage_per_call(
         r.split_criteria() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics
     ]
     calls = max(1, round(fmean(map(len, rubrics_of_calls))))
-    short, full = _response_tokens(config)
     # A decision endpoint writes nothing.
     criteria = fmean(len(r.criteria) if r else 0 for r in rubrics)
     brief, long = (float(min(api.max_tokens, tokens)) for tokens in VERDICT_TOKENS)
@@ -472,64 +478,55 @@ def _usage_per_call(
             brief, long = brief + criteria * QUOTE_TOKENS[0], long + criteria * QUOTE_TOKENS[1]
     if api.mode == "decision":
         brief = long = 0.0
-    coarse, fine = TOKEN_BYTES
     # What is written about pieces counts too.
-    placings = [
-        request_places(_filler(config, length), api, template.scale)
-        for length in (short * coarse, full * fine)
-    ]
+    placings = [request_places(text, api, template.scale) for text in texts]
     in_pieces = [TOKENS_A_PIECE * placing.count if placing else 0 for placing in placings]
     brief, long = brief + in_pieces[0], long + in_pieces[1]
-
-    def input_bytes(length: int) -> float:
-        """Return the mean UTF-8 bytes of the requests for responses of `length` characters."""
-        text, sizes = _filler(config, length), []
-        placing = request_places(text, api, template.scale)
+    sizes = []  # mean UTF-8 bytes of the requests for responses of each length
+    for text, placing in zip(texts, placings, strict=True):
+        requests = []
         for prompt, each in zip(prompts, rubrics_of_calls, strict=True):
             material = build_material(prompt, *[text] * responses)
             questions = (
                 template.question(material, api, nonce="0" * 16, rubric=rubric, placing=placing)
                 for rubric in each
             )
-            texts = "".join(q.system + q.user for q in questions)
-            sizes.append(len(texts.encode("utf-8", "replace")))
-        return fmean(sizes)
-
+            requests.append("".join(q.system + q.user for q in questions))
+        sizes.append(fmean(len(request.encode("utf-8", "replace")) for request in requests))
     # Low: short responses and many bytes per token; high: full length, few bytes, and overhead.
-    low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
+    low, high = (size / per_token for size, per_token in zip(sizes, TOKEN_BYTES, strict=True))
     high += calls * REQUEST_OVERHEAD
     return UsageRange(calls, np.array([low, brief]), np.array([high, long]))
 
 
-def _filler(config: Config, length: int) -> Response:
+def _filler(api: ApiReward, environment: Environment, length: int) -> Response:
     """Return a response of `length` characters; episodes and pieces have the fences of them all."""
     text = ("and so on " * (length // 10 + 1))[:length]
-    turns = config.environment.max_turns
-    if not config.environment.is_set or config.reward.api.scope == "turn":
+    if not environment.is_set or api.scope == "turn":
         count = min(MAX_PIECES, length // PIECE_CHARS)
-        if config.reward.api.place not in ("sentence", "line", "step") or count < 2:
+        if api.place not in ("sentence", "line", "step") or count < 2:
             return text
         share = length // count
         return tuple(Passage("piece", k + 1, text[k * share :][:share]) for k in range(count))
+    turns = environment.max_turns
     # Of each turn: text, a call and its result, which fill the episode together.
     kinds = [(kind, turn) for turn in range(1, turns + 1) for kind in ("assistant", "call", "tool")]
     share = max(1, length // len(kinds))
-    tools = () if config.environment.path else (Passage("tools", 0, "t" * TOOLS_CHARS),)
+    tools = () if environment.path else (Passage("tools", 0, "t" * TOOLS_CHARS),)
     return tools + tuple(
         Passage(kind, turn, text[place * share : (place + 1) * share])
         for place, (kind, turn) in enumerate(kinds)
     )
 
 
-def _response_tokens(config: Config) -> tuple[int, int]:
+def _response_tokens(longest: int, environment: Environment, api: ApiReward) -> tuple[int, int]:
     """Return the assumed response lengths: half of the limit, and the limit.
 
     The limit of an episode counts its tools' results as well; a judge of its last turn reads the
     tokens of that turn.
     """
-    longest = config.data.max_response_length
-    if config.environment.is_set and config.reward.api.scope == "turn":
-        longest = min(longest, config.environment.max_turn_tokens)
+    if environment.is_set and api.scope == "turn":
+        longest = min(longest, environment.max_turn_tokens)
     return max(1, longest // 2), longest
 
 
