@@ -124,11 +124,14 @@ class Reward(Protocol):
 
 def submit_rollout(reward: Reward, rollout: Rollout) -> Future[Score]:
     """Submit a rollout; the score of an episode that its environment could not finish is failed."""
-    if not rollout.failure:
-        return reward.submit(rollout)
-    failed: Future[Score] = Future()
-    failed.set_result(Score.failed(rollout.failure))
-    return failed
+    return resolved(Score.failed(rollout.failure)) if rollout.failure else reward.submit(rollout)
+
+
+def resolved(score: Score) -> Future[Score]:
+    """Return the future of a score that is there already."""
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future
 
 
 # A reward that needs a device passes a picklable factory of an object, and calls its methods by

@@ -11,7 +11,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import Reward, resolved
 
 
 class EnvironmentReward(Reward):
@@ -21,9 +21,7 @@ class EnvironmentReward(Reward):
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Add up the rewards of an episode."""
-        future: Future[Score] = Future()
-        future.set_result(add_rewards(rollout))
-        return future
+        return resolved(add_rewards(rollout))
 
     def close(self) -> None:
         """Does nothing: the environments belong to who made them."""

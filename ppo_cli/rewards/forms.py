@@ -6,7 +6,6 @@ the parameters. A worker wraps the function with `adapt`, and its results become
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from ppo_cli import plugins
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import BatchScore, RunLength, as_plain, read_returned
+from ppo_cli.rewards.worker import is_coroutine_function, wait_for
 
 # What a function of our own form takes, as in verl.
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -227,18 +227,12 @@ def adapt(
 
     def call(**fields: Any) -> Any:
         returned, read = prepare(Responses(**fields))
-        return read(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
+        return read(wait_for(returned))
 
-    method = getattr(function, "__call__", None)  # noqa: B004
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
-    wrapper: Any = call_async if is_async else call
+    wrapper: Any = call_async if is_coroutine_function(function) else call
     wrapper.__wrapped__ = function  # its file is named in messages
     wrapper.form, wrapper.required = form.name, tuple(required(parameters, kwargs))
     return wrapper  # type: ignore[no-any-return]
-
-
-async def _await(value: Any) -> Any:
-    return await value
 
 
 def read_batch(returned: Any, count: int, logged: Mapping[str, Any]) -> BatchScore:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, cast
 from ppo_cli.config.schema.reward import Code
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Call, Reward, Tell, describe_episode, read_returned, tell_nobody
+from ppo_cli.rewards.base import (
+    Call,
+    Reward,
+    Tell,
+    describe_episode,
+    read_returned,
+    resolved,
+    tell_nobody,
+)
 from ppo_cli.rewards.rules import (
     RULES,
     Rule,
@@ -102,7 +110,7 @@ class RuleReward(Reward):
         prompt = rollout.prompt
         rule = self._rule or find_rule(prompt.data_source)
         if rule is None:
-            return _resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
+            return resolved(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         text = rollout.full_text if rule.reads_thoughts else rollout.answer
         extra_info = {"question": prompt.text, **prompt.extra_info, **describe_episode(rollout)}
         call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
@@ -117,7 +125,7 @@ class RuleReward(Reward):
             score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
         if score is None:
             return self._pool(rule).submit(call, partial(_add_rule_name, rule))
-        return _resolved(_add_rule_name(rule, score))
+        return resolved(_add_rule_name(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
         """Return the processes for a rule, created on first use: sandboxes for code, or workers."""
@@ -143,12 +151,6 @@ class RuleReward(Reward):
         self._closed = True
         for pool in self._pools.values():
             pool.close()
-
-
-def _resolved(score: Score) -> Future[Score]:
-    future: Future[Score] = Future()
-    future.set_result(score)
-    return future
 
 
 def _add_rule_name(rule: Rule, score: Score) -> Score:

@@ -99,8 +99,7 @@ def main() -> None:
 
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (task.memory_limit, resource.RLIM_INFINITY))
-    call = getattr(function, "__call__", None)  # noqa: B004
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    is_async = is_coroutine_function(function)
     form, required = getattr(function, "form", ""), getattr(function, "required", ())
     channel.send(number, pickle.dumps(Ready(is_async, form=form, required=required)))
     if is_async:
@@ -122,17 +121,25 @@ def _run_call(function: Callable[..., Any], call: Any) -> Score:
     _CapturedOutput.current.set(pieces)
     started = time.perf_counter()
     try:
-        value = function(**vars(call))
-        if inspect.isawaitable(value):  # a plain function that returns a coroutine
-            value = asyncio.run(_await(value))
-        score = read_returned(value)
+        score = read_returned(wait_for(function(**vars(call))))
     except BaseException as error:
         score = Score.failed(_error_message(error, function))
     return _add_call_info(score, pieces, started)
 
 
-async def _await(value: Any) -> Any:
-    return await value
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Return whether a function or the `__call__` of an object is async."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def wait_for(value: Any) -> Any:
+    """Return a value; the result of a coroutine, which a plain function may return."""
+
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
 async def _await_call(function: Callable[..., Any], data: bytes) -> bytes:

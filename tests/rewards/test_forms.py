@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -20,6 +18,7 @@ from ppo_cli.rewards.base import BatchScore, read_returned
 from ppo_cli.rewards.forms import Responses, describe_response
 from ppo_cli.rewards.function import FunctionReward, load_function
 from ppo_cli.rewards.pool import RUN_ENDED
+from ppo_cli.rewards.worker import wait_for
 from tests.rewards.foreign_callers import CALLERS, LENGTH
 from tests.rewards.scoring import make_rollout
 from tests.rewards.tables import read_blocks
@@ -64,20 +63,13 @@ def call(file: Path, name: str, **kwargs: Any) -> list[Score]:
             (row,) = responses
             fields = ("data_source", "ground_truth", "extra_info")
             arguments = {name: getattr(row, name) for name in fields} | {"solution_str": row.text}
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
-        score = read_returned(returned)
+        score = read_returned(wait_for(function(**arguments)))
         scores += score.scores if isinstance(score, BatchScore) else [score]
     return scores
 
 
 def format_values(values: Iterable[float | None]) -> str:
     return ",".join("-" if value is None else f"{value:g}" for value in values)
-
-
-async def _await(value: Any) -> Any:
-    return await value
 
 
 @pytest.fixture(scope="module")
