@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -137,12 +137,21 @@ def _list_ends(
         last = max((at for at, character in enumerate(text) if character.isalnum()), default=-1)
         # The mark of a thought that the prompt opened is no piece.
         read = max(0, opened - start)
-        cutter = _CUTTERS.get(place) or partial(_split_ends, place)
-        for cut in [*cutter(text), len(text)]:
+        for cut in [*_cuts(text, place), len(text)]:
             if any(character.isalnum() for character in text[read:cut]):
                 # What has no letter or digit after the last piece belongs to that one.
                 yield start + (cut if cut <= last else len(text))
             read = max(read, cut)
+
+
+def _cuts(text: str, place: str) -> Iterator[int]:
+    """Yield where sentences, lines, steps or the pieces of a split of the user's end."""
+    if place == "sentence":
+        yield from _sentence_ends(text)
+    elif place in ("line", "step"):
+        yield from (match.end() for match in (_LINE if place == "line" else _STEP).finditer(text))
+    else:
+        yield from accumulate(map(len, load_split(place)(text)))
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
@@ -152,21 +161,6 @@ def _sentence_ends(text: str) -> Iterator[int]:
         if match[0][0] == "." and "\n" not in match[0] and _ABBREVIATION.search(before):
             continue
         yield match.end()
-
-
-def _line_ends(text: str) -> Iterator[int]:
-    return (match.end() for match in _LINE.finditer(text))
-
-
-def _step_ends(text: str) -> Iterator[int]:
-    return (match.end() for match in _STEP.finditer(text))
-
-
-def _split_ends(place: str, text: str) -> Iterator[int]:
-    return accumulate(map(len, load_split(place)(text)))
-
-
-_CUTTERS = {"sentence": _sentence_ends, "line": _line_ends, "step": _step_ends}
 
 
 def request_places(response: Response, api: ApiReward, scale: Scale) -> Placing | None:
