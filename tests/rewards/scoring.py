@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,12 +61,9 @@ def sum_rollout(
     return Rollout(prompt, sample, (1,), logprobs, text, "stop")
 
 
-def wait_until(reached: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait for a condition; fails when it is not reached in time."""
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def number_of(user: str) -> int:
+    """The number that a request asks about."""
+    return int(user.split("What is ")[1].split(" +")[0])
 
 
 def sum_episode(

@@ -19,8 +19,9 @@ from ppo_cli.run_folder.folder import paid_calls
 from tests.config.settling import problems, settle
 from tests.judge_server import JudgeServer
 from tests.judge_server.server import digest
-from tests.rewards.scoring import score_all, sum_rollout, wait_until
+from tests.rewards.scoring import number_of, score_all, sum_rollout
 from tests.settings import complete_judge
+from tests.waiting import wait_until
 
 Make = Callable[..., CascadeReward]
 SMALL_KEY, STRONG_KEY = "sk-small-0123456789abcdef", "sk-strong-0123456789abcdef"
@@ -311,7 +312,7 @@ def test_the_cheaper_score_is_corrected_from_pairs(
     """From the second step on, once there are enough pairs; saved and loaded with the run."""
 
     def level(user: str) -> int:
-        return int(user.split("What is ")[1].split()[0]) % 4
+        return number_of(user) % 4
 
     # The cheaper judge gives 4 to 7 where the judge gives 1 to 7; it is sure of a 9.
     cheap.score = lambda system, user: 9 if "What is 99 " in user else 4 + level(user)

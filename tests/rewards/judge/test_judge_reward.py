@@ -17,7 +17,8 @@ from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.remote.failures import Failure
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, make_question
-from tests.rewards.scoring import score_all, sum_prompt, sum_rollout, wait_until
+from tests.rewards.scoring import score_all, sum_prompt, sum_rollout
+from tests.waiting import wait_until
 
 Make = Callable[..., JudgeReward]
 

@@ -28,8 +28,9 @@ from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS
-from tests.rewards.scoring import score_all, sum_rollout, wait_until
+from tests.rewards.scoring import number_of, score_all, sum_rollout
 from tests.settings import complete_judge
+from tests.waiting import wait_until
 
 Make = Callable[..., JudgeReward]
 PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_input: 1.0}\n"
@@ -114,7 +115,7 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
     def opinion(system: str, user: str) -> int:
         """The same text is given n by the first judge, and 8 - n by the second."""
         times[user] += 1
-        number = int(user.split("What is ")[1].split(" +")[0])
+        number = number_of(user)
         return number if times[user] == 1 else 8 - number
 
     server.score = opinion
@@ -174,7 +175,7 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
 ) -> None:
     def harsh(system: str, user: str) -> int:
         """Gives 10 to right answers and 1 to others; later 5 and 1."""
-        number = int(user.split("What is ")[1].split(" +")[0])
+        number = number_of(user)
         return (5 if changes and server.count > 20 else 10) if f"is {number + 1}." in user else 1
 
     server.score = harsh

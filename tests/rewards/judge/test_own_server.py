@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -21,8 +20,8 @@ from ppo_cli.processes.reaper import descendants
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server
-from tests.rewards.scoring import wait_until
 from tests.settings import complete_judge
+from tests.waiting import free_port, wait_until
 
 # Answers /health, and says its process in a file; its grandchild outlives a careless end.
 FAKE = """
@@ -35,10 +34,6 @@ subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
-
-
-def free_port() -> int:
-    return int(str(urlsplit(Judge.default_url({})).port))
 
 
 @pytest.fixture
