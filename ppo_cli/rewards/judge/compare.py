@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -37,6 +38,7 @@ from ppo_cli.rewards.judge.calls import (
     split_answers,
 )
 from ppo_cli.rewards.judge.client import Counters
+from ppo_cli.rewards.judge.monitor import PlacedVerdict
 from ppo_cli.rewards.judge.prompt import as_text, build_material, reference_answer
 from ppo_cli.rewards.judge.reward import CANARY_REPLIES, JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
@@ -250,18 +252,28 @@ class CompareReward(JudgeReward):
                     entry.future.set_exception(stop)
             return
         of_node = {entry.node: entry.rollout for entry in contest.entries}
-        for ((shown, _), question), answer in zip(questions.items(), answers, strict=True):
+        for ((shown, vote), question), answer in zip(questions.items(), answers, strict=True):
             if not isinstance(answer, Verdict):
                 continue
             # Keep a question that was answered, for the test whether the judge is up.
             self._last_judged = question
-            self._noise.offer(contest.entries[0].rollout, question, answer.value)
+            texts = [contest.texts[node] for node in shown]
+            again = partial(self._ask_again, contest.prompt, texts, vote)
+            self._noise.offer(question, (answer.value, ()), again)
             # The second judge reads a share, by a hash of the response that is shown first; where
             # that is the reference, it reads nothing.
             rollout = of_node.get(shown[0])
             if self._monitor is not None and rollout and self._monitor.wants(rollout):
                 self._monitor.begin(question, answer.value, {})
         self._score(contest)
+
+    async def _ask_again(
+        self, prompt: Prompt, texts: Sequence[Response], vote: int
+    ) -> PlacedVerdict:
+        """Return a fresh verdict on a comparison."""
+        # Built again, so that the request has another nonce, as in another run.
+        question = self._request(prompt, texts, vote)
+        return (await self.connection.client.ask(question, fresh=True)).value, ()
 
     def _score(self, contest: Contest) -> None:
         """Set the score of each entry, or the error for which it has none."""

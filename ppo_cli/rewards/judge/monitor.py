@@ -33,6 +33,7 @@ from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.rewards.remote.limits import Limits
 
 PlacedVerdict = tuple[float, Sequence[float]]  # the score, and those of pieces, all in [0, 1]
+AskAgain = Callable[[], Awaitable[PlacedVerdict]]
 NOISE_REPEATS = 2  # further verdicts on each response whose noise is measured
 NOISE_WAIT_S = 30.0  # time for them at the end of a step; later ones count in a later step
 NOISE_STOP_S = 2.0  # the same for the last step before a stop, which has no later one
@@ -157,7 +158,7 @@ class NoiseCheck:
         self._file: Path | None = None
         self._step: int | None = None  # the step whose responses are asked about
         self._due = self._listening = False
-        self._first: dict[str, tuple[Rollout, PlacedVerdict]] = {}
+        self._first: dict[str, tuple[PlacedVerdict, AskAgain]] = {}
         self._repeated: dict[str, list[PlacedVerdict]] = defaultdict(list)
         self._metrics: dict[str, float] = {}
 
@@ -181,14 +182,12 @@ class NoiseCheck:
         due, self._due = self._due, False
         return due
 
-    def offer(
-        self, rollout: Rollout, question: Question, score: float, pieces: Sequence[float] = ()
-    ) -> None:
-        """Take note of a first verdict."""
+    def offer(self, question: Question, verdict: PlacedVerdict, again: AskAgain) -> None:
+        """Take note of a first verdict, and of how to ask for another one."""
         if self._listening:
-            self._first[digest_text(question.identity, 16)] = rollout, (score, pieces)
+            self._first[digest_text(question.identity, 16)] = verdict, again
 
-    async def measure(self, rejudge: Callable[[Rollout], Awaitable[PlacedVerdict]]) -> None:
+    async def measure(self) -> None:
         """Ask again about the responses with the lowest digests, which are the same in every run.
 
         Failures leave a response with fewer verdicts.
@@ -196,7 +195,7 @@ class NoiseCheck:
         chosen = {name: self._first[name] for name in sorted(self._first)[: self._responses]}
 
         async def repeat(name: str) -> None:
-            verdict = await rejudge(chosen[name][0])
+            verdict = await chosen[name][1]()
             self._repeated[name].append(verdict)
             if self._file is not None:
                 line: dict[str, Any] = {"step": self._step, "response": name, "verdict": verdict[0]}
@@ -207,7 +206,7 @@ class NoiseCheck:
         missing = [n for n in chosen for _ in range(NOISE_REPEATS - len(self._repeated[n]))]
         answers = await asyncio.gather(*map(repeat, missing), return_exceptions=True)
         failed = sum(isinstance(answer, BaseException) for answer in answers)
-        verdicts = [[first, *self._repeated[name]] for name, (_, first) in chosen.items()]
+        verdicts = [[first, *self._repeated[name]] for name, (first, _) in chosen.items()]
         self._metrics = noise_metrics([[value for value, _ in each] for each in verdicts])
         self._metrics |= place_metrics([[pieces for _, pieces in each] for each in verdicts])
         self._metrics |= {"judge/noise_failed": float(failed)} if failed else {}

@@ -20,7 +20,6 @@ from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.asker import JudgeAsker
 from ppo_cli.rewards.judge.calls import JudgeError, Question, list_criteria_parts
 from ppo_cli.rewards.judge.client import Counters
-from ppo_cli.rewards.judge.monitor import PlacedVerdict
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rounds import PendingScore
 from ppo_cli.rewards.remote.failures import Failure
@@ -92,13 +91,6 @@ class PanelReward(JudgeReward):
         ]
         few = Score.failed("too few judges gave a verdict")
         return [self._combine(p, question) if len(p) >= self._least else few for p in panels]
-
-    async def _ask_fresh_verdict(self, rollout: Rollout) -> PlacedVerdict:
-        """Return a fresh score of the panel in [0, 1], and those of pieces."""
-        (score,) = await self._repeat(rollout, 1)
-        if score.value is None:
-            raise JudgeError(Failure.UNPARSED, "panel", score.failure)
-        return score.value, score.info.get("pieces", ())
 
     def _combine(self, scores: Mapping[str, Score], question: Question) -> Score:
         """Return one score from those of the judges, by judge."""

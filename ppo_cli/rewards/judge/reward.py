@@ -37,6 +37,7 @@ from ppo_cli.rewards.judge.monitor import (
 )
 from ppo_cli.rewards.judge.placing import place_evenly, place_score
 from ppo_cli.rewards.judge.rounds import FailurePolicy, JudgingRound, PendingScore
+from ppo_cli.rewards.remote.failures import Failure
 from ppo_cli.signals import shorten_wait
 
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
@@ -208,7 +209,7 @@ class JudgeReward(JudgeAsker, Reward):
         """Decide the scores of a round; then ask again about a few responses, if `measuring`."""
         await ended.finish()
         if measuring:
-            await self._noise.measure(self._ask_fresh_verdict)
+            await self._noise.measure()
 
     async def _judge_new(self, entry: PendingScore) -> None:
         """Score a new response: the lowest score without a call when it has no content."""
@@ -237,7 +238,8 @@ class JudgeReward(JudgeAsker, Reward):
         self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
             pieces = score.info.get("pieces", ())
-            self._noise.offer(entry.rollout, question, score.number, pieces)
+            again = partial(self._ask_fresh_verdict, entry.rollout)
+            self._noise.offer(question, (score.number, pieces), again)
             if votes := score.info.get("votes"):
                 self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
         # The second judge reads a share; its verdict is filled into `info` later.
@@ -267,9 +269,10 @@ class JudgeReward(JudgeAsker, Reward):
     async def _ask_fresh_verdict(self, rollout: Rollout) -> PlacedVerdict:
         """Return the scores in [0, 1] of a fresh verdict on a response."""
         # Built again, so that the request has another nonce, as in another run.
-        question = self.question(rollout.prompt, self._visible(rollout))
-        verdict = await self._ask_verdict(rollout, question, fresh=True)
-        return question.scale.scaled(verdict.value), verdict.info.get("pieces", ())
+        (score,) = await self._repeat(rollout, 1)
+        if score.value is None:
+            raise JudgeError(Failure.UNPARSED, "repeat", score.failure)
+        return score.value, score.info.get("pieces", ())
 
     async def _collect_metrics(self) -> dict[str, float]:
         """Return the metrics of all judges together, and those that only this kind has."""

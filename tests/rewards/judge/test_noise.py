@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.rewards.judge.asker import UNKNOWN_ANSWER
 from ppo_cli.rewards.judge.compare import CompareReward
 from tests.judge_server import JudgeServer
-from tests.rewards.scoring import score_all, sum_rollout
+from tests.rewards.scoring import number_of, score_all, sum_rollout
 
 Make = Callable[..., Any]
-
-
-def number_of(user: str) -> int:
-    return int(user.split("What is ")[1].split(" +")[0])
 
 
 def repeating(server: JudgeServer, *verdicts: int) -> Counter[int]:
@@ -134,7 +131,11 @@ def test_votes_show_the_noise_without_further_calls(server: JudgeServer, judge_o
 
 
 def test_comparisons_are_repeated_too(server: JudgeServer, judge_of: Make) -> None:
-    server.score = lambda system, user: json.dumps({"reason": "so", "better_response": "tie"})
+    # The same question is asked again: not another one, which this judge would answer otherwise.
+    def score(system: str, user: str) -> str:
+        return json.dumps({"better_response": "R1" if UNKNOWN_ANSWER in user else "tie"})
+
+    server.score = score
     reward = judge_of(kind=CompareReward, mode="compare", compare="ground_truth", noise_responses=3)
     reward.begin_step(1)
     score_all(reward, [sum_rollout(number, "It is 7, or so.") for number in range(4)])
