@@ -1,4 +1,4 @@
-"""Twins of decision endpoints, written from the documents in the SDKs of their providers.
+"""Requests and replies of decision endpoints, by the documents in the SDKs of their providers.
 
 A request that the documents do not allow gets 400. Sources: `openai.types.decision*`,
 `google.genai._gaos.types.decisions`, `dashscope.v2.resources.decision`.
@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.judge_server.faults import Fault
-from tests.judge_server.server import JudgeServer, forget_usage
-from tests.judge_server.wire import WIRES, Body
+from tests.judge_server.wire import Body
 
 Answers = Any  # a list of answers (OpenAI), or a mapping from question ids to answers
 
@@ -100,50 +98,30 @@ READERS: dict[str, Callable[[Body], tuple[str, list[Asked]]]] = {
 }
 
 
-class DecisionServer(JudgeServer):
-    """Decision endpoints on loopback; `decide` gives the probabilities of each question's options.
+def write_answers(name: str, text: str, pairs: list[tuple[Asked, Sequence[float]]]) -> Answers:
+    """The answers of a reply, with a share for each option of a question."""
+    if name == "openai":
+        return [write_openai(question, shares) for question, shares in pairs]
+    random.Random(text).shuffle(pairs)  # a mapping has no order
+    return {question.name: write_mapped(question, shares) for question, shares in pairs}
 
-    `spoil` may change the answers of a reply. `tokens` counts what was billed.
-    """
 
-    def __init__(self, decide: Decide, **options: Any) -> None:
-        super().__init__(**options)
-        self.decide = decide
-        self.spoil: Callable[[Answers], Answers] | None = None
-        self.tokens = 0
+def write_refusal(name: str, count: int) -> Body:
+    """What a reply has where the text is refused."""
+    if name == "openai":
+        return {"answers": [{"type": "refusal", "name": None}] * count}
+    return {"prompt_feedback": {"block_reason": "SAFETY"}}
 
-    def _judge(
-        self, name: str, decision: bool, body: dict[str, Any], fault: Fault | None
-    ) -> tuple[int, dict[str, Any]]:
-        if not decision:
-            return super()._judge(name, decision, body, fault)
-        try:
-            text, decisions = READERS[name](body)
-        except (ValueError, KeyError, TypeError) as error:
-            return 400, WIRES[name].error(400, str(error), None, None)
-        answers: Answers
-        pairs = [(question, self.decide(text, question)) for question in decisions]
-        if name == "openai":
-            answers = [write_openai(question, shares) for question, shares in pairs]
-        else:
-            random.Random(text).shuffle(pairs)  # a mapping has no order
-            answers = {question.name: write_mapped(question, shares) for question, shares in pairs}
-        if self.spoil is not None:
-            answers = self.spoil(answers)
-        size = len(text) + sum(len(q.instructions) + sum(map(len, q.options)) for q in decisions)
-        tokens = size // 4 + 1
-        self.tokens += tokens
-        prefix = "total_" if name == "gemini" else ""
-        usage: Body = {f"{prefix}input_tokens": tokens, f"{prefix}output_tokens": 0}
-        if name == "openai":
-            usage |= {
-                "total_tokens": tokens, "output_tokens_details": {"reasoning_tokens": 0},
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            }  # fmt: skip
-        reply: Body = {"answers": answers, "usage": usage}
-        if name != "gemini":
-            reply["model"] = body["model"]
-        return 200, forget_usage(reply, str(fault.kind if fault else ""))
+
+def write_usage(name: str, tokens: int) -> Body:
+    prefix = "total_" if name == "gemini" else ""
+    usage: Body = {f"{prefix}input_tokens": tokens, f"{prefix}output_tokens": 0}
+    if name == "openai":
+        usage |= {
+            "total_tokens": tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        }  # fmt: skip
+    return usage
 
 
 def valid_reply(name: str, reply: Body) -> Any:

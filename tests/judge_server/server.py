@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +16,17 @@ from typing import Any
 from aiohttp import web
 
 from tests.judge_server.batches import Batches
+from tests.judge_server.decisions import (
+    READERS,
+    Answers,
+    Asked,
+    Decide,
+    write_answers,
+    write_refusal,
+    write_usage,
+)
 from tests.judge_server.faults import ENDS, Bucket, Fault, Minute
-from tests.judge_server.wire import WIRES, Answer, decision_texts, default_score, wire_of
-from tests.judge_server.wire import write_decision as decide
+from tests.judge_server.wire import WIRES, Answer, default_score, wire_of
 from tests.loopback import HTML, Loopback, cut
 
 Score = Callable[[str, str], "int | str"]
@@ -84,7 +93,9 @@ class JudgeServer(Loopback):
     """A judge on 127.0.0.1; `url("openai")` and so on give what --rm_base_url takes.
 
     `score(system, user)` returns a whole number, sent as JSON with a reason, or a string, sent
-    as it is. `count` counts requests, `answered` those that got a normal reply, `rejected` those
+    as it is. On decision endpoints `decide` gives the probability of each option of a question, by
+    default most of it to the score; `spoil` may change the answers, and `tokens` are those billed.
+    `count` counts requests, `answered` those that got a normal reply, `rejected` those
     turned away by the rate or concurrency limit.
     """
 
@@ -92,9 +103,13 @@ class JudgeServer(Loopback):
         self, score: Score = default_score, *, latency: float = 0.0, rps: float | None = None,
         burst: float = 1.0, concurrency_limit: int | None = None, port: int = 0, seed: int = 0,
         keep_calls: bool = True, hint: str = "seconds", per_minute: int | None = None,
+        decide: Decide | None = None,
     ) -> None:  # fmt: skip
         super().__init__("judge server", port=port, largest=64 * 2**20)
         self.score = score
+        self.decide = decide or self._decide_by_score
+        self.spoil: Callable[[Answers], Answers] | None = None
+        self.tokens = 0
         self.state = State(latency, concurrency_limit, keep_calls=keep_calls)
         self._bucket = Bucket(rps, burst) if rps else None
         self._minute = Minute(per_minute) if per_minute else None
@@ -232,8 +247,9 @@ class JudgeServer(Loopback):
     def _judge(
         self, name: str, decision: bool, body: dict[str, Any], fault: Fault | None
     ) -> tuple[int, dict[str, Any]]:
-        read = decision_texts if decision else WIRES[name].read
-        system, user = read(body)
+        if decision:
+            return self._decide(name, body, str(fault.kind if fault else ""))
+        system, user = WIRES[name].read(body)
         score = self.score(system, user)
         text = json.dumps({"reason": "As told.", "score": score})
         text, kind = score if isinstance(score, str) else text, fault.kind if fault else ""
@@ -245,11 +261,33 @@ class JudgeServer(Loopback):
         }.get(str(kind), text)
         used = min((len(system) + len(user)) // 4 + 1, self.state.most_read)
         answer = Answer(text, ENDS.get(str(kind), "stop"), used, len(text) // 4 + 1)
-        if decision:
-            status, reply = 200, decide(name, body, answer)
-        else:
-            status, reply = WIRES[name].write(body, answer)
+        status, reply = WIRES[name].write(body, answer)
         return status, forget_usage(reply, kind)
+
+    def _decide(self, name: str, body: dict[str, Any], kind: str) -> tuple[int, dict[str, Any]]:
+        """The reply of a decision endpoint; 400 if its documents do not allow the request."""
+        try:
+            text, questions = READERS[name](body)
+        except (ValueError, KeyError, TypeError) as error:
+            return 400, WIRES[name].error(400, str(error), None, None)
+        pairs = [(question, self.decide(text, question)) for question in questions]
+        answers = write_answers(name, text, pairs)
+        reply = {"answers": answers if self.spoil is None else self.spoil(answers)}
+        if kind in ENDS:
+            reply = write_refusal(name, len(questions))
+        size = len(text) + sum(len(q.instructions) + sum(map(len, q.options)) for q in questions)
+        tokens = size // 4 + 1
+        self.tokens += tokens
+        reply["usage"] = write_usage(name, tokens)
+        if name != "gemini":
+            reply["model"] = body["model"]
+        return 200, forget_usage(reply, kind)
+
+    def _decide_by_score(self, text: str, question: Asked) -> list[float]:
+        """0.8 on the option that starts with the score, the rest shared by the others."""
+        score, options = self.score(question.instructions, text), question.options
+        hit = next((i for i, option in enumerate(options) if re.match(rf"{score}\b", option)), 0)
+        return [0.8 if i == hit else 0.2 / (len(options) - 1) for i in range(len(options))]
 
     def _limit(self, name: str) -> web.Response | None:
         limit, wait = self.state.concurrency_limit, 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,60 +230,3 @@ def wire_of(path: str, body: Body) -> tuple[str, bool] | None:
     if path.endswith("/decisions"):
         return ("openai" if isinstance(body.get("questions"), list) else "gemini"), True
     return ("dashscope", True) if path.endswith("/systemone") else None
-
-
-def decision_texts(body: Body) -> tuple[str, str]:
-    """Instructions and text of a decision request."""
-    questions = body["questions"]
-    first = questions[0] if isinstance(questions, list) else next(iter(questions.values()))
-    told = body.get("input", body.get("state"))
-    messages = told if isinstance(told, list) and told and "role" in told[0] else None
-    user = chat_texts(messages)[1] if messages else told if isinstance(told, str) else flat(told)
-    return flat(first.get("instructions") or ""), user
-
-
-def spread(levels: list[str], score: int) -> Iterator[float]:
-    """0.8 on the level that starts with the score, the rest shared by the others."""
-    hit = next((i for i, label in enumerate(levels) if re.match(rf"{score}\b", label)), 0)
-    for index in range(len(levels)):
-        yield 0.8 if index == hit else 0.2 / (len(levels) - 1)
-
-
-def write_decision(wire: str, body: Body, answer: Answer) -> Body:
-    """The reply of a decision endpoint; `answer.text` holds the score's JSON."""
-    score = int(json.loads(answer.text)["score"]) if answer.end == "stop" else 0
-    if wire == "gemini" and answer.end != "stop":
-        blocked = {"block_reason": "SAFETY"}
-        return {"prompt_feedback": blocked, "usage": {"total_input_tokens": answer.tokens_in}}
-    usage: Body = {"input_tokens": answer.tokens_in, "output_tokens": 0}
-    if wire == "gemini":
-        usage = {f"total_{name}": count for name, count in usage.items()}
-    answers: Any
-    if wire == "openai":
-        answers = [_decide_rows(question, score) for question in body["questions"]]
-        if answer.end != "stop":
-            answers = [{"type": "refusal", "name": None}] * len(answers)
-    else:
-        answers = {name: _decide(q["criteria"], score) for name, q in body["questions"].items()}
-    return {"request_id": "r-1", "model": body["model"], "answers": answers, "usage": usage}
-
-
-def _decide(levels: list[str], score: int) -> Body:
-    shares = list(spread(levels, score))
-    return {
-        "type": "score", "confidence": max(shares),
-        "score": sum(i * p for i, p in enumerate(shares)),
-        "probabilities": {str(i): p for i, p in enumerate(shares)},
-        "legend": {str(i): text for i, text in enumerate(levels)},
-    }  # fmt: skip
-
-
-def _decide_rows(question: Body, score: int) -> Body:
-    """OpenAI's form: a row for each level, by its label."""
-    labels = [level["label"] for level in question["levels"]]
-    decision = _decide(labels, score)
-    rows = [
-        {"label": label, "value": i, "probability": p}
-        for i, (label, p) in enumerate(zip(labels, spread(labels, score), strict=True))
-    ]
-    return decision | {"name": question.get("name"), "probabilities": rows}

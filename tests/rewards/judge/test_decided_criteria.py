@@ -20,7 +20,8 @@ from ppo_cli.rewards.judge.providers.forms import decision_input
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rubric import read_rubric
 from ppo_cli.rewards.judge.verdict import build_reminder
-from tests.judge_server.decisions import Asked, DecisionServer, valid_reply
+from tests.judge_server import JudgeServer
+from tests.judge_server.decisions import Asked, valid_reply
 from tests.judge_server.wire import fenced
 from tests.rewards.judge.test_rubric import rollout
 from tests.rewards.scoring import score_all
@@ -66,10 +67,10 @@ def worth(response: str, criteria: list[dict[str, Any]]) -> tuple[float, dict[st
 
 
 @pytest.fixture
-def server() -> Iterator[DecisionServer]:
+def server() -> Iterator[JudgeServer]:
     import openai  # noqa: F401  # it takes a second, which no call should pay for
 
-    with DecisionServer(drawn) as running:
+    with JudgeServer(decide=drawn) as running:
         yield running
 
 
@@ -80,7 +81,7 @@ def make(judge_of: Make) -> Make:
 
 @pytest.mark.parametrize("wire", ROWS)
 def test_eight_criteria_cost_one_request_and_give_their_expectation(
-    wire: str, make: Make, server: DecisionServer
+    wire: str, make: Make, server: JudgeServer
 ) -> None:
     """Each row has its own selection of the criteria, in its own order."""
     dice, rows = random.Random(wire), []
@@ -114,7 +115,7 @@ def test_eight_criteria_cost_one_request_and_give_their_expectation(
 
 @pytest.mark.parametrize("wire", ROWS)
 def test_a_request_shows_each_criterion_once_and_no_other_form(
-    wire: str, make: Make, server: DecisionServer
+    wire: str, make: Make, server: JudgeServer
 ) -> None:
     """The twin refuses what its provider's documents do not allow, and its replies are theirs."""
     seen: list[tuple[str, Asked]] = []
@@ -220,7 +221,7 @@ def score_one(reward: JudgeReward, text: str = "response") -> Score:
 @pytest.mark.parametrize("wire", ["openai", "gemini"])
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_reply_that_lacks_a_grade_gives_no_score(
-    what: str, wire: str, make: Make, server: DecisionServer
+    what: str, wire: str, make: Make, server: JudgeServer
 ) -> None:
     """As in text mode it is asked for again twice; then the row is masked, not 0 or a part."""
     server.spoil = SPOILT[what]
@@ -245,7 +246,7 @@ def test_a_repeated_request_names_no_form_of_a_written_answer(output: Output) ->
 
 
 @pytest.mark.parametrize("wire", ["openai", "gemini"])
-def test_one_bad_reply_is_asked_for_again(wire: str, make: Make, server: DecisionServer) -> None:
+def test_one_bad_reply_is_asked_for_again(wire: str, make: Make, server: JudgeServer) -> None:
     value, _ = worth("response", CRITERIA)
     bad = iter([without_last])
     server.spoil = lambda answers: next(bad, lambda good: good)(answers)
@@ -254,7 +255,7 @@ def test_one_bad_reply_is_asked_for_again(wire: str, make: Make, server: Decisio
 
 
 def test_one_criterion_that_the_judge_declines_masks_the_row(
-    make: Make, server: DecisionServer
+    make: Make, server: JudgeServer
 ) -> None:
     server.spoil = lambda answers: replace_first(answers, {"type": "refusal", "name": "c1"})
     score = score_one(make("openai"))
@@ -262,7 +263,7 @@ def test_one_criterion_that_the_judge_declines_masks_the_row(
     assert server.count == 1
 
 
-def test_votes_cache_and_separate_calls(make: Make, server: DecisionServer) -> None:
+def test_votes_cache_and_separate_calls(make: Make, server: JudgeServer) -> None:
     value, credits = worth("response", CRITERIA)
     score = score_one(make("openai", votes=3))
     assert (server.count, score.info["votes"]) == (3, pytest.approx([value] * 3))
@@ -274,7 +275,7 @@ def test_votes_cache_and_separate_calls(make: Make, server: DecisionServer) -> N
 
 
 def test_the_estimate_of_a_request_covers_what_the_endpoint_reads(
-    make: Make, server: DecisionServer
+    make: Make, server: JudgeServer
 ) -> None:
     reward = make("openai")
     score_one(reward)
@@ -286,7 +287,7 @@ def test_the_estimate_of_a_request_covers_what_the_endpoint_reads(
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_judge_is_tried_on_criteria_with_known_grades(
-    follows: bool, make: Make, server: DecisionServer, tmp_path: Path
+    follows: bool, make: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
     def decide(text: str, asked: Asked) -> list[float]:
         hit = "price" not in asked.instructions
