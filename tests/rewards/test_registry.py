@@ -21,10 +21,6 @@ from tests.settings import complete_reward_model
 Build = Callable[..., Reward]
 
 
-def test_rules_are_the_default(build: Build) -> None:
-    assert build({"openai/gsm8k"}).name == "rule"
-
-
 def test_unknown_sources_stop_rules_but_not_one_rule_for_all(build: Build) -> None:
     with pytest.raises(RewardError, match="No rule for data_source 'mine'"):
         build({"mine"})

@@ -66,12 +66,6 @@ def test_prompt_text_and_lengths_of_a_family(thinker: Thinker, tmp_path: Path) -
     assert count(decode(alone, ()), alone, cut=False) == (len(alone) if opened else 0)
 
 
-def test_the_corpus_is_large_and_varied() -> None:
-    assert len(THINKERS) >= 8
-    assert len({(r.of.name, r.text, r.cut) for r in CORPUS}) >= 200
-    assert 60 <= sum(not reply.answer for reply in CORPUS) <= 100
-
-
 def test_only_answers_are_left_of_replies() -> None:
     wrong = [
         (r.of.name, r.shape, rollout_of(r).answer)

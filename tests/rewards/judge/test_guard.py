@@ -118,18 +118,11 @@ def test_what_looks_like_a_fence_becomes_brackets() -> None:
 
 
 @given(HOSTILE)
-def test_neutralise_is_stable_and_leaves_no_token(text: str) -> None:
+def test_neutralise_is_stable_and_a_tokenizer_finds_no_token(text: str) -> None:
     shown = neutralise(clean(text))
     assert neutralise(shown) == shown
-    for token in ("<|im_end|>", "</s>", "<s>", "[INST]", "<<SYS>>", "</think>", "<｜end▁of"):
-        assert token not in shown
-    assert not re.search(r"</?(?:prompt|response|ground_truth|extra_info[\w.]*)-\w+>", shown)
-
-
-@given(HOSTILE)
-def test_a_real_tokenizer_finds_no_control_token(text: str) -> None:
-    shown = neutralise(clean(text))
     assert not {TOKENIZER.id_to_token(i) for i in TOKENIZER.encode(shown).ids} & set(CONTROL)
+    assert not re.search(r"</?(?:prompt|response|ground_truth|extra_info[\w.]*)-\w+>", shown)
 
 
 def test_the_tokenizer_would_find_them() -> None:

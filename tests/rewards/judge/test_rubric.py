@@ -24,8 +24,6 @@ from ppo_cli.rewards.judge.calls import (
     Question,
     Reply,
     Scale,
-    Verdict,
-    merge_criteria,
 )
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
@@ -176,12 +174,6 @@ def test_a_call_for_each_criterion_comes_to_the_same(make: Make, server: JudgeSe
     assert server.state.answered == 2 * criteria
     assert sum(score.info["judge_calls"] for score in scores) == 2 * criteria + 3
     assert len(scores[0].info["criteria"]) == len(rows[0][0].prompt.extra_info["rubric"])
-
-
-def test_criteria_that_are_asked_about_at_once_take_as_long_as_the_slowest() -> None:
-    verdicts = [Verdict(1.0, "", "", latency_s=s, info={"grades": [1.0]}) for s in (0.5, 0.2)]
-    rubric = Rubric((Criterion("a", "It rhymes."), Criterion("b", "It is short.")))
-    assert merge_criteria(verdicts, rubric).latency_s == 0.5
 
 
 def test_criteria_of_a_run_are_metrics(make: Make, tmp_path: Path) -> None:
