@@ -62,6 +62,8 @@ class _JudgeCall(RemoteCall):
     question: Question
     reminders: int = 0
     in_flight: int = 0
+    task: asyncio.Task[Verdict] = field(init=False)  # that makes it, once it has begun
+    waiters: int = 0
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
 
@@ -95,13 +97,6 @@ class Counters:
         return Counters(**sums)
 
 
-@dataclass(eq=False)
-class _Pending:
-    call: _JudgeCall
-    task: asyncio.Task[Verdict]
-    waiters: int = 0
-
-
 def _weigh(verdict: Verdict, question: Question) -> Verdict:
     """Return a verdict with the weights of this question's criteria, which no key has."""
     rubric, info = question.rubric, verdict.info
@@ -129,7 +124,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         self._cache = cache
         self._counts = Counters()
         self._open_s_before = 0.0
-        self._pending: dict[Hashable, _Pending] = {}
+        self._pending: dict[Hashable, _JudgeCall] = {}
         self._known_good: Question | None = None
         self._mean_output: float | None = None
         self._closed = False
@@ -182,9 +177,8 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
         """
         self._closed = True
         self._admission.close(_CLOSED)
-        pending = list(self._pending.values())
-        in_flight = {item.task for item in pending if item.call.in_flight}
-        tasks = {*self._probe_tasks, *(item.task for item in pending)}
+        in_flight = {call.task for call in self._pending.values() if call.in_flight}
+        tasks = {*self._probe_tasks, *(call.task for call in self._pending.values())}
         for task in tasks - in_flight:
             task.cancel()
         # Calls in flight are paid for: their verdicts are worth a wait.
@@ -210,35 +204,34 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             self._counts.cached += 1
         return verdict
 
-    def _start(self, name: Hashable, question: Question, key: str | None) -> _Pending:
-        call = _JudgeCall(original=question, question=question)
-        task = asyncio.get_running_loop().create_task(self._answer(call, key))
-        pending = self._pending[name] = _Pending(call, task)
-        task.add_done_callback(lambda _: self._forget(name, pending))
-        return pending
+    def _start(self, name: Hashable, question: Question, key: str | None) -> _JudgeCall:
+        call = self._pending[name] = _JudgeCall(original=question, question=question)
+        call.task = asyncio.get_running_loop().create_task(self._answer(call, key))
+        call.task.add_done_callback(lambda _: self._forget(name, call))
+        return call
 
-    def _forget(self, name: Hashable, pending: _Pending) -> None:
-        if self._pending.get(name) is pending:
+    def _forget(self, name: Hashable, call: _JudgeCall) -> None:
+        if self._pending.get(name) is call:
             del self._pending[name]
 
-    async def _join(self, pending: _Pending) -> Verdict:
+    async def _join(self, call: _JudgeCall) -> Verdict:
         """Wait for a verdict; its call is cancelled when the last waiter goes away."""
-        pending.waiters += 1
+        call.waiters += 1
         try:
-            return await asyncio.shield(pending.task)
+            return await asyncio.shield(call.task)
         except asyncio.CancelledError:
             # `close` cancelled the task, but nobody cancelled this waiter.
             waiter = asyncio.current_task()
             cancelled_here = waiter is None or waiter.cancelling()
-            if self._closed and pending.task.cancelled() and not cancelled_here:
+            if self._closed and call.task.cancelled() and not cancelled_here:
                 raise Interrupted(_CLOSED) from None
             raise
         finally:
-            pending.waiters -= 1
-            if not pending.waiters and not pending.task.done():
-                for name in [name for name, item in self._pending.items() if item is pending]:
+            call.waiters -= 1
+            if not call.waiters and not call.task.done():
+                for name in [name for name, item in self._pending.items() if item is call]:
                     del self._pending[name]
-                pending.task.cancel()
+                call.task.cancel()
 
     async def _answer(self, call: _JudgeCall, key: str | None) -> Verdict:
         """Return the verdict of a call, and store it or a final refusal in the cache."""
