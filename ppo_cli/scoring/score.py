@@ -278,18 +278,6 @@ def cached_verdicts(score: Score) -> list[bool]:
     return [bool(verdict.info["cached"]) for verdict in verdicts if "cached" in verdict.info]
 
 
-def is_cached(score: Score) -> bool:
-    """Whether all verdicts of a score came from the cache."""
-    cached = cached_verdicts(score)
-    return bool(cached) and all(cached)
-
-
-def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Add the spending in `metrics` to `spent`."""
-    added = total_spending(metrics)
-    return {k: spent.get(k, 0) + added.get(k, 0) for k in dict.fromkeys([*spent, *added])}
-
-
 Values = Sequence[float | None]
 DOMINATED = 1 / 3  # share of the spread divided by the weight, below which a part hardly counts
 

@@ -171,12 +171,10 @@ def spending_of(metrics: dict[str, float], *scores: Score) -> dict[str, float]:
 
 
 def test_unknown_prices_give_no_cost() -> None:
-    spending = spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 5.0})
-    assert spending == {"seconds": 1.0, "tokens_in": 5.0}
-    assert spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 0.0})["cost_usd"] == 0.0
-    assert scorer.add_spending(spending, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
-        "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
+    assert spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 5.0}) == {
+        "seconds": 1.0, "tokens_in": 5.0,
     }  # fmt: skip
+    assert spending_of({"judge/cost_usd": 0.0, "judge/tokens_in": 0.0})["cost_usd"] == 0.0
 
 
 def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
@@ -191,7 +189,6 @@ def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
     assert spending_of(metrics, cached, half) == {
         "seconds": 1.0, "cached": 2, "calls": 5.0, "cost_usd": 0.75, "tokens_in": 10.0,
     }  # fmt: skip
-    assert [scorer.is_cached(s) for s in (cached, half, Score(1.0))] == [True, False, False]
     assert "cost_usd" not in spending_of(metrics | {"judge_style/cost_usd": 0.0})
 
 

@@ -24,7 +24,7 @@ from ppo_cli.extras.lab.cascade import cascade_facts
 from ppo_cli.extras.lab.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.extras.lab.places import Marks as PlaceMarks
 from ppo_cli.extras.lab.places import place_advice, place_facts
-from ppo_cli.extras.lab.repeats import Repeats, repeat_random_sources
+from ppo_cli.extras.lab.repeats import Repeats, add_spending, repeat_random_sources
 from ppo_cli.extras.lab.reward_facts import (
     criteria_calls_note,
     random_sources,
@@ -43,6 +43,7 @@ from ppo_cli.extras.lab.statistics import (
     partial_spearman,
     verdict_agreement,
 )
+from ppo_cli.records import Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.scoring.rows import LabelledRows, ResponseRow
@@ -50,9 +51,8 @@ from ppo_cli.scoring.score import (
     Callbacks,
     PartColumn,
     Scoring,
-    add_spending,
+    cached_verdicts,
     count_failures,
-    is_cached,
     judged_value,
     part_column,
     part_columns,
@@ -454,6 +454,12 @@ def _group_by_prompt(prompts: Sequence[str]) -> list[list[int]]:
     for index, prompt in enumerate(prompts):
         rows_by_prompt[prompt].append(index)
     return [rows for rows in rows_by_prompt.values() if len(rows) > 1]
+
+
+def is_cached(score: Score) -> bool:
+    """Whether all verdicts of a score came from the cache."""
+    cached = cached_verdicts(score)
+    return bool(cached) and all(cached)
 
 
 def per_thousand(

@@ -21,6 +21,7 @@ from ppo_cli.scoring.score import (
     judged_value,
     open_reward,
     spending_by_judge,
+    total_spending,
 )
 from ppo_cli.scoring.sources import reward_kind
 
@@ -32,6 +33,12 @@ class Repeats:
     verdicts: dict[str, list[list[float]]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
+
+
+def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Add the spending in `metrics` to `spent`."""
+    added = total_spending(metrics)
+    return {k: spent.get(k, 0) + added.get(k, 0) for k in dict.fromkeys([*spent, *added])}
 
 
 def repeat_random_sources(

@@ -14,7 +14,14 @@ import pytest
 
 from ppo_cli.config.schema.reward import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
-from ppo_cli.extras.lab.calibrate import STEADY, calibrate, forecast_calls, per_thousand
+from ppo_cli.extras.lab.calibrate import (
+    STEADY,
+    calibrate,
+    forecast_calls,
+    is_cached,
+    per_thousand,
+)
+from ppo_cli.extras.lab.repeats import add_spending
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
@@ -292,3 +299,12 @@ def test_pairs_of_one_prompt_are_compared(calibrated: Calibrate) -> None:
     assert agreement(tied + rows[20:])[1]["value"] == (10 * 0.5 + 10) / 20
     assert agreement(rows[:8])[1]["why"].startswith("4 prompts with better and worse")
     assert agreement(rows[::2])[1] is None
+
+
+def test_spending_and_cached_verdicts_of_all_judges_count() -> None:
+    assert add_spending(
+        {"seconds": 1.0, "tokens_in": 5.0}, {"judge/tokens_in": 2.0, "judge/calls": 1.0}
+    ) == {"seconds": 1.0, "tokens_in": 7.0, "calls": 1.0}
+    judge, style = (Score(1.0, info={"cached": cached}) for cached in (True, False))
+    half = Score(1.0, mixture={"judge": judge, "style": style})
+    assert [is_cached(score) for score in (judge, half, Score(1.0))] == [True, False, False]

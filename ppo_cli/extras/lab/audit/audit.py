@@ -27,7 +27,12 @@ from ppo_cli.extras.lab.audit.attacks import (
     ruler_for,
     user_prompt,
 )
-from ppo_cli.extras.lab.repeats import Repeats, repeat_random_sources, repeat_verdicts
+from ppo_cli.extras.lab.repeats import (
+    Repeats,
+    add_spending,
+    repeat_random_sources,
+    repeat_verdicts,
+)
 from ppo_cli.extras.lab.reward_facts import (
     criteria_calls_note,
     has_open_scale,
@@ -44,7 +49,6 @@ from ppo_cli.rewards.judge.visible import visible_text
 from ppo_cli.scoring.rows import rollout_of
 from ppo_cli.scoring.score import (
     Callbacks,
-    add_spending,
     final_metrics,
     judged_value,
     open_reward,
