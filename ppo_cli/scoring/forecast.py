@@ -164,8 +164,8 @@ class Forecast:
             others = {"cheaper": asked_too[0]} if cascaded else {"panel": asked_too}
         if api.monitor.model is not None:
             second = monitor_settings(api)
-            asked = {"provider": second.type, "model": second.model}
-            others["second_judge"] = asked | describe_endpoint(second)
+            names = {"provider": second.type, "model": second.model}
+            others["second_judge"] = names | describe_endpoint(second)
         return {
             "provider": api.type,
             "model": api.model,

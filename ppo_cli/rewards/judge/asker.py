@@ -147,11 +147,11 @@ class JudgeAsker:
 
     def _wait_for(self, asking: Coroutine[Any, Any, T], tell: Tell) -> T:
         """Return the result of calls; a pause of the judge is told once."""
-        future, told = self._loop.submit(asking), False
+        future, shown = self._loop.submit(asking), False
         while not wait([future], timeout=0.5).done:
-            if not told and (reason := self.connection.direct.waiting_for()) is not None:
+            if not shown and (reason := self.connection.direct.waiting_for()) is not None:
                 tell(reason)
-                told = True
+                shown = True
         return future.result()
 
     async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:

@@ -127,8 +127,8 @@ class CompareReward(JudgeReward):
     def prompts_for_reference(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts that still need a response of the starting model."""
         base_texts = self._earlier["train"]
-        wanted = prompts if self._api.compare == "base" else ()
-        return [p for p in wanted if p.uid not in base_texts]
+        candidates = prompts if self._api.compare == "base" else ()
+        return [p for p in candidates if p.uid not in base_texts]
 
     def set_references(self, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of the starting model."""
@@ -258,8 +258,8 @@ class CompareReward(JudgeReward):
             # Keep a question that was answered, for the test whether the judge is up.
             self._last_judged = question
             texts = [contest.texts[node] for node in shown]
-            again = partial(self._ask_again, contest.prompt, texts, vote)
-            self._noise.offer(question, (answer.value, ()), again)
+            ask_again = partial(self._ask_again, contest.prompt, texts, vote)
+            self._noise.offer(question, (answer.value, ()), ask_again)
             # The second judge reads a share, by a hash of the response that is shown first; where
             # that is the reference, it reads nothing.
             rollout = of_node.get(shown[0])
@@ -343,7 +343,7 @@ class CompareReward(JudgeReward):
             "place_followed": (followed, compared + followed), "ties": (tied, compared),
             "failed_pairs": (failed, compared + followed + failed),
         }  # fmt: skip
-        return extra | {f"judge/{k}": part / whole for k, (part, whole) in shares.items() if whole}
+        return extra | {f"judge/{k}": part / total for k, (part, total) in shares.items() if total}
 
 
 NodeScores = dict[int, tuple[float, float | None]]  # node -> score and strength

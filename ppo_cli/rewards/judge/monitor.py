@@ -182,10 +182,10 @@ class NoiseCheck:
         due, self._due = self._due, False
         return due
 
-    def offer(self, question: Question, verdict: PlacedVerdict, again: AskAgain) -> None:
+    def offer(self, question: Question, verdict: PlacedVerdict, ask_again: AskAgain) -> None:
         """Take note of a first verdict, and of how to ask for another one."""
         if self._listening:
-            self._first[digest_text(question.identity, 16)] = verdict, again
+            self._first[digest_text(question.identity, 16)] = verdict, ask_again
 
     async def measure(self) -> None:
         """Ask again about the responses with the lowest digests, which are the same in every run.

@@ -277,10 +277,10 @@ class Template:
                 f"evenly over {scale.low} to {scale.high}.\n"
             )
         form = score_format(self.output, scale, code)
-        asked = LEVELS.format(low=scale.low, high=scale.high, asked=form)
+        instruction = LEVELS.format(low=scale.low, high=scale.high, asked=form)
         if answer_spec is not None:
-            asked = answer_spec.instructions()
-        closing = CLOSING.format(nonce=nonce, notes=notes, asked=asked)
+            instruction = answer_spec.instructions()
+        closing = CLOSING.format(nonce=nonce, notes=notes, asked=instruction)
         return f"{text.rstrip()}\n\n{closing}"
 
 

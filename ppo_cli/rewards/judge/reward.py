@@ -238,8 +238,8 @@ class JudgeReward(JudgeAsker, Reward):
         self._report.add(entry.rollout, score)
         if entry.info.get("escalated", True):  # False: the cheaper judge of a cascade decided
             pieces = score.info.get("pieces", ())
-            again = partial(self._ask_fresh_verdict, entry.rollout)
-            self._noise.offer(question, (score.number, pieces), again)
+            ask_again = partial(self._ask_fresh_verdict, entry.rollout)
+            self._noise.offer(question, (score.number, pieces), ask_again)
             if votes := score.info.get("votes"):
                 self._report.verdicts.append([question.scale.scaled(vote) for vote in votes])
         # The second judge reads a share; its verdict is filled into `info` later.

@@ -98,11 +98,11 @@ def describe_endpoint(api: ApiReward, environ: Mapping[str, str] = os.environ) -
     """
     kind = effective_provider(api.type, environ)
     lacking = missing_sdk_settings(kind, environ, base_url=api.base_url, key_env=api.key_env)
-    known = kind != "local" and not lacking
+    is_known = kind != "local" and not lacking
     variables = (api.key_env,) if api.key_env else JUDGES[kind].keys
     return {
         "address": redact_url(resolve_base_url(provider_class(kind), api, environ))
-        if known
+        if is_known
         else "",
         "key_variable": find_key_variable(variables, environ),
     }

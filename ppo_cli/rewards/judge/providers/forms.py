@@ -91,17 +91,17 @@ def read_decision(reply: Any, question: Question, tokens: TokenFields) -> Reply:
     """
     usage = read_usage(get_path(reply, "usage"), tokens)
     refuse_blocked(reply, usage)
-    answers, asked = get_path(reply, "answers"), decisions(question)
+    answers, requested = get_path(reply, "answers"), decisions(question)
     if not answers:
         raise_body(reply)
     # OpenAI answers with a list in the order of the questions, which may leave out their names.
     if isinstance(answers, list):
-        pairs = zip_longest([decision.name for decision in asked], answers)
+        pairs = zip_longest([decision.name for decision in requested], answers)
         answers = {get_path(answer, "name") or name: answer for name, answer in pairs}
-    names = [decision.name for decision in asked]
+    names = [decision.name for decision in requested]
     if not isinstance(answers, Mapping) or sorted(map(str, answers)) != sorted(names):
         raise _unread(f"not one answer for each of {', '.join(names)}: {answers}", usage)
-    shares = tuple(decision.read(answers[decision.name], usage) for decision in asked)
+    shares = tuple(decision.read(answers[decision.name], usage) for decision in requested)
     return Reply("", usage, probabilities=shares)
 
 
