@@ -29,6 +29,7 @@ from ppo_cli.cluster.worker_process import (
     Failure,
     Outcome,
     Worker,
+    find_late_frame,
     last_lines,
 )
 from ppo_cli.config.schema.run import Transfer
@@ -77,6 +78,7 @@ class ExchangePlan:
     timeout_s: float
 
 
+COLLECTIVES = "/torch/distributed/"  # where a rank that waits for others is
 USE_MEMORY = " Use rollout.weight_transfer=memory."
 
 
@@ -115,15 +117,26 @@ def worker_lost(
 
 
 def no_answer(members: list[WorkerHandle], doing: str, seconds: float) -> WorkerLost:
-    """The error for workers that run and do not answer."""
-    names = ", ".join(str(member) for member in members)
+    """The error for workers that run and do not answer; it names those that others wait for."""
+    frames = {member: find_late_frame(member.log, member.pid) for member in members}
+    waiting = [member for member in members if COLLECTIVES in frames[member]]
+    silent = [member for member in members if member not in waiting] or members
+    # Where each one is. The others had the time to log it.
+    names = []
+    for member in silent:
+        where = f" (at {frames[member]})" if frames[member] else ""
+        if waiting and not where:
+            where = f" (process {member.pid}, which seems to be stopped: it logs nothing any more)"
+        names.append(f"{member}{where}")
+    verb = "has" if len(silent) == 1 else "have"
+    others = ""
+    if len(silent) < len(members):
+        others = f" (waiting in a collective: {', '.join(map(str, waiting))})"
     logs = ", ".join(str(member.log) for member in members)
-    single = len(members) == 1
     return WorkerLost(
-        f"{_capital(names)} {'has' if single else 'have'} not answered `{doing}` for "
-        f"{seconds:g} s; "
-        f"{'its log' if single else 'their logs'}: {logs}. If the work is only slow, raise "
-        "--worker_timeout."
+        f"{_capital(', '.join(names))} {verb} not answered `{doing}` for {seconds:g} s{others}; "
+        f"{'its log' if len(members) == 1 else 'their logs'}: {logs}. If the work is only slow, "
+        "raise --worker_timeout."
     )
 
 
@@ -408,7 +421,15 @@ class Cluster:
         self._members += fresh
         greeted = self.waits.collect(
             [
-                self.ask(member, "start", "arrive", str(member.log), seat.gpus, self._threads)
+                self.ask(
+                    member,
+                    "start",
+                    "arrive",
+                    str(member.log),
+                    seat.gpus,
+                    self._threads,
+                    self.waits.timeout_s,
+                )
                 for member, seat in zip(fresh, seats, strict=True)
             ],
             self._node_timeout,

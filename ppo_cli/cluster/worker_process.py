@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +48,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Where MKL's variable is set, torch prefers it to that of OpenMP.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 FLUSH_S = 0.02  # results that finish within this time are sent together
+LATE_SHARE = 0.9  # of the time for a call, after which it logs where it is
+LATE, WENT_ON = "Timeout (", "The call that was late has ended."  # the first is faulthandler's
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,22 @@ class Worker:
     def __init__(self) -> None:
         self._object: Any = None  # what `build` has made
         self._thread: ThreadPoolExecutor | None = None
+        self._late_s = 0.0
 
-    def arrive(self, log: str, devices: tuple[int, ...], threads: int | None) -> Outcome:
+    def arrive(
+        self, log: str, devices: tuple[int, ...], threads: int | None, timeout_s: float
+    ) -> Outcome:
         """Open the log, make only these GPUs visible, and return the node as in `WorkerHandle`.
 
-        Without `threads` a worker with GPUs takes their share of the node's cores.
+        Without `threads` a worker with GPUs takes their share of the node's cores. A call that may
+        not end within `timeout_s` logs where it is.
         """
 
         def settle() -> dict[str, Any]:
             """Prepare the process (log, signals, GPUs, threads); return its node and process id."""
             # Before anything imports torch, which reads these variables once.
             write_into(Path(log))
+            self._late_s = LATE_SHARE * timeout_s
             ignore_signals()
             pin_gpu_order(os.environ)
             os.environ[VISIBLE] = visible_gpus(devices, os.environ.get(VISIBLE))
@@ -110,7 +117,8 @@ class Worker:
 
     def run(self, work: Callable[..., Any], *args: Any) -> Outcome:
         """Call a function that needs no object."""
-        return _try(lambda: work(*args))
+        with self._log_when_late():
+            return _try(lambda: work(*args))
 
     def build(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
         """Make the object that calls go to; `factory` is a function or its `module:name`."""
@@ -166,14 +174,36 @@ class Worker:
         # The object's thread produces while Ray's thread sends.
         making = self._thread.submit(produce)
         try:
-            yield from _batch_results(results)
+            batches = _batch_results(results)
+            while True:
+                with self._log_when_late():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
         finally:
             closed.set()
             making.result()
 
     def _work(self, work: Callable[[], Any]) -> Outcome:
         """Run a function in the object's thread."""
-        return _try(work) if self._thread is None else self._thread.submit(_try, work).result()
+        with self._log_when_late():
+            return _try(work) if self._thread is None else self._thread.submit(_try, work).result()
+
+    @contextmanager
+    def _log_when_late(self) -> Iterator[None]:
+        """Log the tracebacks of all threads shortly before the driver gives a call up."""
+        if not self._late_s:
+            yield
+            return
+        started = time.monotonic()
+        faulthandler.dump_traceback_later(self._late_s, file=2)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if time.monotonic() - started > self._late_s:
+                print(WENT_ON, flush=True)
 
 
 def _batch_results(results: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
@@ -253,8 +283,8 @@ def _failure(error: BaseException) -> Failure:
     return Failure(pickled, text, redact(describe_device_fault(error)))
 
 
-# Lines of a log's end that a message shows, and bytes that are read for them.
-LINES, BYTES = 6, 8000
+# Lines of a log's end that a message shows, and bytes that are read for them and for tracebacks.
+LINES, BYTES = 6, 64_000
 CRASH = "Fatal Python error"
 MARK = "--- process "
 KILLED = "was killed (signal 9; out of memory?)"
@@ -283,9 +313,30 @@ def ignore_signals() -> None:
 
 
 def last_lines(path: Path, pid: int = 0) -> list[str]:
+    """The last few lines of a log, or of what one process wrote; a crash from its first line on."""
+    lines = _read_lines(path, pid)
+    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
+    return lines[-LINES:] if crash is None else lines[crash : crash + LINES]
+
+
+def find_late_frame(path: Path, pid: int) -> str:
+    """Return the innermost frame of a late call that has not ended; "" if the log has none."""
+    text = "\n".join(_read_lines(path, pid))
+    threads = text.rpartition(f"\n{LATE}")[2] if LATE in text else ""
+    if WENT_ON in threads:
+        return ""
+    # Calls are made in one thread, the items of a stream in another.
+    made = (f" in {_try.__name__}\n", " in produce\n")
+    for thread in threads.split("\nThread "):
+        if any(name in thread for name in made):
+            return thread.splitlines()[1].strip().removeprefix("File ")
+    return ""
+
+
+def _read_lines(path: Path, pid: int) -> list[str]:
     """The end of a log, or of what one process wrote, without empty lines and secrets.
 
-    After a crash they start at its first line. Empty when the log cannot be read here.
+    Empty when the log cannot be read here.
     """
     try:
         with path.open("rb") as file:
@@ -297,9 +348,7 @@ def last_lines(path: Path, pid: int = 0) -> list[str]:
     lines = [line for line in redact(text).splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith(_mark(pid))]
     lines = lines[starts[-1] + 1 :] if pid and starts else lines
-    lines = [line for line in lines if not line.startswith(MARK)]
-    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
-    return lines[-LINES:] if crash is None else lines[crash : crash + LINES]
+    return [line for line in lines if not line.startswith(MARK)]
 
 
 def _mark(pid: int) -> str:

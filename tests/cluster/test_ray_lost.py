@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,10 @@ class Rank:
     def step(self, fails: str = "") -> None:
         if fails == "collective":
             dist.all_gather_single = fail_at(5, dist.DistBackendError(NCCL))  # type: ignore[assignment]
+        elif fails == "sleep":
+            dist.all_gather_single = call_at(5, lambda: time.sleep(600))  # type: ignore[assignment]
+        elif fails == "stop":
+            dist.all_gather_single = call_at(5, lambda: os.kill(os.getpid(), signal.SIGSTOP))  # type: ignore[assignment]
         elif fails == "optimizer":
             Optimizer.apply = fail_at(1, torch.OutOfMemoryError("CUDA out of memory"))  # type: ignore[method-assign]
         self._learner.step(self._minibatch)
@@ -138,6 +143,15 @@ class Rank:
 
 def fail_at(call: int, error: Exception) -> Any:
     """Stand for `all_gather_single`, or the optimizer's step, until a call of it."""
+
+    def fail() -> None:
+        raise error
+
+    return call_at(call, fail)
+
+
+def call_at(call: int, fault: Callable[[], None]) -> Any:
+    """Stand for `all_gather_single`; one call of it has a fault."""
     calls = 0
     gather = dist.all_gather_single
 
@@ -145,10 +159,40 @@ def fail_at(call: int, error: Exception) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
-            raise error
+            fault()
         return gather(*args, **kwargs)
 
     return called
+
+
+LIMIT_S = 15.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("sleep", r'\(at ".*test_ray_lost.py", line \d+ in <lambda>\)'), ("stop", "stopped")],
+)
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(
+    address: str, tmp_path: Path, fault: str, place: str
+) -> None:
+    cluster = Cluster(
+        Placement(1, 0, (0, 1), ((2,),), ()), tmp_path, address=address,
+        worker_timeout=LIMIT_S, node_timeout=90,
+    )  # fmt: skip
+    try:
+        ranks = cluster.start([cluster.seat(f"learner rank {rank}", []) for rank in range(2)])
+        build = [cluster.ask(rank, "start", "build", Rank) for rank in ranks]
+        point = f"file://{tmp_path}/meet"
+        meet = [cluster.ask(m, "meet", "call", rank, point) for rank, m in enumerate(ranks)]
+        cluster.waits.collect([*build, *meet], 200)
+        steps = zip(ranks, ("", fault), strict=True)
+        with pytest.raises(WorkerLost) as caught:
+            cluster.waits.collect([cluster.ask(rank, "step", "call", how) for rank, how in steps])
+    finally:
+        cluster.close()
+    hung, _, others = str(caught.value).partition(" has not answered `step` for 15 s")
+    assert hung.startswith("Learner rank 1") and re.search(place, hung), caught.value
+    assert "learner rank 0" in others.partition(";")[0], caught.value
 
 
 @pytest.mark.parametrize(
