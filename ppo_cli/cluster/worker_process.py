@@ -137,6 +137,9 @@ class Worker:
             send_tensors_as_arrays()
             make = resolve_name(factory) if isinstance(factory, str) else factory
             self._object = make(*args)
+            # vLLM's libraries have handlers of crashes that name no line of Python.
+            faulthandler.disable()
+            faulthandler.enable(file=2)
 
         return self._work(work)
 
@@ -325,12 +328,13 @@ def find_late_frame(path: Path, pid: int) -> str:
     threads = text.rpartition(f"\n{LATE}")[2] if LATE in text else ""
     if WENT_ON in threads:
         return ""
-    # Calls are made in one thread, the items of a stream in another.
+    # Calls are made in one thread, the items of a stream in another. The end of a deep stack,
+    # where these functions are, is cut off.
     made = (f" in {_try.__name__}\n", " in produce\n")
-    for thread in threads.split("\nThread "):
-        if any(name in thread for name in made):
-            return thread.splitlines()[1].strip().removeprefix("File ")
-    return ""
+    stacks = [thread.splitlines() for thread in threads.split("\nThread ")[1:]]
+    ours = [stack for stack in stacks if any(f"{line}\n".endswith(made) for line in stack)]
+    frames = max(ours or stacks, key=len, default=[""])[1:]
+    return frames[0].strip().removeprefix("File ") if frames else ""
 
 
 def _read_lines(path: Path, pid: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -300,8 +301,18 @@ def test_a_killed_worker_is_named_at_once(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_crash_is_reported_with_the_last_lines_of_the_log(cluster: Cluster) -> None:
-    victim = Hosted(cluster, Thing, role="victim 8")
+class Handler(Thing):
+    """Brings a library that handles crashes itself."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).signal(signal.SIGSEGV, 0)
+
+
+@pytest.mark.parametrize("kind", [Thing, Handler])
+def test_a_crash_is_reported_with_the_last_lines_of_the_log(
+    cluster: Cluster, kind: type[Thing]
+) -> None:
+    victim = Hosted(cluster, kind, role=f"victim {kind.__name__}")
     with pytest.raises(
         WorkerLost, match=r"crashed during `crash`(.|\n)*Fatal Python error: Segmentation fault"
     ):

@@ -80,11 +80,14 @@ REWARDS: dict[str, Callable[[Path], Path]] = {
 
 def config_of(change: dict[str, Any]) -> Config:
     """A small run of the bundled model."""
-    actor = {"optim": {"lr": 1e-3}, "clip_grad_value": 0.5, "ppo_micro_batch_size_per_gpu": 5}
+    # eps: otherwise the first update of a weight is the sign of its gradient, which half
+    # precision turns round where the gradient is small.
+    optim = {"lr": 1e-3, "eps": 1e-3}
+    actor = {"optim": optim, "clip_grad_value": 0.5, "ppo_micro_batch_size_per_gpu": 5}
     defaults: dict[str, dict[str, Any]] = {
         "model": {"path": "embedded", "dtype": "float32", "packing": False},
         "data": {"max_prompt_length": 32, "max_response_length": 8},
-        "actor": actor, "critic": {"optim": {"lr": 1e-3}}, "trainer": {"engine": "local"},
+        "actor": actor, "critic": {"optim": optim}, "trainer": {"engine": "local"},
     }  # fmt: skip
     return merge_settings(defaults, change)
 
