@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -25,13 +26,16 @@ from typing import Any
 
 START_S = 30.0  # a server has this long to start again
 SPARES = 4  # servers kept, or started at once, for calls asked again; one that hangs lets others go
-LOOK_S = 0.5  # for a server that answers no call to list its tools
+# For a server that answers no call to list its tools, and to end after an answer.
+LOOK_S = 0.5
 EXIT_S = 2.0  # for a server to end after its stdin is closed, and again after SIGTERM
 CHUNK_BYTES, MAX_PARTS = 1 << 16, 1_000  # read at once; of a result
+MAX_STARTS = 4  # where a message is looked for in a line that is not one
 MAX_LINE, ID_BYTES = 8 << 20, 200  # bytes of a message, and those at its ends that have its id
 # Where a message has its id, before or after the result, which may have records with ids.
 ID_AT_START = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
 ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
+MESSAGE = re.compile(rb'\{\s*"(?:jsonrpc|result|error|id)"\s*:')  # where one may begin in a line
 TOO_LONG = b"""{"jsonrpc": "2.0", "id": %s, "error": {
     "code": -32000, "message": "the answer has more than 8 MiB"}}"""
 
@@ -89,16 +93,17 @@ async def load(
 
 @dataclass(eq=False)
 class Connection:
-    """A client, what closes it, and whether it still lives."""
+    """A client, what closes it, whether it still lives, and has answered a call as a spare."""
 
     client: Any
     close: Callable[[], None]
     lives: bool = True
+    used: bool = False
 
 
 @dataclass(eq=False)
 class Open:
-    """A call under way; `shared`: with others; `passed`: when a later call was answered."""
+    """A call under way; `shared`: others may be guilty; `passed`: when a later one was answered."""
 
     connection: Connection
     started: float
@@ -119,6 +124,7 @@ class Server:
         self._worker, self._passed, self._tool_error = worker, passed, tool_error
         self._current: Any = None  # a Connection, after the start
         self._open: set[Open] = set()
+        self._answered = -math.inf  # when a call was
         self._lock = asyncio.Lock()
         self._turns, self._spares = worker.Turns(SPARES), list[Connection]()
 
@@ -143,15 +149,18 @@ class Server:
         """Return the text of a result, or raise what the policy reads."""
         async with self._lock:  # while it starts again
             pass
-        call = Open(self._current, time.monotonic(), bool(self._open))
+        now = time.monotonic()
+        # One that was answered just now may leave a server that answers no more.
+        call = Open(self._current, now, bool(self._open) or now < self._answered + LOOK_S)
         for other in self._open:
             other.shared = True
         self._open.add(call)
         try:
             result = await self._ask(call.connection.client, name, arguments)
+            self._answered = time.monotonic()
             for other in self._open:
                 if other.connection is call.connection and other.started < call.started:
-                    other.passed = min(other.passed, time.monotonic())
+                    other.passed = min(other.passed, self._answered)
         except (self._worker.TimedOut, ServerEnded):
             await self._replace(call.connection)
             # Others may be the reason, also those before it in a queue or in a pipe, unless none
@@ -191,7 +200,14 @@ class Server:
         """Ask a server that nobody else asks, once: a call may change things outside."""
         async with self._turns.take(self._timeout + START_S, self._find_spare) as spare:
             try:
-                result = await self._ask(spare.client, name, arguments)
+                try:
+                    result = await self._ask(spare.client, name, arguments)
+                except ServerEnded:
+                    if not spare.used:  # the call before may have ended it
+                        raise
+                    spare.close()
+                    spare = await self._connect()
+                    result = await self._ask(spare.client, name, arguments)
             except self._tool_error:
                 self._keep(spare)
                 raise
@@ -214,6 +230,7 @@ class Server:
         if len(self._spares) == SPARES:
             spare.close()
             return
+        spare.used = True
         self._spares.append(spare)
 
         def end() -> None:
@@ -320,9 +337,14 @@ async def open_server(
                     # Notifications are left out.
                     if text.isspace() or not text or (b'"method"' in text and b'"id"' not in text):
                         continue
-                    try:
-                        message = types.validate_python(json.loads(text), by_name=False)
-                    except (ValueError, RecursionError):
+                    # A print without an end of line, or half a message, may be in front of it.
+                    starts = (match.start() for match in MESSAGE.finditer(text))
+                    for start in (0, *itertools.islice(filter(None, starts), MAX_STARTS)):
+                        with contextlib.suppress(ValueError, RecursionError):
+                            fields = json.loads(text[start:])
+                            message = types.validate_python(fields, by_name=False)
+                            break
+                    else:
                         if complains:
                             what = f"{spec['label']} printed what is not a message: {text[:80]!r}"
                             print(what, file=sys.stderr, flush=True)

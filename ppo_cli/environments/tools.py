@@ -223,7 +223,7 @@ class ToolEnvironment:
             # Servers limit their calls themselves.
             limit = None if tool.hints is None else self._timeout
             value = await (run_call or self._worker.run_call)(run, timeout=limit)
-            text, failed = self._worker.shorten(write_value(value), self._limit), False
+            text, failed = write_value(value), False
         except ToolError as error:
             text = f"Error: {error}"
         except self._worker.TimedOut as error:
@@ -231,6 +231,7 @@ class ToolEnvironment:
         except BaseException as error:
             text = f"Error: {self._worker.describe_error(error)}"
             crashed = type(error).__name__ == "ServerEnded"
+        text = self._worker.shorten(text, self._limit)
         return Run(name, text, time.monotonic() - started, failed, late, crashed)
 
 

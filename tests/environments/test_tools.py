@@ -16,7 +16,7 @@ import pytest
 
 from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
-from ppo_cli.environments.mcp import SPARES, Connection, Server, ServerEnded, open_server
+from ppo_cli.environments.mcp import LOOK_S, SPARES, Connection, Server, ServerEnded, open_server
 from ppo_cli.environments.pool import EnvironmentPool, check_environment
 from ppo_cli.environments.servers import read_servers
 from ppo_cli.errors import UserError
@@ -211,6 +211,7 @@ def test_a_wrong_call_is_answered(start: Start, file: Path) -> None:
     )
     assert "'seconds' must be a number, not \"0.1\"" in contents[2]
     assert "rout" not in dict(reply.tools)
+    assert len(call(pool, ("rout" * 9999, {})).error) <= 4096
     # Type and message alone: no traceback, no path.
     assert contents[3:5] == ["Error: KeyError: 'of the user'", "Error: SystemExit"]
     assert contents[5] == "[1, 2]"
@@ -521,7 +522,10 @@ def test_calls_that_wait_for_others_at_an_mcp_server_are_not_blamed(
 
 
 class Mortal:
-    """A client of an MCP server that the call `end` ends; `runs` has the calls of all servers."""
+    """A client of an MCP server that `end` ends, and `farewell` after its answer.
+
+    `runs` has the calls of all servers.
+    """
 
     def __init__(self, runs: list[str]) -> None:
         self._runs, self._lives = runs, True
@@ -530,7 +534,9 @@ class Mortal:
         self._runs.append(name)
         await asyncio.sleep(0.02)
         self._lives &= name != "end"
-        return await self.list_tools()
+        answer = await self.list_tools()
+        self._lives &= name != "farewell"
+        return answer
 
     async def list_tools(self, **_: Any) -> Any:
         if not self._lives:
@@ -558,6 +564,9 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
         calls = (server.call(name) for name in ("end", *["done"] * 7))
         end, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(end, ServerEnded) and others == [""] * 7 and runs.count("end") == 2
+        # Who comes right after an answered call is not guilty.
+        assert [await server.call(name) for name in ("farewell", "done")] == ["", ""]
+        await asyncio.sleep(LOOK_S)
         with pytest.raises(ServerEnded):
             await server.call("end")
         assert runs.count("end") == 3
@@ -570,7 +579,7 @@ def test_a_call_that_ends_its_mcp_server_is_run_again_only_if_others_may_have_en
 
 ODD_SERVER = r"""
 import json, os, sys, time
-WAYS = ("flood", "long", "records", "plain", "deaf")
+WAYS = ("flood", "long", "records", "half", "plain", "deaf")
 for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
@@ -591,6 +600,9 @@ for line in sys.stdin:
     answer = {"jsonrpc": "2.0", "id": request["id"], "result": result}
     if way == "records":
         answer = dict(reversed(answer.items()))
+    if way == "half":
+        print(json.dumps(answer)[:40] + "and a print", end="", flush=True)
+        continue
     print(json.dumps(answer), flush=True)
     if way == "deaf":
         os.close(0)
@@ -604,14 +616,21 @@ def test_an_mcp_server_that_floods_or_reads_no_more_harms_no_other_call(
 ) -> None:
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text(ODD_SERVER)
-    pool = start(mcp=(shlex.join([sys.executable, f"{tmp_path}/server.py"]),), num_workers=1)
+    command = shlex.join([sys.executable, f"{tmp_path}/server.py"])
+    pool = start(mcp=(command,), num_workers=1, timeout=5.0)
     ways = ("flood", "long", "records", "plain", "deaf", "plain", "plain")
     open_episodes(pool, *map(str, range(len(ways))))
     waiting = [pool.step(str(i), make_message((way, {}))) for i, way in enumerate(ways)]
     answers = [reply.result(200).messages[0]["content"] for reply in waiting]
     assert {answers.pop(1), answers.pop(1)} == {"Error: the answer has more than 8 MiB"}
     assert answers == ["done"] * 5
-    assert call(pool, ("plain", {}), episode="0").messages[0]["content"] == "done"
+    # Half a message and a print in front of an answer do not hide it.
+    waiting = [
+        pool.step(str(i), make_message((way, {})))
+        for i, way in enumerate(("half", "plain", "plain"))
+    ]
+    answers = [reply.result(60).messages[0]["content"] for reply in waiting]
+    assert answers == ["Error: timeout: took longer than 5 s", "done", "done"]
 
 
 @pytest.mark.slow
