@@ -268,7 +268,7 @@ def _find_refusals(resolved: Resolved, *, plan: bool) -> Iterator[str]:
     from ppo_cli.run.refusals import FirstRows, find_all_refusals
 
     config, scored = resolved.config, resolved.function == "train"
-    yield from () if scored else refused_in_session(config)
+    yield from () if scored else refused_in_session(config.trainer, config.algorithm)
     findings = find_findings(resolved)
     yield from () if plan else list_texts(findings, "elsewhere")
     yield from find_all_refusals(resolved, findings, FirstRows(config), scored=scored)

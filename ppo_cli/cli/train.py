@@ -150,7 +150,8 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     if user_path(resolved.config.trainer.output_dir).resolve() == source.run:
         raise ConfigError(f"--fork {word} needs another folder: set another --output_dir.")
     # Checkpoint folders are called step_NNNNNN.
-    total, done = count_steps(resolved.config), int(checkpoint.name[5:])
+    total = count_steps(resolved.config.data, resolved.config.trainer)
+    done = int(checkpoint.name[5:])
     if total and total <= done:
         raise ConfigError(
             f"--fork {word} starts after step {done}, but this run ends with step {total}: raise "
@@ -332,7 +333,7 @@ def _run_training(resolved: Resolved, findings: tuple[Finding, ...], arguments: 
     run_plan = make_plan(resolved, findings)
     start = align_columns(_describe_start(run_plan))
     remarks = list_texts(run_plan.findings, "no_effect", "remark")
-    shortages = find_disk_shortage(run_plan.settings, run_plan.arithmetic["total_steps"])
+    shortages = find_disk_shortage(run_plan.disk, run_plan.settings.trainer.output_dir)
     screen.note_all([*start, *resolved.notes, *(text for text in remarks if text not in shortages)])
     for shortage in shortages:
         screen.health(shortage)

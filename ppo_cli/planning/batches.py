@@ -9,7 +9,7 @@ from typing import Literal
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.models.bundled import prompt_files
-from ppo_cli.config.schema.keys import value_of
+from ppo_cli.config.schema.algorithm import Actor, Critic, FilterGroups
 from ppo_cli.config.schema.run import Config, Data, Trainer
 from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import plural
@@ -35,20 +35,22 @@ def split_files(data: Data, split: DataSplit) -> tuple[tuple[str, ...], int]:
     return prompt_files(data.val_files, split), data.val_max_samples
 
 
-def most_gen_batches(config: Config, rows: int) -> int:
-    """Return how many batches a step may sample; more than 1 only with dynamic sampling."""
-    groups = config.algorithm.filter_groups
+def most_gen_batches(groups: FilterGroups, rows: int, at_once: int) -> int:
+    """Return how many batches of `at_once` prompts a step may sample.
+
+    They are more than 1 only with dynamic sampling.
+    """
     if not groups.enable:
         return 1
-    return groups.max_num_gen_batches or math.ceil(rows / config.data.gen_batch_size)
+    return groups.max_num_gen_batches or math.ceil(rows / at_once)
 
 
-def describe_missing_rows(config: Config, rows: int) -> str | None:
-    """Return why the rows cannot fill a batch; None when they can."""
-    batch, at_once = config.data.train_batch_size, config.data.gen_batch_size
+def describe_missing_rows(data: Data, mini: int, rows: int) -> str | None:
+    """Return why the rows cannot fill a batch of mini-batches of this size; None when they can."""
+    batch, at_once = data.train_batch_size, data.gen_batch_size
     # A batch, or the larger batch of dynamic sampling.
     if rows < batch:
-        batch_fits, mini_fits = fit_batches(rows, batch, config.actor.ppo_mini_batch_size)
+        batch_fits, mini_fits = fit_batches(rows, batch, mini)
         return (
             f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
             f"--mini_batch_size {mini_fits}, or give more prompts."
@@ -100,11 +102,11 @@ def batch_arithmetic(config: Config, steps: int | None = None) -> dict[str, int 
         "train_rows": rows,
     }
     # Optimizer steps of each model.
-    steps = steps or count_steps(config)
+    steps = steps or count_steps(config.data, config.trainer)
     sums["total_steps"] = steps
-    sums |= _count_updates("actor", config, config.actor.ppo_mini_batch_size)
+    sums |= _count_updates("actor", config.actor, batch, n)
     if config.uses_critic:
-        sums |= _count_updates("critic", config, config.critic.ppo_mini_batch_size)
+        sums |= _count_updates("critic", config.critic, batch, n)
     for who in ("actor", "critic"):
         a_step = sums.get(f"{who}_optimizer_steps_per_step")
         if a_step is not None:
@@ -116,7 +118,9 @@ def batch_arithmetic(config: Config, steps: int | None = None) -> dict[str, int 
     # Dynamic sampling may sample several batches for one step.
     groups = config.algorithm.filter_groups
     if groups.enable:
-        max_batches = groups.max_num_gen_batches or (rows and most_gen_batches(config, rows))
+        max_batches = groups.max_num_gen_batches or (
+            rows and most_gen_batches(groups, rows, config.data.gen_batch_size)
+        )
         sums["gen_batches_per_step_at_most"] = max_batches
         sums["reward_calls_per_step_at_most"] = multiply(
             max_batches, calls["reward_calls_per_step"]
@@ -125,17 +129,15 @@ def batch_arithmetic(config: Config, steps: int | None = None) -> dict[str, int 
     return sums | calls
 
 
-def _count_updates(who: str, config: Config, mini: int) -> dict[str, int]:
+def _count_updates(who: str, part: Actor | Critic, batch: int, n: int) -> dict[str, int]:
     """Return mini-batches, epochs and optimizer steps of one model for a step."""
     # Mini-batches are given in prompts, and a model reads responses.
-    sequences = mini * config.rollout.n
-    epochs: int = value_of(config, f"{who}.ppo_epochs")
-    minis = config.data.train_batch_size // mini
+    minis = batch // part.ppo_mini_batch_size
     return {
         f"{who}_mini_batches_per_epoch": minis,
-        f"{who}_mini_batch_responses": sequences,
-        f"{who}_epochs": epochs,
-        f"{who}_optimizer_steps_per_step": minis * epochs,
+        f"{who}_mini_batch_responses": part.ppo_mini_batch_size * n,
+        f"{who}_epochs": part.ppo_epochs,
+        f"{who}_optimizer_steps_per_step": minis * part.ppo_epochs,
     }
 
 
@@ -145,7 +147,7 @@ def count_micro_batches(config: Config) -> dict[str, int]:
     counts = {}
     for who, part in {"actor": config.actor, "critic": config.critic}.items():
         # Per rank: its share of the responses, in micro-batches of a fixed size or of a budget.
-        rows = value_of(config, f"{who}.ppo_mini_batch_size") * config.rollout.n
+        rows = part.ppo_mini_batch_size * config.rollout.n
         rank_rows = math.ceil(rows / data_ranks(config))
         fits = part.ppo_micro_batch_size_per_gpu or max(
             1, part.ppo_max_token_len_per_gpu // longest
@@ -155,15 +157,13 @@ def count_micro_batches(config: Config) -> dict[str, int]:
     return counts
 
 
-def count_steps(config: Config) -> int | None:
+def count_steps(data: Data, trainer: Trainer) -> int | None:
     """Return the number of training steps; None while the rows are unknown."""
     # As set, else the whole batches of all epochs.
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    rows = train_rows(config.data)
-    if rows is None:
-        return None
-    return config.trainer.total_epochs * (rows // config.data.gen_batch_size)
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    rows = train_rows(data)
+    return None if rows is None else trainer.total_epochs * (rows // data.gen_batch_size)
 
 
 def _count_reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:

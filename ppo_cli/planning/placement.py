@@ -16,7 +16,7 @@ from ppo_cli.machine.machine import Machine
 
 
 def shared_samplers(trainer: Trainer) -> Literal["all", "some", "none"]:
-    """Return how many of the sampling devices also train; ValueError as in `train_devices`."""
+    """Return how many of the sampling devices also train; ValueError as in `placement_of`."""
     if trainer.placement is None:
         # Async samplers have their own devices; otherwise all share.
         return "none" if trainer.async_steps else "all"
@@ -25,48 +25,6 @@ def shared_samplers(trainer: Trainer) -> Literal["all", "some", "none"]:
     if not train & rollout:
         return "none"
     return "all" if rollout <= train else "some"
-
-
-def train_devices(config: Config) -> tuple[int, ...]:
-    """Return the devices that train, numbered over all nodes: GPUs, or slots on the CPU.
-
-    ValueError says why a placement cannot be read.
-    """
-    trainer = config.trainer
-    if trainer.engine == "local":
-        return (0,)
-    if trainer.placement is not None:
-        return read_placement(trainer.placement).get("train", ())
-    # Without a placement: worker slots, or all GPUs but those that only sample.
-    all_gpus = trainer.n_gpus_per_node * trainer.nnodes
-    if all_gpus == 0:
-        return tuple(range(trainer.num_workers or trainer.nnodes))
-    return tuple(range(all_gpus - (_count_sampling_gpus(config) if trainer.async_steps else 0)))
-
-
-def _count_sampling_gpus(config: Config) -> int:
-    """Return how many GPUs only sample: about a quarter, in whole samplers.
-
-    The other GPUs divide into groups of training ranks, if any such number exists.
-    """
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    span = config.rollout.tensor_model_parallel_size
-    # The GPUs that train must divide into groups of ranks.
-    group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
-    # A quarter in whole samplers, then the next larger number that leaves full groups.
-    start = max(span, gpus // 4 // span * span)
-    fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
-    return min(next(fitting, start), gpus)
-
-
-def learner_ranks(config: Config) -> int:
-    """Return how many processes train."""
-    return max(1, len(train_devices(config)))
-
-
-def data_ranks(config: Config) -> int:
-    """Return how many ranks share the rows of a mini-batch."""
-    return max(1, learner_ranks(config) // config.trainer.tensor_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -86,6 +44,11 @@ class Placement:
     judge: tuple[int, ...] = ()
 
     @property
+    def ranks(self) -> int:
+        """How many processes train."""
+        return max(1, len(self.train))
+
+    @property
     def sleepers(self) -> tuple[int, ...]:
         """Numbers of the samplers on a device that trains; they sleep while it trains."""
         # A sampler sleeps if any of its devices trains.
@@ -97,56 +60,63 @@ class Placement:
         return device // self.devices_per_node if self.devices_per_node else None
 
 
+def data_ranks(config: Config) -> int:
+    """Return how many ranks share the rows of a mini-batch."""
+    return max(1, placement_of(config).ranks // config.trainer.tensor_parallel_size)
+
+
 def placement_of(config: Config) -> Placement:
     """Return which devices do what.
 
     Whether these devices exist is not checked. Raises ValueError as `read_placement` does.
     """
-    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
-    if config.trainer.engine == "local":
+    trainer, rollout = config.trainer, config.rollout
+    per_node, span = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
+    if trainer.engine == "local":
         return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)
-    # Roles as placed, or by default; reward models get a device when nothing names one.
-    span = config.rollout.tensor_model_parallel_size
-    if config.trainer.placement is not None:
-        roles = read_placement(config.trainer.placement)
+    # Roles as placed, or by default.
+    if trainer.placement is not None:
+        roles = read_placement(trainer.placement)
     else:
-        roles = _default_roles(config, train_devices(config))
-    train, rollout = roles.get("train", ()), roles.get("rollout", ())
-    reward = roles.get("reward") or _choose_reward_devices(config, train, rollout, per_node)
+        group = trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
+        roles = _default_roles(trainer, rollout.num_samplers or 1, span, group)
+    train, sampling = roles.get("train", ()), roles.get("rollout", ())
+    # Without a place of their own, reward models get the last GPU that trains, or the first free
+    # slot.
+    reward = roles.get("reward", ())
+    if not reward and hosts_reward(config.reward, per_node):
+        reward = train[-1:] if per_node else (max((*train, *sampling)) + 1,)
     # Consecutive devices form a sampler.
-    samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
-    return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
+    samplers = tuple(sampling[at : at + span] for at in range(0, len(sampling), span))
+    return Placement(
+        trainer.nnodes, per_node, train, samplers, reward, judge=roles.get("judge", ())
+    )
 
 
-def _default_roles(config: Config, train: tuple[int, ...]) -> Roles:
-    """Place roles without --placement: GPUs do both; on the CPU each process has its own slot."""
-    # The CPU's samplers follow the slots that train; async samplers have the GPUs that do not
-    # train.
-    first, gpus = len(train), config.trainer.n_gpus_per_node * config.trainer.nnodes
+def _default_roles(trainer: Trainer, samplers: int, span: int, group: int) -> Roles:
+    """Place roles without --placement: GPUs do both; on the CPU each process has its own slot.
+
+    A sampler has `span` GPUs. GPUs that train must divide into groups of `group` ranks.
+    """
+    gpus = trainer.n_gpus_per_node * trainer.nnodes
     if gpus == 0:
-        slots = range(first, first + (config.rollout.num_samplers or 1))
-        return {"train": train, "rollout": tuple(slots)}
-    return {
-        "train": train,
-        "rollout": tuple(range(first, gpus)) if config.trainer.async_steps else train,
-    }
+        first = trainer.num_workers or trainer.nnodes
+        return {"train": (*range(first),), "rollout": (*range(first, first + samplers),)}
+    if not trainer.async_steps:
+        return {"train": (*range(gpus),), "rollout": (*range(gpus),)}
+    # Async samplers have their own GPUs: a quarter in whole samplers, or the next larger number
+    # that leaves full groups of ranks, if there is one.
+    start = max(span, gpus // 4 // span * span)
+    fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
+    first = gpus - min(next(fitting, start), gpus)
+    return {"train": (*range(first),), "rollout": (*range(first, gpus),)}
 
 
-def _choose_reward_devices(
-    config: Config, train: tuple[int, ...], rollout: tuple[int, ...], per_node: int
-) -> tuple[int, ...]:
-    """Give reward models the last GPU that trains, or the first free slot."""
-    if not hosts_reward(config):
-        return ()
-    return train[-1:] if per_node else (max((*train, *rollout)) + 1,)
-
-
-def hosts_reward(config: Config) -> bool:
+def hosts_reward(reward: Reward, gpus: int) -> bool:
     """Return whether a reward model runs on this run's devices: not served, on a GPU if it has."""
-    gpus = config.trainer.n_gpus_per_node
     return any(
         not is_url(str(model.settings.path)) and not (gpus and model.settings.device == "cpu")
-        for model in models_of(config.reward)
+        for model in models_of(reward)
     )
 
 
@@ -214,6 +184,7 @@ def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> Pl
     It has sentences for people and facts for programs. `why` has the reasons of decided settings.
     """
     placement, sampler = placement_of(config), config.rollout.name
+    rows = data_ranks(config)
     # The engine of a package settles as Ray does.
     engine = "local" if config.trainer.engine == "local" else "ray"
     # Sentences for people.
@@ -223,7 +194,12 @@ def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> Pl
     ]
     if engine == "ray":
         sentences += [
-            *_describe_ranks(config),
+            *_describe_ranks(
+                placement.ranks,
+                rows,
+                config.trainer.tensor_parallel_size,
+                config.actor.fsdp_config.fsdp_size,
+            ),
             f"the sampler is {sampler}, the processes are Ray's",
         ]
     if sampler == "vllm":
@@ -242,8 +218,8 @@ def plan_devices(config: Config, machine: Machine, why: Mapping[str, str]) -> Pl
         "sleepers": placement.sleepers,
         "gpus": [gpu.name for gpu in machine.gpus[: placement.devices_per_node]],
         "sampler": sampler,
-        "learner_ranks": learner_ranks(config),
-        "data_ranks": data_ranks(config),
+        "learner_ranks": placement.ranks,
+        "data_ranks": rows,
         "sentences": tuple(sentences),
     }
     return PlanPart(tuple(sentences), facts)
@@ -260,10 +236,11 @@ def _describe_gpus(machine: Machine, used: int) -> list[str]:
     return [f"{every} (memory is planned for the smallest)"]
 
 
-def _describe_ranks(config: Config) -> list[str]:
-    """Say how several ranks hold the models and share the rows."""
-    ranks, rows = learner_ranks(config), data_ranks(config)
-    tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
+def _describe_ranks(ranks: int, rows: int, tensor: int, size: int) -> list[str]:
+    """Say how several ranks hold the models; `rows` of them share the rows, `size` a shard group.
+
+    `tensor` ranks split each layer.
+    """
     # Sharding, tensor parallelism, copies, and who shares the rows.
     shards = rows if size == -1 else size
     parts = []
@@ -283,13 +260,3 @@ def _describe_ranks(config: Config) -> list[str]:
 def local_judge(reward: Reward) -> Judge | None:
     """Return the judge that the run starts, if there is one."""
     return next((j for j in judges_of(reward) if j.settings.type == "local"), None)
-
-
-def judge_devices(config: Config) -> tuple[int, ...]:
-    """Return the GPUs of the judge that the run starts; empty on the CPU."""
-    try:
-        placed: Placement = placement_of(config)
-    except ValueError:  # reported where placements are checked
-        return ()
-    judge = local_judge(config.reward)
-    return placed.judge or (judge.settings.local.devices if judge else ())

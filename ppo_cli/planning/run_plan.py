@@ -134,7 +134,8 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
     fitted, machine = fit_memory(resolved), resolved.machine
     config = fitted.config
     sums = batch_arithmetic(config) | count_micro_batches(config)
-    shortages = find_disk_shortage(config, sums["total_steps"])
+    disk = plan_disk(config, sums["total_steps"])
+    shortages = find_disk_shortage(disk, config.trainer.output_dir)
     findings += tuple(Finding(("trainer.output_dir",), text, "remark") for text in shortages)
     notes = [*resolved.notes, *(finding.text for finding in findings)]
     return RunPlan(
@@ -150,7 +151,7 @@ def make_plan(resolved: Resolved, findings: tuple[Finding, ...] | None = None) -
         reward_plan(config.reward, sums["reward_calls"]),
         plan_devices(config, machine, fitted.why),
         memory_plan(resolved.requested, fitted, machine),
-        plan_disk(config, sums["total_steps"]),
+        disk,
     )
 
 

@@ -575,7 +575,10 @@ def _open_job(
 
 def _describe_machine_use(plan: RunPlan) -> list[str]:
     """Return how this machine computes: for config.yaml, and for the screen with --debug."""
-    cpu = cpu_plan(plan.resolved.requested.model, plan.settings, jemalloc=has_jemalloc())
+    cpu = cpu_plan(
+        plan.resolved.requested.model, plan.settings.model, plan.settings.trainer,
+        jemalloc=has_jemalloc(),
+    )  # fmt: skip
     choices = plan.memory.facts.get("choices", ())
     return [*(f"Memory: {line}" for line in choices), *(f"CPU: {line}" for line in cpu)]
 
@@ -719,7 +722,9 @@ def prompt_settings(data: Data) -> dict[str, Any]:
 
 def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
     """Return the order in which prompts are drawn; raises DataError if there are too few."""
-    if problem := describe_missing_rows(config, len(prompts)):
+    if problem := describe_missing_rows(
+        config.data, config.actor.ppo_mini_batch_size, len(prompts)
+    ):
         raise DataError(problem)
     return PromptOrder(
         len(prompts),

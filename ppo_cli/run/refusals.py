@@ -185,7 +185,8 @@ def find_refusals(resolved: Resolved, findings: Iterable[Finding]) -> list[str]:
     if config.trainer.node_rank:  # node 0 has the files, and compares the settings of all nodes
         return []
     problems = list_texts(findings, "refuse", "missing")
-    problems += [*collect_problems(_list_file_checks(config)), *damaged_models(config)]
+    problems += collect_problems(_list_file_checks(config))
+    problems += damaged_models(config.training_models, config.reward)
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -234,7 +235,7 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
         if mode != "auto":
             require_resumable(checkpoint, command)
         step = read_state(checkpoint)["run"]["step"]
-        total = count_steps(config)
+        total = count_steps(config.data, config.trainer)
         if total and step >= total:
             notes.append(
                 f"The run in {folder} is complete: {step} of {total} steps. To go on, raise "
@@ -266,7 +267,8 @@ def _find_row_refusals(rows: FirstRows, *, scored: bool) -> list[str]:
             problems.append(str(error))
     # Enough rows for a batch.
     count = train_rows(config.data)
-    if count and (shortage := describe_missing_rows(config, count)):
+    mini = config.actor.ppo_mini_batch_size
+    if count and (shortage := describe_missing_rows(config.data, mini, count)):
         problems.append(shortage)
     # Only with good rows: what the reward and the template need.
     if not problems and prompts:

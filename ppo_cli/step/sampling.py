@@ -95,7 +95,9 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
     """
     config = job.config
     batch_size, n = config.data.train_batch_size, config.rollout.n
-    max_batches = most_gen_batches(config, len(job.prompts))
+    max_batches = most_gen_batches(
+        config.algorithm.filter_groups, len(job.prompts), config.data.gen_batch_size
+    )
     chosen, sampled, alike, unscored = StepSample([], [], []), 0, 0, 0
     for turn in range(max_batches):
         # Sample and score a batch; prompts that are in the step already are skipped.

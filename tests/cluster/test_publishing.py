@@ -95,7 +95,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
         model = {"lora_rank": 8, "lora_merge": False} if lora else {}
         rollout = {"name": "vllm", "weight_transfer": way}
         config = complete({"rollout": rollout, "model": model})
-        transfer = publish_bytes(config, QWEN_7B, RANKS_8)
+        transfer = publish_bytes(config.model, config.rollout, QWEN_7B, RANKS_8)
         gpu = Gpu(size)
         engine = GpuEngine(
             gpu, weights=WHOLE, cache=CLAIMED - WHOLE, update=transfer.sampler, batches_ahead=2

@@ -14,7 +14,6 @@ from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.placement import (
     data_ranks,
     describe_placement,
-    learner_ranks,
     placement_of,
     plan_devices,
 )
@@ -72,9 +71,9 @@ def test_what_is_accepted_can_be_served(overrides: dict[str, object], gpus: int)
     assert all(text[-1] == "." and "\n" not in text for text in clashes)
     if [text for text in clashes if "nodes need" not in text]:
         return
-    placed, ranks = placement_of(config), learner_ranks(config)
-    assert ranks == len(placed.train)
-    assert ranks == data_ranks(config) * config.trainer.tensor_parallel_size
+    placed = placement_of(config)
+    assert placed.ranks == len(placed.train)
+    assert placed.ranks == data_ranks(config) * config.trainer.tensor_parallel_size
     assert placed.rollout
     sampling = {device for sampler in placed.rollout for device in sampler}
     assert len(sampling) == sum(len(sampler) for sampler in placed.rollout)

@@ -10,7 +10,7 @@ from ppo_cli.config.models.shape import Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.device_record import Feature
-from ppo_cli.planning.memory.devices import ModelShapes, count_memory
+from ppo_cli.planning.memory.devices import ModelShapes, RunNeeds
 from ppo_cli.planning.memory.plan import (
     Estimate,
     estimate_memory,
@@ -116,7 +116,7 @@ def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -
     def phases(**sections: dict[str, Any]) -> dict[str, int]:
         shapes = ModelShapes(QWEN_7B, QWEN_7B, QWEN_7B)
         machine = with_gpus(8, 80 * GB)
-        places = count_memory(complete(settings(**sections), machine), shapes, machine)
+        places = RunNeeds(complete(settings(**sections), machine), shapes, machine).devices()
         return dict(places[0].phases)
 
     resident, away = phases(), phases(ref={"param_offload": True})

@@ -85,6 +85,12 @@ def test_the_monitor_needs_its_own_key() -> None:
     assert missing_keys(settings.reward, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
 
 
+def judge_remarks_of(overrides: str) -> list[str]:
+    settings = config(*overrides.split())
+    estimator, plays = settings.algorithm.adv_estimator, settings.environment.is_set
+    return judge_remarks(settings.reward, estimator, plays=plays, today=TODAY)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -99,7 +105,7 @@ def test_the_monitor_needs_its_own_key() -> None:
     ],
 )
 def test_what_may_surprise_is_remarked_on(overrides: str, message: str) -> None:
-    (remark,) = judge_remarks(config(*overrides.split()), TODAY)
+    (remark,) = judge_remarks_of(overrides)
     assert message in remark
 
 
@@ -111,7 +117,7 @@ def test_what_may_surprise_is_remarked_on(overrides: str, message: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_fine_is_not(overrides: str) -> None:
-    assert judge_remarks(config(*overrides.split()), TODAY) == []
+    assert judge_remarks_of(overrides) == []
 
 
 @pytest.mark.parametrize(

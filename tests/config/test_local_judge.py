@@ -15,9 +15,10 @@ from ppo_cli.planning.findings.judge_server import (
     vllm_python,
 )
 from ppo_cli.planning.findings.scene import Scene
-from ppo_cli.planning.memory.devices import count_judge_server
+from ppo_cli.planning.memory.devices import DeviceNeeds, count_judge_server
 from ppo_cli.planning.placement import (
     describe_placement,
+    local_judge,
     placement_of,
 )
 from ppo_cli.planning.resolved import Resolved
@@ -69,12 +70,15 @@ def test_the_environment_of_setup_is_found_in_the_checkout(
 
 
 def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused() -> None:
-    place = count_judge_server(resolve(f"{ON}embedded").config, CPU)
+    def count(model: str) -> DeviceNeeds | None:
+        config = resolve(f"{ON}{model}").config
+        judge = local_judge(config.reward)
+        return count_judge_server(judge, placement_of(config), config.trainer, CPU)
+
+    place = count("embedded")
     assert place is not None and place.fits
     assert place.needed > place.roles["judge"].parameters > 1_000_000
-    assert count_judge_server(resolve(f"{ON}Qwen/Qwen3-8B").config, CPU) is None, (
-        "its weights are not here"
-    )
+    assert count("Qwen/Qwen3-8B") is None, "its weights are not here"
     small = resolve(f"{ON}embedded", replace(CPU, host_bytes=1 << 30))
     (message,) = missing_for_judge_server(Scene(small, {"PPO_VLLM_PYTHON": "/py"}))
     assert "needs about 3 GiB on each of its devices, which have 1 GiB" in message

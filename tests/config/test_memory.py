@@ -22,7 +22,7 @@ from ppo_cli.machine.memory import host_memory
 from ppo_cli.planning.memory.devices import (
     DeviceNeeds,
     ModelShapes,
-    count_memory,
+    RunNeeds,
     read_shapes,
 )
 from ppo_cli.planning.memory.plan import (
@@ -137,7 +137,7 @@ TOKEN, TOP = 4 * (60 + 30 + 2 + 10 + 80), 4 * 20
 
 
 def count(config: Config, shapes: ModelShapes = SHAPES, machine: Machine = SMALL) -> Any:
-    return count_memory(complete(config, machine), shapes, machine)
+    return RunNeeds(complete(config, machine), shapes, machine).devices()
 
 
 def fits(config: Config, shapes: ModelShapes, machine: Machine) -> bool | None:

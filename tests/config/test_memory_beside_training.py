@@ -15,8 +15,7 @@ from ppo_cli.planning.memory.devices import (
     CONTEXT_BYTES,
     DeviceNeeds,
     ModelShapes,
-    count_host,
-    count_memory,
+    RunNeeds,
 )
 from ppo_cli.planning.memory.plan import (
     Estimate,
@@ -57,7 +56,7 @@ def estimate(config: Config, shape: Shape, machine: Machine) -> Estimate:
 
 def count_gpu(config: Config, shape: Shape, capacity: int = 80 * GB) -> DeviceNeeds:
     machine = with_gpus(8, capacity)
-    (place,) = count_memory(complete(config, machine), shapes(shape), machine)
+    (place,) = RunNeeds(complete(config, machine), shapes(shape), machine).devices()
     return place
 
 
@@ -102,7 +101,7 @@ def test_a_model_that_fits_but_for_publishing_does_not_fit() -> None:
 def test_devices_of_their_own_publish_with_the_cache_awake() -> None:
     apart = settings(trainer__placement="train:0-3,rollout:4-7")
     machine = with_gpus(8, 80 * GB)
-    learner, sampler = count_memory(complete(apart, machine), shapes(QWEN_7B), machine)
+    learner, sampler = RunNeeds(complete(apart, machine), shapes(QWEN_7B), machine).devices()
     assert sampler.name == "a GPU that samples"
     assert sampler.phases["publishing"] > sampler.phases["rollout"] == 40 * GB
     assert learner.phases["publishing"] > learner.phases["rollout"]
@@ -145,7 +144,7 @@ def test_the_host_holds_checkpoints_and_what_is_offloaded(
 ) -> None:
     machine = with_gpus(8, host_bytes=2000 * GB)
     config = complete(settings(nodes=nodes, **changes), machine)
-    host = count_host(config, shapes(QWEN_7B), machine)
+    host = RunNeeds(config, shapes(QWEN_7B), machine).host()
     assert host is not None
     assert host.phases["training"] == pytest.approx(expected, rel=1e-6)
     assert host.phases["loading"] >= TRAINED
@@ -189,7 +188,7 @@ def test_vllm_starts_with_room_for_its_weights_and_a_row() -> None:
             trainer__placement="train:0-3,rollout:4-7", rollout__gpu_memory_utilization=share
         )
         machine = with_gpus(8, 40 * GB)
-        learner, sampler = count_memory(complete(config, machine), shapes(QWEN_7B), machine)
+        learner, sampler = RunNeeds(complete(config, machine), shapes(QWEN_7B), machine).devices()
         assert sampler.vllm_least == 2 * QWEN_7B.parameters() + 2 * 2 * 512 * 28 * 1024
         assert (sampler.vllm_starts, sampler.fits, learner.vllm_starts) == (starts, starts, True)
 

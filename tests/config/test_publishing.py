@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Model, Rollout
 from ppo_cli.planning.memory.publishing import CHUNK_BYTES, PublishBytes, publish_bytes
 from tests.settings import complete, with_gpus
 
@@ -23,9 +23,10 @@ ALONE = Device(half=True, gpu=True, shards=1, tensor=1, packed=True, keeps_freed
 CUT_2 = replace(ALONE, tensor=2)
 
 
-def settings(way: str, rollout_tp: int = 1, **model: Any) -> Config:
+def settings(way: str, rollout_tp: int = 1, **model: Any) -> tuple[Model, Rollout]:
     rollout = {"name": "vllm", "weight_transfer": way, "tensor_model_parallel_size": rollout_tp}
-    return complete({"rollout": rollout, "model": model}, with_gpus(8))
+    config = complete({"rollout": rollout, "model": model}, with_gpus(8))
+    return config.model, config.rollout
 
 
 GROUP = CHUNK_BYTES + EMBEDDING
@@ -44,20 +45,20 @@ GROUP = CHUNK_BYTES + EMBEDDING
     ],
 )
 def test_a_transfer_of_7b(way: str, device: Device, expected: tuple[int, int, int]) -> None:
-    assert publish_bytes(settings(way), QWEN_7B, device) == PublishBytes(*expected)
+    assert publish_bytes(*settings(way), QWEN_7B, device) == PublishBytes(*expected)
 
 
 def test_a_sampler_of_two_gpus_loads_half_of_a_module_on_each() -> None:
-    assert publish_bytes(settings("memory", 2), QWEN_7B, ALONE) == PublishBytes(
+    assert publish_bytes(*settings("memory", 2), QWEN_7B, ALONE) == PublishBytes(
         EMBEDDING, EMBEDDING // 2, 2 * WHOLE
     )
 
 
 def test_experts_of_a_layer_wait_until_all_are_there() -> None:
     experts = 8 * 3 * 2 * 4096 * 14336
-    assert publish_bytes(settings("ipc"), MIXTRAL, RANKS_8).sampler == 2 * experts
+    assert publish_bytes(*settings("ipc"), MIXTRAL, RANKS_8).sampler == 2 * experts
 
 
 def test_an_adapter_takes_nothing_of_a_device() -> None:
-    published = publish_bytes(settings("memory", lora_rank=8, lora_merge=False), QWEN_7B, ALONE)
+    published = publish_bytes(*settings("memory", lora_rank=8, lora_merge=False), QWEN_7B, ALONE)
     assert published == PublishBytes(0, 0, 4 * QWEN_7B.adapter(8))

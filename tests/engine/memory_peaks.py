@@ -30,7 +30,7 @@ from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.planning.memory.devices import ModelShapes, count_memory, read_shapes
+from ppo_cli.planning.memory.devices import ModelShapes, RunNeeds, read_shapes
 from ppo_cli.planning.memory.plan import with_settings
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import annotated, make_batch, scored
@@ -144,7 +144,7 @@ def measure(config: Config) -> dict[str, int]:
     train(config, 2)
     shapes = read_shapes(config)
     assert isinstance(shapes, ModelShapes)
-    (host,) = count_memory(config, shapes, CPU)
+    (host,) = RunNeeds(config, shapes, CPU).devices()
     return {"measured": status("VmHWM") - baseline, "counted": host.needed}
 
 

@@ -624,6 +624,16 @@ class Config(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def training_models(self) -> dict[str, str]:
+        """The models that this run loads for training, by the settings that name them."""
+        models = {"model.path": self.model.path}
+        if self.uses_critic:
+            models["critic.model.path"] = self.critic.model.path
+        if self.uses_reference:
+            models["ref.path"] = self.ref.path
+        return models
+
+    @property
     def full_kls(self) -> list[str]:
         """The settings that ask for a KL over the whole vocabulary."""
         full = {

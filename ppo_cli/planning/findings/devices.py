@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ppo_cli.config.device_roles import Roles, format_devices, read_placement
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config, Trainer
+from ppo_cli.config.schema.run import Config, Model, Rollout, Trainer
 from ppo_cli.config.settle import settle
 from ppo_cli.errors import describe_address_space, plural, ppo
 from ppo_cli.machine.device_record import FEATURES
@@ -23,10 +23,9 @@ from ppo_cli.planning.memory.plan import fit_memory
 from ppo_cli.planning.placement import (
     data_ranks,
     hosts_reward,
-    learner_ranks,
     local_judge,
+    placement_of,
     shared_samplers,
-    train_devices,
 )
 from ppo_cli.plugins import runs_elsewhere
 
@@ -137,21 +136,21 @@ def unusable_gpus(scene: Scene) -> Iterator[str]:
 KEY = "rollout.weight_transfer"
 
 
-def _check_transfer(config: Config) -> Iterator[Finding]:
+def _check_transfer(rollout: Rollout, model: Model, trainer: Trainer) -> Iterator[Finding]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
-    way, shared = config.rollout.weight_transfer, shared_samplers(config.trainer)
+    way, shared = rollout.weight_transfer, shared_samplers(trainer)
     if way == "memory":
         return
     # Only the first problem is reported: sampler, adapter, devices, sharing.
-    if config.rollout.name != "vllm":
+    if rollout.name != "vllm":
         key = "rollout.name"
         problem = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
-    elif config.model.publishes_adapter:
+    elif model.publishes_adapter:
         key = "model.lora_merge"
         problem = "needs full weights, but only the LoRA adapter is sent; use model.lora_merge=true"
     elif way == "gloo":
         return
-    elif config.trainer.n_gpus_per_node == 0:
+    elif trainer.n_gpus_per_node == 0:
         key = "trainer.n_gpus_per_node"
         problem = "goes from GPU to GPU, and none is used; use memory or gloo"
     elif shared != (expected := {"ipc": "all", "nccl": "none"}[way]):
@@ -188,16 +187,24 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
     # Checks of ranks and samplers need a placement and counts that make sense.
     broken = [
         *_check_worker_counts(requested.trainer, scene.machine),
-        *_check_local_engine(requested),
-        *_check_placement(config, requested),
+        *_check_local_engine(requested.trainer, requested.rollout),
+        *_check_placement(
+            config.trainer,
+            config.rollout.tensor_model_parallel_size,
+            requested.trainer.num_workers,
+            requested.rollout.num_samplers,
+        ),
     ]
     yield from broken
     if not broken:
-        yield from check_judge_server(config)
-        yield from _check_tensor_parallel(config)
-        yield from _check_sampler_span(config)
-        yield from _check_async(config)
-        yield from _check_transfer(config)
+        placement = placement_of(config)
+        yield from check_judge_server(config.reward, placement, config.trainer.n_gpus_per_node)
+        yield from _check_ranks(config, placement.ranks)
+        yield from _check_sampler_span(config.rollout, config.trainer)
+        yield from _check_async(
+            config.trainer, config.rollout.tensor_model_parallel_size, placement.train
+        )
+        yield from _check_transfer(config.rollout, config.model, config.trainer)
 
 
 def _check_nodes(trainer: Trainer, joined: bool) -> Iterator[Finding]:
@@ -244,28 +251,33 @@ def _check_worker_counts(trainer: Trainer, machine: Machine) -> Iterator[Finding
         )
 
 
-def _check_local_engine(requested: Config) -> Iterator[Finding]:
-    """Refuse settings that need a second process or device with --engine local."""
-    config, trainer = requested, requested.trainer
+def _check_local_engine(trainer: Trainer, rollout: Rollout) -> Iterator[Finding]:
+    """Refuse settings that need a second process or device with --engine local.
+
+    Both sections are as they were set, before any rule decides.
+    """
     if trainer.engine != "local":
         return
-    # Each setting that asks for a second process or device.
-    wants = {
-        "trainer.nnodes": trainer.nnodes > 1,
-        "trainer.n_gpus_per_node": (trainer.n_gpus_per_node or 0) > 1,
-        "trainer.num_workers": (trainer.num_workers or 1) > 1,
-        "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,
-        SPAN: config.rollout.tensor_model_parallel_size > 1,
-        "rollout.num_samplers": (config.rollout.num_samplers or 1) > 1,
-        "rollout.name": config.rollout.name == "vllm",
-        PLACEMENT: trainer.placement is not None,
-        "trainer.async_steps": trainer.async_steps > 0,
+    # Settings that ask for a second process or device: counts, then others.
+    counts = {
+        "trainer.nnodes": trainer.nnodes,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "trainer.num_workers": trainer.num_workers,
+        "trainer.tensor_parallel_size": trainer.tensor_parallel_size,
+        SPAN: rollout.tensor_model_parallel_size,
+        "rollout.num_samplers": rollout.num_samplers,
     }
-    keys = [key for key, is_set in wants.items() if is_set]
-    if keys:
-        settings = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
+    wanted = {key: f"{count}" for key, count in counts.items() if count is not None and count > 1}
+    if rollout.name == "vllm":
+        wanted["rollout.name"] = "vllm"
+    if trainer.placement is not None:
+        wanted[PLACEMENT] = trainer.placement
+    if trainer.async_steps:
+        wanted["trainer.async_steps"] = f"{trainer.async_steps}"
+    if wanted:
+        settings = " and ".join(f"{key} {value}" for key, value in wanted.items())
         yield Finding(
-            ("trainer.engine", *keys),
+            ("trainer.engine", *wanted),
             f"--engine local is one process on one device, without {settings}; use "
             "--engine ray, or leave this out.",
         )
@@ -293,10 +305,15 @@ def _check_quantization(config: Config) -> Iterator[Finding]:
             )
 
 
-def _check_placement(config: Config, requested: Config) -> Iterator[Finding]:
-    """Yield clashes of --placement: its text, missing roles, and devices that do not fit."""
-    text = config.trainer.placement
-    if text is None or config.trainer.engine == "local":
+def _check_placement(
+    trainer: Trainer, span: int, workers: int | None, samplers: int | None
+) -> Iterator[Finding]:
+    """Yield clashes of --placement: its text, missing roles, and devices that do not fit.
+
+    A sampler has `span` GPUs. `workers` and `samplers` are the numbers of processes that were set.
+    """
+    text = trainer.placement
+    if text is None or trainer.engine == "local":
         return
     try:
         roles = read_placement(text)
@@ -312,51 +329,13 @@ def _check_placement(config: Config, requested: Config) -> Iterator[Finding]:
                 f"{PLACEMENT} has no device for {role}; use train:0-3,rollout:4-7 for separate "
                 "devices, or train:0-7,rollout:0-7 for shared ones.",
             )
-    yield from _check_devices_exist(config, roles)
-    if not config.trainer.n_gpus_per_node:
-        yield from _check_slots(requested, roles)
-
-
-def _check_devices_exist(config: Config, roles: Roles) -> Iterator[Finding]:
-    """Check that the placement names GPUs of this run and whole samplers on one node."""
-    trainer, per_node = config.trainer, config.trainer.n_gpus_per_node
-    total = per_node * trainer.nnodes
-    # Devices beyond the last GPU of the run.
-    highest = max((devices[-1] for devices in roles.values()), default=-1)
-    if total and highest >= total:
-        role = next(name for name, devices in roles.items() if devices[-1] == highest)
-        least = -(-(highest + 1) // trainer.nnodes)
-        yield Finding(
-            (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {total} is GPU "
-            f"{total - 1}; use lower numbers, or --n_gpus {least}.",
-        )
+    if trainer.n_gpus_per_node:
+        yield from _check_devices_exist(trainer.n_gpus_per_node, trainer.nnodes, span, roles)
         return
-    # Whole samplers, each on the GPUs of one node.
-    rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
-    if total and len(rollout) % span:
-        yield Finding(
-            (PLACEMENT, SPAN),
-            f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which do not divide into samplers "
-            f"of {span}; change that number, or --rollout_tp.",
-        )
-        return
-    for at in range(0, len(rollout), span) if total else ():
-        sampler = rollout[at : at + span]
-        if sampler[0] // per_node != sampler[-1] // per_node:
-            yield Finding(
-                (PLACEMENT, SPAN),
-                f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
-                f"nodes (each has {per_node}); a sampler needs one node.",
-            )
-
-
-def _check_slots(requested: Config, roles: Roles) -> Iterator[Finding]:
-    """Check that process counts agree with the placement; on the CPU both may be set."""
-    # Setting, its count, and the slots of that role.
+    # On the CPU both the counts and their slots may be set.
     counts = (
-        ("trainer.num_workers", requested.trainer.num_workers, roles.get("train", ())),
-        ("rollout.num_samplers", requested.rollout.num_samplers, roles.get("rollout", ())),
+        ("trainer.num_workers", workers, roles.get("train", ())),
+        ("rollout.num_samplers", samplers, roles.get("rollout", ())),
     )
     for key, count, slots in counts:
         if count is not None and slots and count != len(slots):
@@ -366,39 +345,70 @@ def _check_slots(requested: Config, roles: Roles) -> Iterator[Finding]:
             )
 
 
-def _check_tensor_parallel(config: Config) -> Iterator[Finding]:
-    """Check that the learner ranks divide into tensor-parallel groups and sharding groups."""
-    ranks, tensor = learner_ranks(config), config.trainer.tensor_parallel_size
+def _check_devices_exist(per_node: int, nodes: int, span: int, roles: Roles) -> Iterator[Finding]:
+    """Check that the placement names GPUs of this run and whole samplers on one node."""
+    total = per_node * nodes
+    # Devices beyond the last GPU of the run.
+    highest = max((devices[-1] for devices in roles.values()), default=-1)
+    if highest >= total:
+        role = next(name for name, devices in roles.items() if devices[-1] == highest)
+        least = -(-(highest + 1) // nodes)
+        yield Finding(
+            (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
+            f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {total} is GPU "
+            f"{total - 1}; use lower numbers, or --n_gpus {least}.",
+        )
+        return
+    # Whole samplers, each on the GPUs of one node.
+    rollout = roles.get("rollout", ())
+    if len(rollout) % span:
+        yield Finding(
+            (PLACEMENT, SPAN),
+            f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which do not divide into samplers "
+            f"of {span}; change that number, or --rollout_tp.",
+        )
+        return
+    for at in range(0, len(rollout), span):
+        sampler = rollout[at : at + span]
+        if sampler[0] // per_node != sampler[-1] // per_node:
+            yield Finding(
+                (PLACEMENT, SPAN),
+                f"{PLACEMENT} puts one sampler on GPUs {format_devices(sampler)}, which are on two "
+                f"nodes (each has {per_node}); a sampler needs one node.",
+            )
+
+
+def _check_ranks(config: Config, ranks: int) -> Iterator[Finding]:
+    """Check that the learner ranks divide into tensor-parallel groups and sharding groups.
+
+    Sharding groups must be equal: actor and critic use one mesh of ranks.
+    """
+    tensor, rank_keys = config.trainer.tensor_parallel_size, _rank_keys(config.trainer)
     # The next multiple is suggested as well as the divisors.
     if ranks % tensor:
         next_multiple = -(-ranks // tensor) * tensor
         yield Finding(
-            ("trainer.tensor_parallel_size", *_rank_keys(config.trainer)),
+            ("trainer.tensor_parallel_size", *rank_keys),
             f"{ranks} learner rank(s) cannot be split into groups of "
             f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {next_multiple} "
             "ranks (train in --placement, else --n_gpus on each node, or without GPUs "
             "--num_workers).",
         )
         return
-    yield from _check_sharding(config)
-
-
-def _check_sharding(config: Config) -> Iterator[Finding]:
-    """Check the sharding groups, which must be equal: actor and critic use one mesh of ranks."""
-    ranks = data_ranks(config)
     # The critic follows the actor unless its size is set.
+    rows = ranks // tensor
     sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
     if config.uses_critic and config.critic.fsdp_config.fsdp_size != -1:
         sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
     for key, size in sizes.items():
-        if size > 0 and ranks % size and config.trainer.engine != "local":
+        if size > 0 and rows % size and config.trainer.engine != "local":
             yield Finding(
-                (key, "trainer.tensor_parallel_size", *_rank_keys(config.trainer)),
-                f"{ranks} rank(s) that share the rows cannot be split into sharding groups of "
-                f"{key} {size}; use a divisor of {ranks}, or -1 for one group.",
+                (key, "trainer.tensor_parallel_size", *rank_keys),
+                f"{rows} rank(s) that share the rows cannot be split into sharding groups of "
+                f"{key} {size}; use a divisor of {rows}, or -1 for one group.",
             )
             return
-    if len({ranks if size == -1 else size for size in sizes.values()}) > 1:
+    if len({rows if size == -1 else size for size in sizes.values()}) > 1:
         yield Finding(
             tuple(sizes),
             f"{' and '.join(f'{key} {size}' for key, size in sizes.items())} differ, but both "
@@ -414,9 +424,9 @@ def _rank_keys(trainer: Trainer) -> tuple[str, ...]:
     return (f"trainer.{count}", "trainer.nnodes")
 
 
-def _check_sampler_span(config: Config) -> Iterator[Finding]:
+def _check_sampler_span(rollout: Rollout, trainer: Trainer) -> Iterator[Finding]:
     """Check `rollout.tensor_model_parallel_size` against the GPUs and the sampler."""
-    span, per_node = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    span, per_node = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node
     if span == 1:
         return
     # A span above 1 needs GPUs, vLLM, and a number of GPUs that it divides.
@@ -426,13 +436,13 @@ def _check_sampler_span(config: Config) -> Iterator[Finding]:
             f"a sampler cannot span {SPAN} {span} GPUs: no GPU is used. Use --rollout_tp 1, or "
             "name the GPUs with --n_gpus.",
         )
-    elif config.rollout.name == "hf":
+    elif rollout.name == "hf":
         yield Finding(
             (SPAN, "rollout.name"),
             f"the hf sampler uses one GPU, not {SPAN} {span}; use --rollout_name vllm, or "
             "--rollout_tp 1.",
         )
-    elif config.trainer.placement is None and per_node % span:
+    elif trainer.placement is None and per_node % span:
         yield Finding(
             (SPAN, "trainer.n_gpus_per_node"),
             f"{per_node} GPU(s) of a node cannot be split into samplers of {span}; use a "
@@ -440,9 +450,9 @@ def _check_sampler_span(config: Config) -> Iterator[Finding]:
         )
 
 
-def _check_async(config: Config) -> Iterator[Finding]:
-    """Check that sampling ahead has devices that do not train."""
-    steps, placement = config.trainer.async_steps, config.trainer.placement
+def _check_async(trainer: Trainer, span: int, train: Sequence[int]) -> Iterator[Finding]:
+    """Check that sampling ahead, by samplers of `span` GPUs, leaves devices that train."""
+    steps, placement = trainer.async_steps, trainer.placement
     if steps == 0:
         return
     # Roles must not share devices.
@@ -455,8 +465,7 @@ def _check_async(config: Config) -> Iterator[Finding]:
                 f"{format_devices(shared)} to both; use separate GPUs, or --async_steps 0.",
             )
     # Without a placement, about a quarter of the GPUs sample.
-    elif not train_devices(config):
-        span = config.rollout.tensor_model_parallel_size
+    elif not train:
         yield Finding(
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
             f"trainer.async_steps {steps} needs GPUs for sampling besides those for training; "
@@ -503,14 +512,18 @@ def device_remarks(scene: Scene) -> Iterator[str]:
             "vLLM is not installed, so the hf sampler is used, which is much slower: "
             f"`{VLLM_SETUP}` installs it."
         )
-    yield from _partial_remarks(config)
+    yield from _partial_remarks(
+        config.trainer.async_steps,
+        config.rollout.partial_tokens,
+        config.data.max_response_length,
+    )
     if used:
         yield from _self_test_remarks(requested, config, machine)
     # Roles of the placement that nothing uses.
     roles = read_placement(config.trainer.placement or "")
     if "judge" in roles and local_judge(config.reward) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
-    if "reward" in roles and not hosts_reward(config):
+    if "reward" in roles and not hosts_reward(config.reward, used):
         yield "--placement names devices for reward, but no reward model runs on any of them."
 
 
@@ -518,7 +531,14 @@ def _self_test_remarks(requested: Config, config: Config, machine: Machine) -> I
     """Name what is slower until the self-test has passed on these GPUs."""
     slow = []
     if config.rollout.name == "vllm":
-        slow = list(_slow_sampler(requested, config, machine))
+        fully_proven = replace(machine, proven=frozenset(FEATURES))
+        fastest = settle(requested, fully_proven).config.rollout.weight_transfer
+        way = config.rollout.weight_transfer
+        if way != fastest:
+            slow.append(f"new weights travel by {way}, not by {fastest}")
+        sleeps = shared_samplers(config.trainer) != "none" and not config.model.publishes_adapter
+        if requested.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
+            slow.append("vLLM's weights are kept while the learner works")
     if (
         requested.model.share_prompts is None
         and config.rollout.n > 1
@@ -534,22 +554,8 @@ def _self_test_remarks(requested: Config, config: Config, machine: Machine) -> I
         )
 
 
-def _slow_sampler(requested: Config, config: Config, machine: Machine) -> Iterator[str]:
-    """Yield what a vLLM sampler does more slowly without a passed self-test."""
-    fully_proven = replace(machine, proven=frozenset(FEATURES))
-    fastest = settle(requested, fully_proven).config.rollout.weight_transfer
-    way = config.rollout.weight_transfer
-    if way != fastest:
-        yield f"new weights travel by {way}, not by {fastest}"
-    sleeps = shared_samplers(config.trainer) != "none" and not config.model.publishes_adapter
-    if requested.rollout.sleep is None and sleeps and "sleep" not in machine.proven:
-        yield "vLLM's weights are kept while the learner works"
-
-
-def _partial_remarks(config: Config) -> Iterator[str]:
-    """Remark on what sampling ahead does, with and without partial rollouts."""
-    steps, partial = config.trainer.async_steps, config.rollout.partial_tokens
-    longest = config.data.max_response_length
+def _partial_remarks(steps: int, partial: int | None, longest: int) -> Iterator[str]:
+    """Remark on what sampling `steps` ahead does, with and without partial rollouts."""
     # More steps ahead without partial rollouts.
     if partial is None and steps > 1:
         yield (

@@ -15,17 +15,14 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.folder import folder_problem, has_template
 from ppo_cli.config.schema.finding import Finding
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward
 from ppo_cli.machine.machine import Machine
 from ppo_cli.machine.torch_build import GpuFault, read_build
 from ppo_cli.machine.versions import ROOT, VLLM_SETUP
 from ppo_cli.paths import user_path
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.planning.memory.devices import GIB, KV_GB, count_judge_server
-from ppo_cli.planning.placement import (
-    judge_devices,
-    local_judge,
-)
+from ppo_cli.planning.placement import Placement, local_judge, placement_of
 
 
 def vllm_python(environ: Mapping[str, str]) -> str | None:
@@ -56,10 +53,10 @@ def judge_fault(machine: Machine, environ: Mapping[str, str]) -> GpuFault | None
     )
 
 
-def check_judge_server(config: Config) -> Iterator[Finding]:
-    """Findinges of settings with a judge that the run starts."""
+def check_judge_server(reward: Reward, placement: Placement, per_node: int) -> Iterator[Finding]:
+    """Yield clashes of settings with a judge that the run starts; a node has `per_node` GPUs."""
     # The run starts one server.
-    local_judges = [j for j in judges_of(config.reward) if j.settings.type == "local"]
+    local_judges = [j for j in judges_of(reward) if j.settings.type == "local"]
     if len(local_judges) > 1:
         yield Finding(
             tuple(judge.key + ".type" for judge in local_judges),
@@ -67,7 +64,7 @@ def check_judge_server(config: Config) -> Iterator[Finding]:
             "others "
             "yourself and name them with type openai and base_url.",
         )
-    for judge in judges_of(config.reward):
+    for judge in judges_of(reward):
         api = judge.settings
         if api.monitor.model is not None and api.monitor.type == "local":
             yield Finding(
@@ -87,8 +84,7 @@ def check_judge_server(config: Config) -> Iterator[Finding]:
                 "--rm_api_type local, or use --rm_api_type openai.",
             )
     # Its GPUs must be on the node where the run starts.
-    per_node = config.trainer.n_gpus_per_node
-    devices = judge_devices(config)
+    devices = placement.judge or judge.settings.local.devices
     if per_node and not devices:
         yield Finding(
             ("trainer.placement", *judge.keys("type")),
@@ -129,7 +125,7 @@ def missing_for_judge_server(scene: Scene) -> list[str]:
             )
     elif name.startswith((".", "/", "~")):
         problems.append(f"The judge {name} is no model folder: it has no config.json.")
-    place = count_judge_server(config, scene.machine)
+    place = count_judge_server(judge, placement_of(config), config.trainer, scene.machine)
     if place is not None and place.capacity is not None and place.fits is False:
         problems.append(
             f"The judge {name} needs about {place.needed / GIB:.3g} GiB on each of its devices, "
@@ -138,15 +134,15 @@ def missing_for_judge_server(scene: Scene) -> list[str]:
     return [sentence for sentence in problems if sentence]
 
 
-def judge_server_remarks(config: Config) -> Iterator[str]:
-    """Remark on a judge that is the trained model itself."""
-    judge = local_judge(config.reward)
+def judge_server_remarks(reward: Reward, model: str) -> Iterator[str]:
+    """Remark on a judge that is `model`, the trained one."""
+    judge = local_judge(reward)
     if judge is None:
         return
-    same = (model_folder(str(judge.settings.model)), model_folder(config.model.path))
+    same = (model_folder(str(judge.settings.model)), model_folder(model))
     if same[0] == same[1]:
         yield (
-            f"The judge is {config.model.path}, the model that is trained, as it is before the "
+            f"The judge is {model}, the model that is trained, as it is before the "
             "first step: it likes its own mistakes. Measure it first (`ppo reward calibrate`), "
             "and watch validation scores that do not come from it."
         )

@@ -66,7 +66,7 @@ def check_heads(scene: Scene) -> Iterator[Finding]:
         return
     # A model that two roles share is reported once.
     checked_paths: set[str] = set()
-    for key, path in _trained_models(config):
+    for key, path in config.training_models.items():
         heads = {} if path in checked_paths else _count_heads(path)
         checked_paths.add(path)
         wrong = next(((what, count) for what, count in heads.items() if count % size), None)
@@ -77,15 +77,6 @@ def check_heads(scene: Scene) -> Iterator[Finding]:
                 f"{TENSOR} {size} does not divide the {count} {what} of {path}; use "
                 f"--tensor_parallel_size {_list_divisors(math.gcd(*heads.values()))}.",
             )
-
-
-def _trained_models(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield key and path of each model that this run loads for training."""
-    yield "model.path", config.model.path
-    if config.uses_critic:
-        yield "critic.model.path", config.critic.model.path
-    if config.uses_reference:
-        yield "ref.path", config.ref.path
 
 
 def _count_heads(path: str) -> dict[str, int]:
@@ -115,7 +106,7 @@ def broken_models(config: Config) -> list[str]:
     """Return a sentence for each model of the run whose files show that it cannot be trained."""
     problems = []
     # Each folder once, under the first key that names it.
-    for path, key in {path: key for key, path in reversed([*_trained_models(config)])}.items():
+    for path, key in {path: key for key, path in reversed(config.training_models.items())}.items():
         folder, flag = user_path(model_folder(path)), table()[key].flag or key
         written = read_config(path)
         # An encoder cannot generate: nothing else about it matters.
@@ -151,12 +142,15 @@ def _describe_other_tokens(policy_path: str, path: str, flag: str) -> str:
     return vocabulary_problem(path, flag, size, ids, policy_path, policy_size, policy_ids)
 
 
-def damaged_models(config: Config) -> list[str]:
-    """Return a sentence for each model from a checkpoint whose files changed since it was saved."""
-    flags = {path: table()[key].flag or key for key, path in reversed([*_trained_models(config)])}
+def damaged_models(training: Mapping[str, str], reward: Reward) -> list[str]:
+    """Return a sentence for each model from a checkpoint whose files changed since it was saved.
+
+    `training` has the models to train, by the settings that name them.
+    """
+    flags = {path: table()[key].flag or key for key, path in reversed(training.items())}
     # Reward models and local judges are loaded from checkpoints as well.
-    rewards = [model.settings.path for model in models_of(config.reward)]
-    rewards += [j.settings.model for j in judges_of(config.reward) if j.settings.type == "local"]
+    rewards = [model.settings.path for model in models_of(reward)]
+    rewards += [j.settings.model for j in judges_of(reward) if j.settings.type == "local"]
     paths = dict.fromkeys([*flags, *(str(path) for path in rewards if path)])
     folders = {path: user_path(model_folder(path)) for path in paths if not is_url(path)}
 
@@ -173,23 +167,20 @@ def damaged_models(config: Config) -> list[str]:
     return list(collect_problems([*checks, *named]))
 
 
-def critic_remarks(config: Config) -> list[str]:
-    """Remark that the head of the critic's checkpoint is not used."""
-    remark = describe_unused_head(config.critic.model.path) if config.uses_critic else ""
-    return [remark] if remark else []
+def critic_remarks(path: str | None) -> Iterator[str]:
+    """Remark that the head of the critic's checkpoint, if there is a critic, is not used."""
+    if path and (remark := describe_unused_head(path)):
+        yield remark
 
 
-def template_remarks(config: Config) -> list[str]:
+def template_remarks(path: str) -> Iterator[str]:
     """Remark that prompts of a local model are used without a chat template."""
-    folder = user_path(model_folder(config.model.path))
-    if not config.data.apply_chat_template or not (folder / "config.json").is_file():
-        return []
-    if has_template(folder):
-        return []
-    return [
-        f"The tokenizer in {config.model.path} has no chat template: prompts are used as plain "
-        "text, and prompts that are lists of messages are refused."
-    ]
+    folder = user_path(model_folder(path))
+    if (folder / "config.json").is_file() and not has_template(folder):
+        yield (
+            f"The tokenizer in {path} has no chat template: prompts are used as plain "
+            "text, and prompts that are lists of messages are refused."
+        )
 
 
 def check_reward_models(scene: Scene) -> Iterator[Finding]:

@@ -29,7 +29,6 @@ from ppo_cli.config.models.known_models import (
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import find_conflicts
 from ppo_cli.config.schema.reward import ApiReward, Monitor, Reward
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.planning.findings.scene import Scene
 
@@ -54,7 +53,9 @@ def check_judges(scene: Scene) -> Iterator[Finding]:
         yield from _check_others(judge)
         yield from _check_monitor(judge)
         if judge.settings.within_group:
-            yield from _check_groups(judge, scene.config)
+            yield from _check_groups(
+                judge, scene.config.rollout.n, scene.config.algorithm.adv_estimator
+            )
 
 
 def missing_keys(reward: Reward, environ: Mapping[str, str]) -> list[str]:
@@ -87,25 +88,30 @@ def missing_for_sdks(reward: Reward, environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def judge_remarks(config: Config, today: datetime.date | None = None) -> list[str]:
-    """Return remarks on judges: default models, shutdowns, votes, limits for each of several."""
+def judge_remarks(
+    reward: Reward, estimator: str, *, plays: bool, today: datetime.date | None = None
+) -> list[str]:
+    """Return remarks on judges: default models, shutdowns, votes, limits for each of several.
+
+    `plays`: responses are episodes.
+    """
     day = today or datetime.date.today()
     remarks: list[str] = []
-    for judge in judges_of(config.reward):
+    for judge in judges_of(reward):
         api = judge.settings
         # A part of a mixture took the default model without a word.
-        unnamed = judge.part is not None and not config.reward.api.model
+        unnamed = judge.part is not None and not reward.api.model
         if unnamed and api.model == JUDGES[api.type].default:
             who = judge.name.capitalize()
             remarks.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
         named: list[ApiReward | Monitor] = [api, api.monitor, *_find_others(judge)]
         remarks += (_shutdown_remark(settings, day) for settings in named)
-        if api.place and not ESTIMATORS[config.algorithm.adv_estimator].uses_places:
+        if api.place and not ESTIMATORS[estimator].uses_places:
             remarks.append(
-                f"{config.algorithm.adv_estimator} adds the rewards of a response up, so where "
+                f"{estimator} adds the rewards of a response up, so where "
                 "--rm_place puts them makes no difference; leave --adv_estimator out."
             )
-        episodes = config.environment.is_set and api.scope == "episode"
+        episodes = plays and api.scope == "episode"
         if api.place not in (None, "criterion") and episodes != (api.place == "turn"):
             read = "one turn; use sentence, line or step."
             if episodes:
@@ -117,7 +123,7 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
                 "out (then it is 0.7), or use --rm_votes 1."
             )
     # Limits are for each judge, which matters with several.
-    count, run = len(judges_of(config.reward)), config.reward.api
+    count, run = len(judges_of(reward)), reward.api
     limits = [f"reward.api.{name}" for name in LIMITS if getattr(run, name) is not None]
     if count > 1 and limits:
         remarks.append(
@@ -206,10 +212,9 @@ def _check_monitor(judge: Judge) -> Iterator[Finding]:
             )
 
 
-def _check_groups(judge: Judge, config: Config) -> Iterator[Finding]:
-    """Scores within the responses to a prompt need several, and an estimator that uses groups."""
-    api, n = judge.settings, config.rollout.n
-    kind = config.algorithm.adv_estimator
+def _check_groups(judge: Judge, n: int, kind: str) -> Iterator[Finding]:
+    """Scores within the `n` responses to a prompt need several, and an estimator of that kind."""
+    api = judge.settings
     if n < 2:
         yield Finding(
             (*judge.keys("mode", "compare"), "rollout.n"),

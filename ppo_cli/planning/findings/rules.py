@@ -68,15 +68,36 @@ RULES: Final = (
     Rule("missing", devices.missing_packages),
     # What may surprise.
     Rule("remark", lambda s: range_remarks(s.config, s.resolved.origins)),
-    Rule("remark", lambda s: run.kl_remarks(s.config)),
-    Rule("remark", lambda s: run.loss_remarks(s.config)),
-    Rule("remark", lambda s: run.sampler_remarks(s.config)),
-    Rule("remark", lambda s: rewards.judge_remarks(s.config)),
-    Rule("remark", lambda s: judge_server.judge_server_remarks(s.config)),
+    Rule("remark", lambda s: run.kl_remarks(s.config.actor, s.config.algorithm)),
+    Rule("remark", lambda s: run.loss_remarks(s.config.actor, bypass=s.bypass)),
+    Rule(
+        "remark",
+        lambda s: run.sampler_remarks(
+            s.config.trainer.engine, s.config.rollout.name, bypass=s.bypass
+        ),
+    ),
+    Rule(
+        "remark",
+        lambda s: rewards.judge_remarks(
+            s.config.reward, s.config.algorithm.adv_estimator, plays=s.config.environment.is_set
+        ),
+    ),
+    Rule(
+        "remark", lambda s: judge_server.judge_server_remarks(s.config.reward, s.config.model.path)
+    ),
     Rule("remark", lambda s: rewards.mixture_remarks(s.config.reward)),
     Rule("remark", devices.device_remarks),
-    Rule("remark", lambda s: models.critic_remarks(s.config)),
-    Rule("remark", lambda s: models.template_remarks(s.config)),
+    Rule(
+        "remark", lambda s: models.critic_remarks(s.config.training_models.get("critic.model.path"))
+    ),
+    Rule(
+        "remark",
+        lambda s: (
+            models.template_remarks(s.config.model.path)
+            if s.config.data.apply_chat_template
+            else ()
+        ),
+    ),
 )
 
 

@@ -8,31 +8,35 @@ from typing import Final
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.choices import why_recompute
 from ppo_cli.config.mixture import has_mixture
+from ppo_cli.config.schema.algorithm import Actor, Algorithm
 from ppo_cli.config.schema.finding import Finding
 from ppo_cli.config.schema.keys import value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Trainer
 from ppo_cli.config.settle import Settling
 from ppo_cli.data_sets.files import count_episodes
 from ppo_cli.planning.findings.scene import Scene
 from ppo_cli.plugins import runs_elsewhere
 
 
-def kl_remarks(config: Config) -> Iterator[str]:
+def kl_remarks(actor: Actor, algorithm: Algorithm) -> Iterator[str]:
     """Remark on a KL that counts twice or has no weight."""
-    if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor.use_kl_loss is on with weight 0: the KL to the reference is only reported."
         return
-    if config.algorithm.use_kl_in_reward and config.actor.use_kl_loss:
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (
             "The KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward, "
-            f"weight {config.algorithm.kl_ctrl.kl_coef:g}) and in the loss (actor.use_kl_loss, "
-            f"weight {config.actor.kl_loss_coef:g}). Usually one of them is enough."
+            f"weight {algorithm.kl_ctrl.kl_coef:g}) and in the loss (actor.use_kl_loss, "
+            f"weight {actor.kl_loss_coef:g}). Usually one of them is enough."
         )
 
 
-def loss_remarks(config: Config) -> Iterator[str]:
-    """Remark on settings that differ from the papers of GSPO (2507.18071) and SAO (2607.07508)."""
-    actor, mode = config.actor, config.actor.loss_agg_mode
+def loss_remarks(actor: Actor, *, bypass: bool) -> Iterator[str]:
+    """Remark on settings that differ from the papers of GSPO (2507.18071) and SAO (2607.07508).
+
+    `bypass`: old log-probs are those of the sampler.
+    """
+    mode = actor.loss_agg_mode
     if actor.policy_loss.loss_mode == "dis":
         if actor.clip_ratio_high <= 0.5:
             yield (
@@ -40,7 +44,7 @@ def loss_remarks(config: Config) -> Iterator[str]:
                 "masks many. Its paper has actor.clip_ratio_low=0.8 actor.clip_ratio_high=3 for "
                 "agents, and 0.3 and 5 for reasoning."
             )
-        if not config.algorithm.rollout_correction.bypass_mode:
+        if not bypass:
             yield (
                 "The policy loss dis is meant for a ratio to the sampler, but "
                 "algorithm.rollout_correction.bypass_mode is false: its ratio is to the policy "
@@ -61,10 +65,9 @@ def loss_remarks(config: Config) -> Iterator[str]:
         )
 
 
-def sampler_remarks(config: Config) -> Iterator[str]:
+def sampler_remarks(engine: str, sampler: str, *, bypass: bool) -> Iterator[str]:
     """Remark that no log-probs of the trainer show which weights a sampler of its own has."""
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    if bypass and config.trainer.engine == "ray" and config.rollout.name == "vllm":
+    if bypass and engine == "ray" and sampler == "vllm":
         yield (
             "The old log-probs are those of vLLM (algorithm.rollout_correction.bypass_mode), so "
             "nothing compares its weights with the trainer's: watch ppo_ratio and clip_fraction."
@@ -140,20 +143,20 @@ def unsupported_settings(scene: Scene) -> Iterator[Finding]:
         )
 
 
-def refused_in_session(config: Config) -> Iterator[str]:
+def refused_in_session(trainer: Trainer, algorithm: Algorithm) -> Iterator[str]:
     """Yield a sentence for each setting that a session (`run/session.py`) cannot honour."""
-    if config.trainer.nnodes > 1:
+    if trainer.nnodes > 1:
         yield (
-            f"trainer.nnodes {config.trainer.nnodes}: a session runs on one machine; leave it out, "
+            f"trainer.nnodes {trainer.nnodes}: a session runs on one machine; leave it out, "
             "or use `ppo train`."
         )
-    if config.trainer.on_hacking == "restrain":
+    if trainer.on_hacking == "restrain":
         yield (
             "--on_hacking restrain goes back to an earlier step, and the scores of a session are "
             "its caller's; use --on_hacking stop, or `ppo train`."
         )
-    estimator, afterwards = config.algorithm.adv_estimator, "which a session gets afterwards"
-    if config.algorithm.filter_groups.enable:
+    estimator, afterwards = algorithm.adv_estimator, "which a session gets afterwards"
+    if algorithm.filter_groups.enable:
         yield f"algorithm.filter_groups.enable needs scores while it samples, {afterwards}."
     if ESTIMATORS[estimator].baseline:
         yield f"{estimator} needs scores of greedy responses, {afterwards}; use grpo or rloo."

@@ -28,6 +28,11 @@ class Scene:
         return self.resolved.requested
 
     @property
+    def bypass(self) -> bool:
+        """Whether old log-probs are those of the sampler."""
+        return self.config.algorithm.rollout_correction.bypass_mode
+
+    @property
     def machine(self) -> Machine:
         """The machine of the run."""
         return self.resolved.machine

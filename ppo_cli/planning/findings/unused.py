@@ -20,7 +20,7 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.models.known_models import is_url
 from ppo_cli.config.schema.finding import Finding, Kind
 from ppo_cli.config.schema.keys import Key, table, value_of
-from ppo_cli.config.schema.reward import ApiReward
+from ppo_cli.config.schema.reward import ApiReward, Reward
 from ppo_cli.config.schema.run import Config
 from ppo_cli.planning.resolved import Resolved
 
@@ -39,53 +39,38 @@ class Unused:
     tuning: bool = False
 
 
-def _all_judges(holds: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
-    """Return a condition: some judge scores, and `holds` is true of all of them."""
-
-    def when(config: Config) -> bool:
-        # With several judges, a setting counts if one of them uses it.
-        judges = judges_of(config.reward)
-        return bool(judges) and all(holds(judge.settings) for judge in judges)
-
-    return when
+def _all_judges(reward: Reward, holds: Callable[[ApiReward], bool]) -> bool:
+    """Whether some judge scores, and `holds` is true of all of them."""
+    # With several judges, a setting counts if one of them uses it.
+    judges = judges_of(reward)
+    return bool(judges) and all(holds(judge.settings) for judge in judges)
 
 
-def _all_models(served: bool) -> Callable[[Config], bool]:
-    """Return a condition: reward models score, and all are served (or all are local)."""
-
-    def when(config: Config) -> bool:
-        models = models_of(config.reward)
-        # Served and local models have different settings; with both kinds, each setting has a use.
-        return bool(models) and all(is_url(model.settings.path or "") is served for model in models)
-
-    return when
+def _all_models(reward: Reward, *, served: bool) -> bool:
+    """Whether reward models score, and all are served (or all are local)."""
+    models = models_of(reward)
+    # Served and local models have different settings; with both kinds, each setting has a use.
+    return bool(models) and all(is_url(model.settings.path or "") is served for model in models)
 
 
-def _run_model_unused(config: Config) -> bool:
+def _run_model_unused(reward: Reward) -> bool:
     """Whether a mixture never uses the run's own reward model."""
-    reward = config.reward
     # A part with a path has another model than the run's.
     parts = mixture_of(reward)
     return bool(parts) and not any(p.kind == "model" and "path" not in p.model for p in parts)
 
 
-def _run_rule_unused(config: Config) -> bool:
+def _run_rule_unused(reward: Reward) -> bool:
     """Whether a mixture never uses the run's own rule or function."""
-    parts = [p for p in mixture_of(config.reward) if p.kind == "rule"]
+    parts = [p for p in mixture_of(reward) if p.kind == "rule"]
     all_named = all(p.rule is not None or p.function is not None for p in parts)
-    return has_mixture(config.reward) and all_named
+    return has_mixture(reward) and all_named
 
 
-def _runs_no_code(config: Config) -> bool:
+def _runs_no_code(reward: Reward) -> bool:
     """Whether no rule runs code for certain; a rule chosen by data_source may."""
-    rules = rules_of(config.reward)
     # A function may run code too, but not by the rule `code`.
-    return all(r.function is not None or r.rule not in (None, "code") for r in rules)
-
-
-def _one_process(config: Config) -> bool:
-    """Whether the run is one process."""
-    return config.trainer.engine == "local"
+    return all(r.function is not None or r.rule not in (None, "code") for r in rules_of(reward))
 
 
 # By the name that a setting's declaration gives as `unused`.
@@ -107,35 +92,38 @@ UNUSED: Final[dict[str, Unused]] = {
         lambda c: not rules_of(c.reward),
     ),
     "no_code": Unused(
-        "no rule runs code in this run; set --rule code, or leave it out", _runs_no_code
+        "no rule runs code in this run; set --rule code, or leave it out",
+        lambda c: _runs_no_code(c.reward),
     ),
     "judge_elsewhere": Unused(
         "the run starts no judge; set --rm_api_type local, or leave it out",
-        _all_judges(lambda api: api.type != "local"),
+        lambda c: _all_judges(c.reward, lambda api: api.type != "local"),
     ),
     "no_monitor": Unused(
         "no second judge is named; set --rm_monitor_model, or leave it out",
-        _all_judges(lambda api: api.monitor.model is None),
+        lambda c: _all_judges(c.reward, lambda api: api.monitor.model is None),
     ),
     "no_cascade": Unused(
         "no cheaper judge is asked first; set --rm_cascade, or leave it out",
-        _all_judges(lambda api: api.cascade.model is None),
+        lambda c: _all_judges(c.reward, lambda api: api.cascade.model is None),
     ),
     "no_panel": Unused(
         "one judge scores alone; name further ones with --rm_panel, or leave it out",
-        _all_judges(lambda api: not api.panel.judges),
+        lambda c: _all_judges(c.reward, lambda api: not api.panel.judges),
     ),
     "no_other_judge": Unused(
         "no further judge is asked; name one with --rm_cascade or --rm_panel, or leave it out",
-        _all_judges(lambda api: api.cascade.model is None and not api.panel.judges),
+        lambda c: _all_judges(
+            c.reward, lambda api: api.cascade.model is None and not api.panel.judges
+        ),
     ),
     "no_labels": Unused(
         "no labelled responses are named; set --rm_monitor_labels, or leave it out",
-        _all_judges(lambda api: api.monitor.labels is None),
+        lambda c: _all_judges(c.reward, lambda api: api.monitor.labels is None),
     ),
     "decision_endpoint": Unused(
         "a decision endpoint writes no text (reward.api.mode decision); leave it out",
-        _all_judges(lambda api: api.mode == "decision"),
+        lambda c: _all_judges(c.reward, lambda api: api.mode == "decision"),
     ),
     "no_episodes": Unused(
         "each response is a single turn; set --environment or --tools, or leave it out",
@@ -143,71 +131,80 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "no_rubric": Unused(
         "no criteria are given; set --rm_rubric, or leave it out",
-        _all_judges(lambda api: api.rubric is None),
+        lambda c: _all_judges(c.reward, lambda api: api.rubric is None),
     ),
     "none_held_out": Unused(
         "no criteria are held out; set --rm_rubric_held_out, or leave it out",
-        _all_judges(lambda api: api.rubric_held_out is None),
+        lambda c: _all_judges(c.reward, lambda api: api.rubric_held_out is None),
     ),
     "votes_show_noise": Unused(
         "the votes on each response (reward.api.votes) show how much verdicts differ; leave it out",
-        _all_judges(lambda api: not api.repeats),
+        lambda c: _all_judges(c.reward, lambda api: not api.repeats),
     ),
     # Judges that do not read the setting: their kind of answer, prompt or comparison replaces it.
     "fixed_scale": Unused(
         "criteria (reward.api.rubric) and comparisons come to a score from 0 to 1; leave it out",
-        _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
+        lambda c: _all_judges(
+            c.reward, lambda api: api.mode == "compare" or api.rubric is not None
+        ),
     ),
     "fixed_output": Unused(
         "a decision endpoint writes no text, and criteria, comparisons and places are decided in "
         "JSON; leave it out",
-        _all_judges(lambda api: api.mode != "text" or bool(api.rubric or api.place)),
+        lambda c: _all_judges(
+            c.reward, lambda api: api.mode != "text" or bool(api.rubric or api.place)
+        ),
     ),
     "own_judge_prompt": Unused(
         "the judge has another prompt (reward.api.prompt_file, scoring_prompt, rubric or mode "
         "compare); leave one of them out",
-        _all_judges(
+        lambda c: _all_judges(
+            c.reward,
             lambda api: (
                 (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
                 or api.mode == "compare"
-            )
+            ),
         ),
     ),
     "no_comparison": Unused(
         "no responses are compared; set --rm_mode compare, or leave it out",
-        _all_judges(lambda api: api.mode != "compare"),
+        lambda c: _all_judges(c.reward, lambda api: api.mode != "compare"),
     ),
     "not_in_pairs": Unused(
         "no responses are compared in pairs; set --rm_mode compare and --rm_compare pairs, or "
         "leave it out",
-        _all_judges(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
+        lambda c: _all_judges(
+            c.reward, lambda api: (api.mode, api.compare) != ("compare", "pairs")
+        ),
     ),
     "own_prices": Unused(
         "reward.api.price_input and price_output say what a token costs; leave one of them out",
-        _all_judges(lambda api: None not in (api.price_input, api.price_output)),
+        lambda c: _all_judges(
+            c.reward, lambda api: None not in (api.price_input, api.price_output)
+        ),
     ),
     "hedge_after_timeout": Unused(
         "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
-        _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
+        lambda c: _all_judges(c.reward, lambda api: (api.hedge_after or 0) >= api.timeout),
     ),
     # The run's own rule or model, next to a mixture whose parts all name others.
     "every_rule_its_own": Unused(
         "no part of the mixture is scored by it; add --reward rule:0.5, or leave it out",
-        _run_rule_unused,
+        lambda c: _run_rule_unused(c.reward),
         absent=True,
     ),
     "every_model_its_own": Unused(
         "no part of the mixture is scored by it; add --reward model:0.5, or leave it out",
-        _run_model_unused,
+        lambda c: _run_model_unused(c.reward),
         absent=True,
     ),
     "model_is_served": Unused(
         "the reward model runs at its server, which has its own settings; leave it out",
-        _all_models(served=True),
+        lambda c: _all_models(c.reward, served=True),
     ),
     "model_is_local": Unused(
         "only a served reward model (--reward_model http://HOST) uses it; leave it out",
-        _all_models(served=False),
+        lambda c: _all_models(c.reward, served=False),
     ),
     "mixture_off": Unused(
         "the mixture is off (reward.composite.enable false); leave that out, or this",
@@ -239,14 +236,18 @@ UNUSED: Final[dict[str, Unused]] = {
         lambda c: c.trainer.n_gpus_per_node > 0,
     ),
     "nothing_sharded": Unused(
-        "one process holds whole models and shards nothing; leave it out", _one_process, tuning=True
+        "one process holds whole models and shards nothing; leave it out",
+        lambda c: c.trainer.engine == "local",
+        tuning=True,
     ),
     "no_workers": Unused(
-        "one process has no workers and no nodes to lose; leave it out", _one_process, tuning=True
+        "one process has no workers and no nodes to lose; leave it out",
+        lambda c: c.trainer.engine == "local",
+        tuning=True,
     ),
     "nothing_to_offload": Unused(
         "in one process without a GPU everything is in host memory; leave it out",
-        lambda c: _one_process(c) and c.trainer.n_gpus_per_node == 0,
+        lambda c: c.trainer.engine == "local" and c.trainer.n_gpus_per_node == 0,
         tuning=True,
     ),
     "nothing_in_float32": Unused(
@@ -279,7 +280,7 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "no_adapter_sent": Unused(
         "it is for LoRA in several processes; leave it out",
-        lambda c: c.model.lora_rank == 0 or _one_process(c),
+        lambda c: c.model.lora_rank == 0 or c.trainer.engine == "local",
     ),
     "one_node": Unused(
         "with one node it changes nothing; leave it out", lambda c: c.trainer.nnodes == 1

@@ -6,12 +6,13 @@ micro-batches do not shrink moments. Advice for the transfer of weights is in `e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.algorithm import Sharding
+from ppo_cli.config.schema.run import Config, Rollout
 from ppo_cli.planning.memory.plan import LORA_RANK
-from ppo_cli.planning.placement import learner_ranks
+from ppo_cli.planning.placement import placement_of
 
 Cause = Literal["weights", "sequence", "step", "sampling"]
 
@@ -22,7 +23,7 @@ def advise_memory(config: Config, cause: Cause) -> str:
     ways = [*_suggestions(config, cause)]
     if config.trainer.n_gpus_per_node and cause != "sampling":
         ways.append("use more GPUs (--n_gpus, --nnodes)")
-    elif cause != "sampling" and (ranks := learner_ranks(config)) > 1:
+    elif cause != "sampling" and (ranks := placement_of(config).ranks) > 1:
         if ranks > config.trainer.nnodes:
             ways.append(f"run fewer of the {ranks} learner ranks on a machine (--num_workers)")
         ways.append("use more machines (--nnodes)")
@@ -34,7 +35,8 @@ def advise_memory(config: Config, cause: Cause) -> str:
 def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
     """Yield changes of settings that lower the peak of memory with this cause."""
     if cause == "sampling":
-        yield from _suggest_for_sampling(config)
+        gpus, prompts = config.trainer.n_gpus_per_node, config.data.gen_batch_size
+        yield from _suggest_for_sampling(config.rollout, prompts, gpus)
         return
     if cause == "sequence":
         yield "lower --max_response_length or --max_prompt_length"
@@ -43,14 +45,19 @@ def _suggestions(config: Config, cause: Cause) -> Iterator[str]:
     if not config.trainer.n_gpus_per_node:
         yield from _suggest_training_less(config)
         return
-    if cause in ("weights", "sequence") and _has_separate_reference(config):
+    # A reference that is a separate model and stays on the device.
+    separate = config.uses_reference and not config.shares_reference
+    if cause in ("weights", "sequence") and separate and not config.ref.param_offload:
         yield "add ref.param_offload=true"
-    yield from _suggest_offload(config, "optimizer_offload")
+    trained = {"actor": config.actor.fsdp_config}
+    if config.uses_critic:
+        trained["critic"] = config.critic.fsdp_config
+    yield from _suggest_offload(trained, "optimizer_offload")
     if cause == "step" and config.actor.optim.optimizer != "AdamW8bit":
         yield "add actor.optim.optimizer=AdamW8bit (moments in 8 bits)"
     # A step on offloaded weights saves memory only if several ranks step in host memory.
-    if cause != "step" or learner_ranks(config) > 1:
-        yield from _suggest_offload(config, "param_offload")
+    if cause != "step" or placement_of(config).ranks > 1:
+        yield from _suggest_offload(trained, "param_offload")
     if cause == "step":
         yield from _suggest_training_less(config)
 
@@ -69,22 +76,15 @@ def _suggest_training_less(config: Config) -> Iterator[str]:
         yield f"add algorithm.adv_estimator=grpo{group} (trains no critic)"
 
 
-def _has_separate_reference(config: Config) -> bool:
-    """Whether the reference is a separate model that stays on the device."""
-    shared = config.shares_reference
-    return config.uses_reference and not shared and not config.ref.param_offload
-
-
-def _suggest_offload(config: Config, what: str) -> Iterator[str]:
-    parts = ("actor", "critic") if config.uses_critic else ("actor",)
-    missing = [name for name in parts if not getattr(getattr(config, name).fsdp_config, what)]
+def _suggest_offload(parts: Mapping[str, Sharding], what: str) -> Iterator[str]:
+    missing = [name for name, sharding in parts.items() if not getattr(sharding, what)]
     if missing:
         yield "add " + " ".join(f"{name}.fsdp_config.{what}=true" for name in missing)
 
 
-def _suggest_for_sampling(config: Config) -> Iterator[str]:
-    rows = min(config.rollout.max_num_seqs, config.data.gen_batch_size * config.rollout.n)
-    if config.rollout.name == "vllm" and config.trainer.n_gpus_per_node:
+def _suggest_for_sampling(rollout: Rollout, prompts: int, gpus: int) -> Iterator[str]:
+    rows = min(rollout.max_num_seqs, prompts * rollout.n)
+    if rollout.name == "vllm" and gpus:
         yield "lower --gpu_memory_utilization"
     if rows > 1:
         yield f"add rollout.max_num_seqs={rows // 2}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.paths import user_path
 from ppo_cli.planning.memory.devices import read_shapes
 from ppo_cli.planning.memory.model import EIGHT_BITS
@@ -28,7 +28,8 @@ def plan_disk(config: Config, steps: int | None) -> PlanPart:
     folder = user_path(config.trainer.output_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
-    at_most = _count_checkpoints(config, steps)
+    validates, pretrains = bool(config.data.val_files), config.pretrain_steps > 0
+    at_most = _count_checkpoints(config.trainer, steps, validates, pretrains)
     size = _checkpoint_bytes(config)
     facts = {"checkpoint_bytes": size, "checkpoints_at_most": at_most, "free_bytes": free}
     if size is None:
@@ -42,16 +43,15 @@ def plan_disk(config: Config, steps: int | None) -> PlanPart:
     return PlanPart((f"checkpoints: {format_size(size)} each, {how_many}; {on_disk}",), facts)
 
 
-def find_disk_shortage(config: Config, steps: int | None) -> list[str]:
-    """Return a remark if the disk has too little space for the checkpoints still to come."""
-    facts: dict[str, Any] = plan_disk(config, steps).facts
+def find_disk_shortage(disk: PlanPart, folder: str) -> list[str]:
+    """Return a remark if the disk of a run folder has too little space for its checkpoints."""
+    facts: dict[str, Any] = disk.facts
     size, at_most = facts["checkpoint_bytes"], facts["checkpoints_at_most"] or 1
-    existing = len([*user_path(config.trainer.output_dir).glob("checkpoints/step_*")])
+    existing = len([*user_path(folder).glob("checkpoints/step_*")])
     if size is None or (need := size * max(1, at_most + 1 - existing)) <= facts["free_bytes"]:
         return []
-    free = facts["free_bytes"]
     return [
-        f"The disk of {config.trainer.output_dir} has {format_size(free)} free, and checkpoints "
+        f"The disk of {folder} has {format_size(facts['free_bytes'])} free, and checkpoints "
         f"may take {format_size(need)} more: lower trainer.max_ckpt_to_keep, or choose another "
         "--output_dir."
     ]
@@ -78,16 +78,16 @@ def _model_bytes(shape: Shape, model: Any, part: Actor | Critic, *, head: bool) 
     return int(FLOAT * (weights + 2 * bits * trained))
 
 
-def _count_checkpoints(config: Config, steps: int | None) -> int | None:
+def _count_checkpoints(
+    trainer: Trainer, steps: int | None, validates: bool, pretrains: bool
+) -> int | None:
     """Return how many checkpoints exist at most when none is being written; None if unknown."""
-    trainer = config.trainer
     # The newest ones, and the best of the validations.
     keep = trainer.kept_checkpoints
-    best = bool(config.data.val_files)
     if steps is None:
-        return None if keep is None else keep + best
+        return None if keep is None else keep + validates
     saves = math.ceil(steps / trainer.save_freq) if trainer.save_freq > 0 else 1
-    saves += math.ceil(steps / trainer.test_freq) if best and trainer.test_freq > 0 else 0
+    saves += math.ceil(steps / trainer.test_freq) if validates and trainer.test_freq > 0 else 0
     # One more, before the first step, has the pretrained critic.
-    first = config.pretrain_steps > 0
-    return min(steps + first, saves + first, *([] if keep is None else [keep + best]))
+    kept = [] if keep is None else [keep + validates]
+    return min(steps + pretrains, saves + pretrains, *kept)

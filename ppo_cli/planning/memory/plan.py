@@ -13,6 +13,7 @@ from ppo_cli.config.models.folder import read_config
 from ppo_cli.config.models.remote_configs import find_config
 from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.models.weight_files import text_config
+from ppo_cli.config.schema.algorithm import Sharding
 from ppo_cli.config.schema.keys import table, value_of, with_settings
 from ppo_cli.config.schema.run import Config, Model, Sleep, Trainer
 from ppo_cli.config.schema.unset import Fitted as FittedRule
@@ -24,20 +25,19 @@ from ppo_cli.planning.memory.devices import (
     GIB,
     DeviceNeeds,
     ModelShapes,
-    count_host,
+    RunNeeds,
     count_judge_server,
-    count_memory,
     count_vllm,
     counted_models,
     device_memory,
-    model_paths,
     read_shapes,
+    sampled_prompts,
     sampled_rows,
 )
 from ppo_cli.planning.placement import (
     PlanPart,
     data_ranks,
-    learner_ranks,
+    local_judge,
     placement_of,
 )
 from ppo_cli.plugins import runs_elsewhere
@@ -92,7 +92,9 @@ def estimate_memory(config: Config, shapes: ModelShapes, machine: Machine) -> Es
     """
     if config.rollout.sleep is None:
         sleep = _frugal_sleep(config.model, machine)
-        if sleep == "offload" and _has_sleepers(config):
+        # Whether vLLM samples on GPUs that train.
+        on_gpus = config.trainer.n_gpus_per_node and config.rollout.name == "vllm"
+        if sleep == "offload" and on_gpus and placement_of(config).sleepers:
             # A sampler that keeps its weights on the GPU saves a copy from host memory in each
             # step.
             keeping = estimate_memory(
@@ -102,7 +104,7 @@ def estimate_memory(config: Config, shapes: ModelShapes, machine: Machine) -> Es
                 return keeping
         config = with_settings(config, {"rollout.sleep": sleep})
     fitted = _estimate_devices(config, shapes, machine)
-    return replace(fitted, host=count_host(fitted.config, shapes, machine))
+    return replace(fitted, host=RunNeeds(fitted.config, shapes, machine).host())
 
 
 def _frugal_sleep(model: Model, machine: Machine) -> Sleep:
@@ -115,12 +117,6 @@ def _frugal_sleep(model: Model, machine: Machine) -> Sleep:
     return "discard" if proven else "offload"
 
 
-def _has_sleepers(config: Config) -> bool:
-    """Whether vLLM samples on GPUs that train."""
-    shared = config.trainer.n_gpus_per_node and placement_of(config).sleepers
-    return bool(shared) and config.rollout.name == "vllm"
-
-
 def _estimate_devices(config: Config, shapes: ModelShapes, machine: Machine) -> Estimate:
     """Return the fastest settings that fit into memory, with their estimate.
 
@@ -128,9 +124,10 @@ def _estimate_devices(config: Config, shapes: ModelShapes, machine: Machine) -> 
     """
     # The first mode that fits wins; the most frugal one is counted if none does.
     ample, capacity = 0, device_memory(config.trainer, machine)
-    for recompute, reshard in _modes_by_speed(config, machine):
-        settled = _fill_unset(config, machine, recompute=recompute, reshard=reshard)
-        places = count_memory(settled, shapes, machine)
+    may_keep = _may_keep_gathered(config, machine)
+    for recompute, reshard in _modes_by_speed(may_keep, config.trainer.nnodes):
+        settled = _fill_unset(config, may_keep, recompute=recompute, reshard=reshard)
+        places = RunNeeds(settled, shapes, machine).devices()
         step = max(map(_step_bytes, places))
         if not recompute:
             ample = step
@@ -144,11 +141,11 @@ def _estimate_devices(config: Config, shapes: ModelShapes, machine: Machine) -> 
             enough = step <= AMPLE * capacity
         if enough:
             return Estimate(settled, places, ample)
-    saving = _fill_unset(config, machine, recompute=True, reshard=True)
-    return Estimate(saving, count_memory(saving, shapes, machine), ample)
+    saving = _fill_unset(config, may_keep, recompute=True, reshard=True)
+    return Estimate(saving, RunNeeds(saving, shapes, machine).devices(), ample)
 
 
-def _modes_by_speed(config: Config, machine: Machine) -> list[tuple[bool, bool]]:
+def _modes_by_speed(may_keep: bool, nodes: int) -> list[tuple[bool, bool]]:
     """Return pairs (recompute layers, reshard weights), the fastest first.
 
     Products take 6 FLOPs for each weight and token, and 2 more if layers are recomputed. Gathers
@@ -157,10 +154,10 @@ def _modes_by_speed(config: Config, machine: Machine) -> list[tuple[bool, bool]]
     16,384 tokens at 400 TFLOPS: 0.25 s).
     """
     # One rank, or an unproven feature: only recomputation can be chosen.
-    if not _may_keep_gathered(config, machine):
+    if not may_keep:
         return [(False, True)]
     between = [(False, True), (True, False)]
-    return [(False, False), *(between[::-1] if config.trainer.nnodes > 1 else between)]
+    return [(False, False), *(between[::-1] if nodes > 1 else between)]
 
 
 def _step_bytes(place: DeviceNeeds) -> int:
@@ -175,8 +172,11 @@ def _may_keep_gathered(config: Config, machine: Machine) -> bool:
     return not config.trainer.n_gpus_per_node or "keep_gathered" in machine.proven
 
 
-def _fill_unset(config: Config, machine: Machine, *, recompute: bool, reshard: bool) -> Config:
-    """Fill in the unset settings of checkpointing and resharding, and the token budgets."""
+def _fill_unset(config: Config, may_keep: bool, *, recompute: bool, reshard: bool) -> Config:
+    """Fill in the unset settings of checkpointing and resharding, and the token budgets.
+
+    `may_keep`: weights may stay gathered through a step.
+    """
     gpus = config.trainer.n_gpus_per_node
     switch = config.model.enable_gradient_checkpointing
     values: dict[str, Any] = {
@@ -184,14 +184,13 @@ def _fill_unset(config: Config, machine: Machine, *, recompute: bool, reshard: b
         "critic.model.enable_gradient_checkpointing": recompute if switch is None else switch,
     }
     # Weights are offloaded because the GPU is too small: they must not stay gathered.
-    may_keep = _may_keep_gathered(config, machine)
     for part in ("actor", "critic"):
         offloaded = getattr(config, part).fsdp_config.param_offload and gpus > 0
         values[f"{part}.fsdp_config.reshard_after_forward"] = reshard or offloaded or not may_keep
     config = _set_unset(config, values)
     # On the CPU small batches are as fast and need less memory for activations
     # (notes/lab_book.md), unless weights are gathered for each micro-batch.
-    gathered_once = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
+    gathered_once = placement_of(config).ranks == 1 or config.actor.fsdp_config.stays_whole
     budget = SMALL_BUDGET if gathered_once and not gpus else LARGE_BUDGET
     return _set_unset(config, dict.fromkeys(TOKEN_BUDGETS, budget))
 
@@ -220,7 +219,9 @@ def memory_plan(requested: Config, fitted: Fitted, machine: Machine) -> PlanPart
         lines += fitted.lines if checkpointing is None else as_set
         return PlanPart(tuple(lines), {"unknown": list(shapes)}, layout)
     chosen = chosen or estimate_memory(config, shapes, machine)
-    judge = count_judge_server(config, machine)
+    judge = count_judge_server(
+        local_judge(config.reward), placement_of(config), config.trainer, machine
+    )
     places = [*chosen.places, *filter(None, (judge, chosen.host))]
     lines = [line for place in places for line in _describe_device(place)]
     # What would make it fit, and how the unset settings were chosen.
@@ -260,7 +261,9 @@ def _describe_layout(requested: Model, config: Config, why: Settings) -> Iterato
         yield f"prompt computed once for its packed responses: {shared}{reason}"
     old = "sampler" if config.algorithm.rollout_correction.bypass_mode else "actor"
     yield f"old log-probs: from the {old}"
-    yield from cpu_plan(requested, config, jemalloc=find_jemalloc() is not None)
+    yield from cpu_plan(
+        requested, config.model, config.trainer, jemalloc=find_jemalloc() is not None
+    )
     if config.model.dtype == "bfloat16":
         spread = config.model.spread_weights
         result = "spread, so that small updates count" if spread else "trained as loaded"
@@ -273,19 +276,19 @@ def _explain(requested: Model, why: Settings, name: str) -> str:
     return ", as set" if getattr(requested, name) is not None else f" ({why[f'model.{name}']})"
 
 
-def cpu_plan(requested: Model, config: Config, *, jemalloc: bool) -> list[str]:
+def cpu_plan(requested: Model, model: Model, trainer: Trainer, *, jemalloc: bool) -> list[str]:
     """Return the plan's lines about the matrix library and the allocator on the CPU."""
-    if config.trainer.n_gpus_per_node:
+    if trainer.n_gpus_per_node:
         return []
     lines = []
-    if (dtype := config.model.dtype) != "float32":
+    if (dtype := model.dtype) != "float32":
         why = ", as set" if requested.dtype else " (faster on this processor)"
         lines.append(f"matrix products: {dtype}{why}")
     else:
-        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[config.model.float32_matmul]
+        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[model.float32_matmul]
         why = ", as set" if requested.float32_matmul else ""
         lines.append(f"matrix products: float32 by {library}{why}")
-    if jemalloc and config.trainer.engine == "local":
+    if jemalloc and trainer.engine == "local":
         lines.append("allocator: jemalloc")
     return lines
 
@@ -305,12 +308,14 @@ def fit_memory(settled: Settled) -> Fitted:
     if isinstance(shapes, ModelShapes) and counted:
         estimate = estimate_memory(config, shapes, machine)
         config = estimate.config
-        lines = list(_explain_choices(requested, estimate, machine))
+        sharding = requested.actor.fsdp_config
+        lines = list(_explain_choices(requested.model, sharding, estimate, machine))
     else:
         sleep = config.rollout.sleep or _frugal_sleep(config.model, machine)
         config = _fill_unset(
-            with_settings(config, {"rollout.sleep": sleep}), machine, recompute=True, reshard=True
-        )
+            with_settings(config, {"rollout.sleep": sleep}), _may_keep_gathered(config, machine),
+            recompute=True, reshard=True,
+        )  # fmt: skip
         if requested.model.enable_gradient_checkpointing is None:
             lines = [UNKNOWN_STEP]
     unset = (k for k, key in table().items() if isinstance(key.rule, FittedRule))
@@ -326,9 +331,7 @@ def _choose_layout(config: Config, machine: Machine) -> dict[str, tuple[Any, str
     run as its family is when it is loaded.
     """
     kernel, packing = config.model.attn_implementation, config.model.packing
-    used = {"actor"} | ({"critic"} if config.uses_critic else set())
-    used |= {"reference"} if config.uses_reference else set()
-    configs = [read_config(path) for name, path in model_paths(config).items() if name in used]
+    configs = [read_config(path) for path in config.training_models.values()]
     texts = [text_config(config_json) for config_json in configs]
     families = {text.get("model_type") for text in texts}
     family = next(iter(families))
@@ -406,20 +409,22 @@ def _memory_saving_changes(
         yield {"model.enable_gradient_checkpointing": True}
     # Less memory for sampling.
     if config.rollout.name == "hf":
-        rows = sampled_rows(config)
+        rows = sampled_rows(config.rollout, sampled_prompts(config.data, placement_of(config)))
         while rows > 8:
             rows //= 2
             yield {"rollout.max_num_seqs": rows}
     elif config.trainer.n_gpus_per_node and capacity:
+        width = FLOAT if config.model.dtype == "float32" else 2
         least = _smallest_vllm_share(
-            sum(count_vllm(config, shape, FLOAT if config.model.dtype == "float32" else 2)),
-            capacity,
+            sum(count_vllm(config.rollout, longest, shape, width)), capacity
         )
         share = config.rollout.gpu_memory_utilization
         if share > max(0.3, least) or share < least <= LARGEST_SHARE:
             yield {"rollout.gpu_memory_utilization": max(0.3, least)}
     if config.rollout.name == "vllm" and config.trainer.n_gpus_per_node:
-        yield from _wider_tensor_parallelism(config, shape)
+        yield from _wider_tensor_parallelism(
+            config.trainer, config.rollout.tensor_model_parallel_size, shape
+        )
     # Offloading to the host, then training fewer weights, then more devices.
     if config.trainer.n_gpus_per_node:
         if config.uses_reference and not config.model.lora_rank:
@@ -432,7 +437,9 @@ def _memory_saving_changes(
     if config.uses_critic and not config.critic.model.lora_rank:
         yield {"critic.model.lora_rank": LORA_RANK}
     if config.trainer.n_gpus_per_node:
-        yield from _more_devices(requested.trainer, config)
+        yield from _more_devices(
+            requested.trainer, config.trainer, config.actor.ppo_mini_batch_size * config.rollout.n
+        )
 
 
 def _smallest_vllm_share(size: int, capacity: int) -> float:
@@ -440,26 +447,25 @@ def _smallest_vllm_share(size: int, capacity: int) -> float:
     return math.ceil(20 * size / capacity) / 20
 
 
-def _wider_tensor_parallelism(config: Config, shape: Shape) -> Iterator[Settings]:
+def _wider_tensor_parallelism(trainer: Trainer, span: int, shape: Shape) -> Iterator[Settings]:
     """Yield samplers over more GPUs: each has fewer weights, in rollout and transfer."""
     # Heads must divide evenly among the GPUs of a sampler.
-    span, gpus = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    gpus = trainer.n_gpus_per_node
     keys = shape.keys * shape.heads // shape.queries  # key-value heads
-    while config.trainer.placement is None and 2 * span <= gpus:
+    while trainer.placement is None and 2 * span <= gpus:
         span *= 2
         if gpus % span == 0 and shape.heads % span == 0 and keys % min(span, keys) == 0:
             yield {"rollout.tensor_model_parallel_size": span}
 
 
-def _more_devices(requested: Trainer, config: Config) -> Iterator[Settings]:
-    """Yield larger numbers of GPUs that divide the rows of a mini-batch."""
-    if config.trainer.placement is not None or requested.engine == "local":
+def _more_devices(requested: Trainer, trainer: Trainer, rows: int) -> Iterator[Settings]:
+    """Yield larger numbers of GPUs that divide the `rows` of a mini-batch."""
+    if trainer.placement is not None or requested.engine == "local":
         return
     # Up to 8 GPUs in one node, then nodes of 8.
-    nodes, now = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    rows = config.actor.ppo_mini_batch_size * config.rollout.n
+    nodes, now = trainer.nnodes, trainer.n_gpus_per_node
     for count in (2, 4, 8, 16, 32, 64):
-        if count <= nodes * now or rows % (count // config.trainer.tensor_parallel_size or 1):
+        if count <= nodes * now or rows % (count // trainer.tensor_parallel_size or 1):
             continue
         if count <= 8 and nodes == 1:
             yield {"trainer.n_gpus_per_node": count}
@@ -498,16 +504,21 @@ def _describe_device(place: DeviceNeeds) -> Iterator[str]:
             yield f"{role}: {', '.join(parts)}"
 
 
-def _explain_choices(requested: Config, chosen: Estimate, machine: Machine) -> Iterator[str]:
-    """Yield lines about the choice of unset settings, with the numbers behind it."""
+def _explain_choices(
+    requested: Model, sharding: Sharding, chosen: Estimate, machine: Machine
+) -> Iterator[str]:
+    """Yield lines about the choice of unset settings, with the numbers behind it.
+
+    `requested` and `sharding` (the actor's) are as they were set.
+    """
     config, capacity = chosen.config, device_memory(chosen.config.trainer, machine)
-    if requested.model.enable_gradient_checkpointing is None:
+    if requested.enable_gradient_checkpointing is None:
         recompute = config.model.enable_gradient_checkpointing
         yield (
             f"gradient checkpointing: {'on' if recompute else 'off'} (a step with all "
             f"activations needs about {format_size(chosen.ample)} of {format_size(capacity or 0)})"
         )
-    if data_ranks(config) == 1 or requested.actor.fsdp_config.reshard_after_forward is not None:
+    if data_ranks(config) == 1 or sharding.reshard_after_forward is not None:
         return
     if not _may_keep_gathered(config, machine):
         yield (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppo_cli.config.models.shape import Device, Shape
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Model, Rollout
 
 # Tensors are sent in chunks of about this size; vLLM's default of 1 GiB is large next to a learner.
 CHUNK_BYTES = 256 * 2**20
@@ -37,24 +37,22 @@ class PublishBytes:
     host: int
 
 
-def publish_bytes(config: Config, shape: Shape, device: Device) -> PublishBytes:
+def publish_bytes(model: Model, rollout: Rollout, shape: Shape, device: Device) -> PublishBytes:
     """Count one transfer of the weights of `shape` from ranks that compute like `device`.
 
     A rank gathers one layer at a time, and the embedding alone. vLLM loads each module into new
     memory before it copies it to the address that its CUDA graphs expect.
     """
-    if config.model.publishes_adapter:  # it is one small file in host memory
-        return PublishBytes(
-            0, 0, 4 * shape.adapter(config.model.lora_rank, config.model.target_modules)
-        )
-    width, span = device.width, config.rollout.tensor_model_parallel_size
+    if model.publishes_adapter:  # it is one small file in host memory
+        return PublishBytes(0, 0, 4 * shape.adapter(model.lora_rank, model.target_modules))
+    width, span = device.width, rollout.tensor_model_parallel_size
     largest, layer = width * shape.embedding, width * shape.layer
     experts = 3 * width * shape.hidden * shape.expert_width
     fused = 2 * width * shape.hidden * shape.inner  # gate and up projection are one module
     module = max(largest, experts or fused) // span
     pieces = largest // (device.shards * device.tensor) if device.shards * device.tensor > 1 else 0
     all_weights = width * shape.parameters()
-    way = config.rollout.weight_transfer
+    way = rollout.weight_transfer
     if way == "ipc":
         buffer = ipc_buffer_bytes(largest)
         # The embedding is not freed yet while the next layer is gathered.

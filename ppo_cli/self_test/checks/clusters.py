@@ -152,7 +152,7 @@ def check_publish_memory(setup: Setup, results: Results) -> None:
     # Compare the growth with the plan of the same shape.
     grown_bytes = max(used) - used[0]
     device = Device(half=True, gpu=True, shards=1, tensor=1, packed=False, keeps_freed=True)
-    plan = publish_bytes(config, shape, device)
+    plan = publish_bytes(config.model, config.rollout, shape, device)
     planned_bytes = 2 * shape.parameters() + CACHE_BYTES + plan.learner + plan.sampler
     results.figures |= {
         "publish_gib": round(grown_bytes / GIB, 2), "planned_gib": round(planned_bytes / GIB, 2),

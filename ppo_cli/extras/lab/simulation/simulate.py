@@ -25,8 +25,7 @@ from ppo_cli.planning.memory.devices import (
     GIB,
     RESERVE,
     ModelShapes,
-    count_learner,
-    count_memory,
+    RunNeeds,
     device_memory,
     read_shapes,
 )
@@ -203,8 +202,8 @@ def run_simulation(
     planned: Mapping[str, int] = {}
     beside, left_free = 0, int(RESERVE * (memory or 0))
     if isinstance(shapes, ModelShapes):
-        planned = count_learner(config, shapes, machine)
-        place = count_memory(config, shapes, machine)[0]
+        needs = RunNeeds(config, shapes, machine)
+        planned, place = needs.learner_phases(), needs.devices()[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
     measured = asyncio.run(_run_simulation(config, report))

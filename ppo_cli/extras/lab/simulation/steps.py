@@ -36,7 +36,7 @@ from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks
 from ppo_cli.engine.sharding import gathered, host_memory
 from ppo_cli.errors import PpoError
 from ppo_cli.extras.lab.simulation.device import DEVICE, NAME, Simulator, fake_ranks, register
-from ppo_cli.planning.placement import data_ranks, learner_ranks
+from ppo_cli.planning.placement import data_ranks, placement_of
 from ppo_cli.processes.channel import PART, Channel
 
 TURNS = 2  # micro-batches per rank: from the second one on there are gradients in memory
@@ -82,7 +82,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
     """Load a config's models on the simulated device, annotate and update; reports progress."""
     # The device must exist before the first tensor.
     register()
-    simulator, size = Simulator(), learner_ranks(config)
+    simulator, size = Simulator(), placement_of(config).ranks
     with ExitStack() as stack:
         stack.enter_context(fake_ranks())
         stack.enter_context(_without_numbers(simulator))

@@ -187,7 +187,7 @@ def _find_missing_inputs(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
     # Everything but keys must be present here, as verl starts the reward in its own processes.
     yield from list_texts(find_findings(resolved), "missing")
-    yield from damaged_models(config)
+    yield from damaged_models(config.training_models, config.reward)
     yield from collect_problems(file_checks(config.reward))
 
 

@@ -16,7 +16,7 @@ from ppo_cli.atomic import atomic_replace
 from ppo_cli.config.mixture import judges_of, models_of, other_judges
 from ppo_cli.config.models.known_models import JUDGES
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Data, Trainer
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.row_sets import load_sets
 from ppo_cli.data_sets.rows import prompt_of
@@ -196,9 +196,9 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
     config = resolved.config
     folder = folder.resolve()
     # Read and check the rows first: nothing is written for a bad file.
-    prompts = {TRAIN: load_prompts(config, "train")}
+    prompts = {TRAIN: load_prompts(config.data, "train")}
     if config.data.val_files:
-        prompts[VAL] = load_prompts(config, "val")
+        prompts[VAL] = load_prompts(config.data, "val")
     check_rows(config, prompts)
     RunFolder(folder, "--out").prepare()
     (folder / "data").mkdir(exist_ok=True)
@@ -209,7 +209,7 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
         "config.yaml": config_yaml(resolved, resolved.config, resolved.why),
         "overrides": "".join(f"{line}\n" for line in bridged.lines(folder)),
         "reward.py": REWARD.format(where=str(Path.cwd())),
-        **node_scripts(config),
+        **node_scripts(config.trainer, config.reward),
     }
     for name, text in texts.items():
         with atomic_replace(folder / name) as fresh:
@@ -220,16 +220,17 @@ def write_folder(folder: Path, resolved: Resolved, bridged: VerlOverrides) -> li
 
 def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Raise ConfigError if there are too few rows, or if they lack what the reward needs."""
-    problems = [problem] if (problem := describe_missing_rows(config, len(prompts[TRAIN]))) else []
+    mini, count = config.actor.ppo_mini_batch_size, len(prompts[TRAIN])
+    problem = describe_missing_rows(config.data, mini, count)
+    problems = [problem] if problem else []
     rows = [prompt for prompts_of_split in prompts.values() for prompt in prompts_of_split]
     problems += collect_problems(row_checks(config.reward, rows, all_known=True))
     if problems:
         raise ConfigError(problems)
 
 
-def node_scripts(config: Config) -> dict[str, str]:
+def node_scripts(trainer: Trainer, reward: Reward) -> dict[str, str]:
     """Return the script of each node; node 0 starts Ray's head, waits for the others and trains."""
-    trainer = config.trainer
     alone = trainer.nnodes == 1
     # Several nodes need an address that all can reach; the script's user must give one if the
     # settings do not.
@@ -241,7 +242,7 @@ def node_scripts(config: Config) -> dict[str, str]:
         "address": "127.0.0.1" if alone else several, "alone": ALONE if alone else "",
         "port": trainer.master_port, "patience": trainer.node_timeout, "version": VERSION,
         "nodes": trainer.nnodes, "stopped": STOPPED, "keys_file": KEYS_FILE, "token": ".ray_token",
-        "keys": " ".join(key_variables(config.reward)), "ray": RAY_WITH_TOKENS,
+        "keys": " ".join(key_variables(reward)), "ray": RAY_WITH_TOKENS,
         "ray_numbers": RAY_WITH_TOKENS.replace(".", ", "),
     }  # fmt: skip
     first = "Node 0: starts Ray's head, waits for the other nodes, and trains."
@@ -276,9 +277,8 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
         pq.write_table(pa.Table.from_pylist(rows), fresh)
 
 
-def load_prompts(config: Config, split: DataSplit) -> list[Prompt]:
+def load_prompts(data: Data, split: DataSplit) -> list[Prompt]:
     """Return the prompts of a split with the system prompt, without rendering."""
-    data = config.data
     files, max_samples = split_files(data, split)
     sets = load_sets(files, **data.keys, max_samples=max_samples)
     prompts = [

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +21,10 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
+from ppo_cli.config.schema.algorithm import Actor, Algorithm, Critic
 from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.reward import Reward
+from ppo_cli.config.schema.run import Config, Data, Model, Ref, Rollout, Trainer
 from ppo_cli.config.settle import settle
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
@@ -70,16 +73,16 @@ def verl_names_by_key() -> dict[str, tuple[str, ...]]:
     return {key: tuple(verl) for key, verl in names_by_key.items()}
 
 
-# Our setting -> the function that writes it for verl, if more than the name differs.
-WRITERS: Final[dict[str, Callable[[Config], Values]]] = {}
+# Our setting -> the function that writes it for verl, if more than the name differs. Its
+# parameters are the sections of the settings that it reads.
+Writer = Callable[..., Values]
+WRITERS: Final[dict[str, Writer]] = {}
 
 
-def _register_writer(
-    names: str,
-) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
+def _register_writer(names: str) -> Callable[[Writer], Writer]:
     """Decorator: register a function in WRITERS for the settings in `names`."""
 
-    def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
+    def declare(write: Writer) -> Writer:
         WRITERS.update(dict.fromkeys(names.split(), write))
         return write
 
@@ -96,18 +99,15 @@ def _repeat_sharding(part: str, value: Any) -> Values:
 
 
 @_register_writer("model.path critic.model.path")
-def _write_models(config: Config) -> Values:
+def _write_models(model: Model, critic: Critic) -> Values:
     """Write models as absolute paths; all use the actor's tokenizer."""
-    actor, critic = (
-        _resolve_model_path(config.model.path),
-        _resolve_model_path(config.critic.model.path),
-    )
+    path = _resolve_model_path(model.path)
     return {
-        "actor_rollout_ref.model.path": actor,
-        "actor_rollout_ref.model.tokenizer_path": actor,
-        "critic.model.path": critic,
-        "critic.model.tokenizer_path": actor,
-        "data.tokenizer": actor,
+        "actor_rollout_ref.model.path": path,
+        "actor_rollout_ref.model.tokenizer_path": path,
+        "critic.model.path": _resolve_model_path(critic.model.path),
+        "critic.model.tokenizer_path": path,
+        "data.tokenizer": path,
     }
 
 
@@ -118,9 +118,9 @@ def _resolve_model_path(path: str) -> str:
 
 
 @_register_writer("model.dtype")
-def _write_precision(config: Config) -> Values:
+def _write_precision(model: Model) -> Values:
     """Compute in the configured precision, keep weights in float32. verl only runs on GPUs."""
-    dtype = config.model.dtype or "bfloat16"
+    dtype = model.dtype or "bfloat16"
     computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return (
         _repeat_sharding("dtype", dtype)
@@ -136,14 +136,14 @@ def _write_precision(config: Config) -> Values:
 
 
 @_register_writer("model.attn_implementation model.packing")
-def _write_attention(config: Config) -> Values:
+def _write_attention(model: Model) -> Values:
     """Write the attention kernel; rows are packed if set, by default with flash attention."""
-    kernel = config.model.attn_implementation or "sdpa"
-    packed = config.model.packing
+    kernel = model.attn_implementation or "sdpa"
+    packed = model.packing
     packed = kernel == "flash_attention_2" if packed is None else packed
     return {
-        f"{model}.{name}": value
-        for model in ("actor_rollout_ref.model", "critic.model")
+        f"{at}.{name}": value
+        for at in ("actor_rollout_ref.model", "critic.model")
         for name, value in (
             ("override_config.attn_implementation", kernel),
             ("use_remove_padding", packed),
@@ -152,15 +152,15 @@ def _write_attention(config: Config) -> Values:
 
 
 @_register_writer("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
-def _write_checkpointing(config: Config) -> Values:
+def _write_checkpointing(model: Model, critic: Critic) -> Values:
     """Write gradient checkpointing; the actor's is on when unset, the critic's as the actor's."""
-    actor = config.model.enable_gradient_checkpointing
+    actors = model.enable_gradient_checkpointing
     # Unset means that our engine decides by memory; verl needs a value.
-    critic = config.critic.model.enable_gradient_checkpointing
-    actor = True if actor is None else actor
+    critics = critic.model.enable_gradient_checkpointing
+    actors = True if actors is None else actors
     return {
-        "actor_rollout_ref.model.enable_gradient_checkpointing": actor,
-        "critic.model.enable_gradient_checkpointing": actor if critic is None else critic,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": actors,
+        "critic.model.enable_gradient_checkpointing": actors if critics is None else critics,
     }
 
 
@@ -169,20 +169,20 @@ def _write_checkpointing(config: Config) -> Values:
     "actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
     "ref.log_prob_max_token_len_per_gpu"
 )
-def _write_micro_batches(config: Config) -> Values:
+def _write_micro_batches(actor: Actor, critic: Critic, ref: Ref) -> Values:
     """Micro-batches by tokens if no size is set, else by size; log-probs always by tokens.
 
     verl requires a size for log-probs if the actor has one, although it does not use it.
     """
     values: Values = {}
-    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
+    for name, part in (("actor_rollout_ref.actor", actor), ("critic", critic)):
         size = part.ppo_micro_batch_size_per_gpu
         values[f"{name}.ppo_micro_batch_size_per_gpu"] = size
         values[f"{name}.use_dynamic_bsz"] = size is None
         budget = part.ppo_max_token_len_per_gpu
         values[f"{name}.ppo_max_token_len_per_gpu"] = budget
-    size = config.actor.ppo_micro_batch_size_per_gpu
-    budget = config.ref.log_prob_max_token_len_per_gpu
+    size = actor.ppo_micro_batch_size_per_gpu
+    budget = ref.log_prob_max_token_len_per_gpu
     for name in ("actor_rollout_ref.ref", "actor_rollout_ref.rollout"):
         values[f"{name}.log_prob_use_dynamic_bsz"] = True
         values[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
@@ -195,29 +195,29 @@ def _write_micro_batches(config: Config) -> Values:
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
     "critic.cliprange_value"
 )
-def _write_clip_ratios(config: Config) -> Values:
+def _write_clip_ratios(actor: Actor, critic: Critic) -> Values:
     """Write both clip ranges, the dual-clip bound and the clip of values."""
-    actor = "actor_rollout_ref.actor"
-    bound, reach = config.actor.clip_ratio_c, config.critic.cliprange_value
+    at = "actor_rollout_ref.actor"
+    bound, reach = actor.clip_ratio_c, critic.cliprange_value
     # verl always applies the dual clip, so "none" becomes a bound that is never reached.
     return {
-        f"{actor}.clip_ratio": config.actor.clip_ratio,
-        f"{actor}.clip_ratio_low": config.actor.clip_ratio_low,
-        f"{actor}.clip_ratio_high": config.actor.clip_ratio_high,
-        f"{actor}.clip_ratio_c": NO_LIMIT if bound is None else bound,
+        f"{at}.clip_ratio": actor.clip_ratio,
+        f"{at}.clip_ratio_low": actor.clip_ratio_low,
+        f"{at}.clip_ratio_high": actor.clip_ratio_high,
+        f"{at}.clip_ratio_c": NO_LIMIT if bound is None else bound,
         "critic.cliprange_value": NO_LIMIT if reach is None else reach,
     }
 
 
 @_register_writer("model.lora_rank model.lora_alpha critic.model.lora_alpha")
-def _write_lora(config: Config) -> Values:
+def _write_lora(model: Model, critic: Critic) -> Values:
     """With LoRA the sampler loads the base weights; otherwise the trainer sends all weights."""
-    rank = config.model.lora_rank
+    rank = model.lora_rank
     return {
         "actor_rollout_ref.model.lora_rank": rank,
-        "actor_rollout_ref.model.lora_alpha": _as_whole_number(config.model.lora_alpha),
+        "actor_rollout_ref.model.lora_alpha": _as_whole_number(model.lora_alpha),
         "actor_rollout_ref.rollout.load_format": "safetensors" if rank else "dummy",
-        "critic.model.lora_alpha": _as_whole_number(config.critic.model.lora_alpha),
+        "critic.model.lora_alpha": _as_whole_number(critic.model.lora_alpha),
     }
 
 
@@ -225,12 +225,12 @@ def _write_lora(config: Config) -> Values:
     "actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps "
     "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
 )
-def _write_optimizers(config: Config) -> Values:
+def _write_optimizers(actor: Actor, critic: Critic) -> Values:
     """Write each optimizer's package and epsilon, the gradient clipping and the loss scale."""
     # The package in which verl finds each of our optimizers.
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
     values: Values = {}
-    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
+    for name, part in (("actor_rollout_ref.actor", actor), ("critic", critic)):
         values[f"{name}.optim.optimizer_impl"] = impl[part.optim.optimizer]
         values[f"{name}.optim.override_optimizer_config.eps"] = part.optim.eps
         values[f"{name}.grad_clip"] = values[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
@@ -242,13 +242,13 @@ def _write_optimizers(config: Config) -> Values:
     "data.val_files data.val_max_samples trainer.save_freq trainer.test_freq "
     "trainer.val_before_train"
 )
-def _write_validation(config: Config) -> Values:
+def _write_validation(trainer: Trainer, data: Data) -> Values:
     """Translate "only at the end", 0 and save_freq's -1, for which verl has no number."""
-    often, has_files = config.trainer.test_freq, bool(config.data.val_files)
-    save = config.trainer.save_freq
+    often, has_files = trainer.test_freq, bool(data.val_files)
+    save = trainer.save_freq
     return {
         "trainer.test_freq": (often or NEVER) if has_files else -1,
-        "trainer.val_before_train": config.trainer.val_before_train and has_files,
+        "trainer.val_before_train": trainer.val_before_train and has_files,
         "trainer.save_freq": NEVER if save == -1 else save,
         # verl requires validation rows even if it never validates
         "data.val_files": VAL if has_files else TRAIN,
@@ -257,9 +257,9 @@ def _write_validation(config: Config) -> Values:
 
 
 @_register_writer("trainer.resume_mode")
-def _write_resume(config: Config) -> Values:
+def _write_resume(trainer: Trainer) -> Values:
     """Write the resume mode; a path becomes resume_path with the checkpoint."""
-    mode = config.trainer.resume_mode
+    mode = trainer.resume_mode
     # A path that is neither word is a checkpoint to resume from.
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
     path = str(user_path(mode).resolve()) if word == "resume_path" else None
@@ -272,17 +272,17 @@ def _write_resume(config: Config) -> Values:
     "algorithm.rollout_correction.rollout_is_threshold_lower "
     "algorithm.rollout_correction.bypass_mode"
 )
-def _write_algorithm(config: Config) -> Values:
+def _write_algorithm(algorithm: Algorithm, actor: Actor) -> Values:
     """verl's `reward` includes penalties; its `score` is the reward function's value."""
-    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    correction = algorithm.rollout_correction
     metric = algorithm.filter_groups.metric or "score"
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     parts = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
     # verl has the loss dis as reinforce with weights that are 0 outside of a window.
     bypass: Values = {}
-    if config.actor.policy_loss.loss_mode == "dis" and correction.bypass_mode:
-        low, high = 1 - config.actor.clip_ratio_low, 1 + config.actor.clip_ratio_high
+    if actor.policy_loss.loss_mode == "dis" and correction.bypass_mode:
+        low, high = 1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high
         bypass = {
             "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
             "algorithm.rollout_correction.rollout_is": "token",
@@ -303,12 +303,12 @@ def _write_algorithm(config: Config) -> Values:
 
 
 @_register_writer("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
-def _write_overlong(config: Config) -> Values:
+def _write_overlong(reward: Reward, data: Data) -> Values:
     """Write the penalty of long responses: verl's dapo manager, which counts tokens.
 
     Without the penalty, the manager is `naive` and nothing else is written.
     """
-    shaping = config.reward.shaping
+    shaping = reward.shaping
     if shaping.overlong_buffer is None:
         return {"reward.reward_manager.name": "naive"}
     below = "reward.reward_kwargs.overlong_buffer_cfg"
@@ -318,7 +318,7 @@ def _write_overlong(config: Config) -> Values:
         f"{below}.len": shaping.overlong_buffer,
         f"{below}.penalty_factor": shaping.overlong_penalty,
         f"{below}.log": False,
-        "reward.reward_kwargs.max_resp_len": config.data.max_response_length,
+        "reward.reward_kwargs.max_resp_len": data.max_response_length,
     }
 
 
@@ -334,25 +334,25 @@ def _as_whole_number(number: float | None) -> float | None:
     "trainer.critic_warmup trainer.output_dir "
     "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
 )
-def _write_others(config: Config) -> Values:
+def _write_others(rollout: Rollout, data: Data, trainer: Trainer, critic: Critic) -> Values:
     """One-line translations: files, columns, filled-in defaults, and free-form groups."""
-    sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
-    template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
-    warmup = config.trainer.critic_warmup
+    sampler, temperature = "actor_rollout_ref.rollout", rollout.val_kwargs.temperature
+    template, vllm = data.apply_chat_template_kwargs, rollout.engine_kwargs.vllm
+    warmup = trainer.critic_warmup
     return {
         "data.train_files": TRAIN,
         "data.train_max_samples": -1,
         "data.prompt_key": "prompt",
         "data.reward_fn_key": "data_source",
-        f"{sampler}.name": config.rollout.name,
-        f"{sampler}.seed": config.rollout.seed,
+        f"{sampler}.name": rollout.name,
+        f"{sampler}.seed": rollout.seed,
         f"{sampler}.val_kwargs.temperature": temperature,
         f"{sampler}.val_kwargs.do_sample": temperature > 0,
-        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": critic.ppo_mini_batch_size,
         # verl's actor starts training at step N, counted from 1.
         "trainer.critic_warmup": warmup + 1 if warmup else 0,
         "trainer.default_local_dir": "verl/checkpoints",
-        "trainer.logger": ["file", *config.trainer.logger],
+        "trainer.logger": ["file", *trainer.logger],
         **{f"data.apply_chat_template_kwargs.{name}": value for name, value in template.items()},
         **{f"{sampler}.engine_kwargs.vllm.{name}": value for name, value in vllm.items()},
     }
@@ -486,7 +486,7 @@ def build_overrides(
             )
     # Settings that need a function; then verl's other engines; explicit overrides win.
     for write in dict.fromkeys(WRITERS.values()):
-        values |= write(config)
+        values |= write(**{name: getattr(config, name) for name in signature(write).parameters})
     # An override of the user's wins over the same setting of ours.
     words_by_name = {word.lstrip("+~").partition("=")[0]: word for word in verl_words}
     other = re.sub(".*=", "", words_by_name.get("model_engine", "dp"))
@@ -613,9 +613,8 @@ def is_verl_only(word: str) -> bool:
     return known_there or name.startswith("+") or any(f".{g}." in f".{unwrapped}." for g in GROUPS)
 
 
-def score_columns(config: Config) -> tuple[str, ...]:
+def score_columns(reward: Reward, algorithm: Algorithm) -> tuple[str, ...]:
     """Return the parts of a score that are separate columns of verl's extra info in all rows."""
-    reward, algorithm = config.reward, config.algorithm
     # Without a mixture the only part is named after its kind.
     parts = [part.name for part in mixture_of(reward)]
     if not parts:

@@ -108,7 +108,9 @@ class RewardServer:
         os.chdir(where)
         os.environ.update(read_and_delete_keys(self._folder))
         self._config = run_settings(self._folder)
-        self._imputation = ScoreImputation(score_columns(self._config))
+        self._imputation = ScoreImputation(
+            score_columns(self._config.reward, self._config.algorithm)
+        )
         self._step_size = self._config.data.train_batch_size * self._config.rollout.n
         self._quiet_s = QUIET_MIXED_S if has_mixture(self._config.reward) else QUIET_S
         self._samples: Counter[str] = Counter()
@@ -128,7 +130,9 @@ class RewardServer:
             self._reward = build_reward(self._config.reward, sources=sources)
             self._reward.attach(self._folder)
             per_epoch = (train_rows(self._config.data) or 0) // self._config.data.gen_batch_size
-            self._reward.begin_run(RunLength(count_steps(self._config) or 1, per_epoch or 1))
+            self._reward.begin_run(
+                RunLength(count_steps(self._config.data, self._config.trainer) or 1, per_epoch or 1)
+            )
             self._reward.start(prompts, patient=True, tell=print)
         except PpoError as error:
             self._stop(error)

@@ -52,7 +52,10 @@ class Nodes:
         self.folder, self._processes = folder, list[Process]()
         config = settled("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
         (folder / "bin").mkdir()
-        scripts = node_scripts(config) | {"bin/python": PYTHON, "bin/sleep": SLEEP}
+        scripts = node_scripts(config.trainer, config.reward) | {
+            "bin/python": PYTHON,
+            "bin/sleep": SLEEP,
+        }
         for name, text in scripts.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)

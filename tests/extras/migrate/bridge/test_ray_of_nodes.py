@@ -59,7 +59,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
         config = settled("trainer.nnodes=1", "trainer.n_gpus_per_node=1")
-        (folder / "node_0.sh").write_text(node_scripts(config)["node_0.sh"])
+        (folder / "node_0.sh").write_text(node_scripts(config.trainer, config.reward)["node_0.sh"])
         (folder / "overrides").touch()
         for package in ("verl", "verl/trainer"):
             (folder / "packages" / package).mkdir(parents=True)
