@@ -108,7 +108,13 @@ def evaluate(arguments: Arguments) -> None:
     as_trained = any(
         resolved.origins[key].startswith(("flag", "override")) for key in SAMPLING_KEYS
     )
-    sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)
+    sampling = eval_sampling(
+        config.rollout,
+        config.data.max_response_length,
+        extras["n"],
+        greedy=extras["greedy"],
+        as_trained=as_trained,
+    )
     screen = make_screen(sys.stderr)  # stdout is for the result
     with closing(screen):
         screen.note_all(note for note in resolved.notes if note not in TRAINING_NOTES)
@@ -297,7 +303,13 @@ def generate(arguments: Arguments) -> None:
     from ppo_cli.cli.screen import make_screen
     from ppo_cli.run.evaluate import SampledModel, eval_sampling, generate_answers
 
-    sampling = eval_sampling(config, extras["n"] or 1, greedy=extras["greedy"], as_trained=True)
+    sampling = eval_sampling(
+        config.rollout,
+        config.data.max_response_length,
+        extras["n"] or 1,
+        greedy=extras["greedy"],
+        as_trained=True,
+    )
     screen = make_screen(sys.stderr)  # stdout is for the answers
     # A file of prompts, one prompt, or a chat.
     with closing(screen), closing(SampledModel(config, resolved.machine, source)) as sampled:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppo_cli.config.schema.algorithm import Optim
-from ppo_cli.config.schema.run import Config
 
 LEAST_CHANGE = 1e-6  # relative; metrics.jsonl holds rates as they were computed
 
@@ -35,7 +34,7 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
 
 
 def describe_lr_jumps(
-    config: Config, last_line: Mapping[str, Any], total_steps: int
+    actor: Optim, critic: Optim, last_line: Mapping[str, Any], total_steps: int
 ) -> Iterator[str]:
     """Yield a sentence for each model whose learning rate jumps after the step of `last_line`.
 
@@ -43,7 +42,7 @@ def describe_lr_jumps(
     the one that set the rate of that step.
     """
     step = int(last_line["step"])
-    for name, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+    for name, optim in (("actor", actor), ("critic", critic)):
         rate = last_line.get(f"{name}/lr")
         # The rates of the last step and of the next one by the schedule that is to be used now.
         before, after = (optim.lr * lr_factor(i, total_steps, optim) for i in (step - 1, step))

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.environment import Environment
 from ppo_cli.data_sets.rows import question_of
 from ppo_cli.engine.base import (
     NO_LOGPROBS,
@@ -75,13 +75,14 @@ class Episodes:
     """Plays the episodes of a run: its environments, the chat format, and the limits."""
 
     def __init__(
-        self, environments: EnvironmentPool, chat: Chat, config: Config, decode: Detokenize
-    ) -> None:
+        self, environments: EnvironmentPool, chat: Chat, settings: Environment,
+        longest_prompt: int, decode: Detokenize,
+    ) -> None:  # fmt: skip
         self.environments = environments
         self._chat = chat
-        self._settings = config.environment
-        self._splits = config.environment.history == "split"
-        self._longest_prompt = config.data.max_prompt_length
+        self._settings = settings
+        self._splits = settings.history == "split"
+        self._longest_prompt = longest_prompt
         self._decode = decode
         self._rounds = 0
 

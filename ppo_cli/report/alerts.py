@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import Interrupted, UserError, first_line
 from ppo_cli.report.judge_card import Spent, list_spent
 from ppo_cli.report.tracker import Screen, Summary
@@ -31,15 +30,19 @@ BUDGET_SHARE = 0.8  # of a judge's budget, from which on it is told
 
 
 @contextmanager
-def send_alerts(config: Config, run_dir: Path, screen: Screen) -> Iterator[Screen]:
-    """Return the screen that posts what it shows to --alert, and post how the run ended."""
-    name = config.trainer.alert
+def send_alerts(
+    name: str | None, reward: Reward, run_dir: Path, screen: Screen
+) -> Iterator[Screen]:
+    """Return the screen that posts what it shows to --alert, and post how the run ended.
+
+    `name` is the address, or the variable that has it; None for no alerts.
+    """
     if name is None:
         yield screen
         return
     address = name if "://" in name else os.environ[name].strip()
     hide_secret(address)
-    alerts = AlertScreen(screen, address, config.reward, run_dir)
+    alerts = AlertScreen(screen, address, reward, run_dir)
     try:
         yield alerts
     except (Interrupted, UserError) as stop:

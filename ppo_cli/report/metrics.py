@@ -15,7 +15,7 @@ from typing import Any
 
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.schedule import describe_lr_jumps
-from ppo_cli.config.schema.algorithm import Critic
+from ppo_cli.config.schema.algorithm import Critic, Optim
 from ppo_cli.config.schema.keys import table
 from ppo_cli.config.schema.run import Config
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
@@ -28,7 +28,13 @@ from ppo_cli.report.health import EXPLOITS, find_troubles, make_limits
 from ppo_cli.report.judge_card import describe_judges
 from ppo_cli.report.limits import Limits
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import ROUNDING, compare_validations, list_validations, name_measure
+from ppo_cli.report.validation import (
+    ROUNDING,
+    compare_validations,
+    count_scores,
+    list_validations,
+    name_measure,
+)
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.run_folder.lines import PRETRAINING_FILE, read_lines, read_metrics
 from ppo_cli.run_folder.restraints import describe_restraints
@@ -287,7 +293,9 @@ def summarise(
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     first_step = next((int(line["step"]) for line in history if line["step"] > 0), 1)
-    rose, fell = _find_changes(config, run_dir, rewards, measured, validations, few)
+    rose, fell = _find_changes(
+        count_scores(config.data, config.rollout), run_dir, rewards, measured, validations, few
+    )
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     troubles = find_troubles(history, read_limits(run_dir, config))
     doubtful = not troubles.keys().isdisjoint(EXPLOITS)
@@ -325,7 +333,7 @@ def read_limits(run_dir: Path, config: Config) -> Limits:
 
 
 def _find_changes(
-    config: Config,
+    scores: int,
     run_dir: Path,
     rewards: Sequence[float],
     measured: Lines,
@@ -335,8 +343,8 @@ def _find_changes(
     """Return the measures that rose, and those that fell, by more than noise.
 
     Noise is twice the standard error of the difference. That of a step is estimated from the median
-    difference of neighbouring steps, which trends and single jumps hardly change. Validations are
-    compared with `compare_validations`.
+    difference of neighbouring steps, which trends and single jumps hardly change. Validations, of
+    `scores` scores each, are compared with `compare_validations`.
     """
     changes: dict[str, float] = {}  # beyond noise
     series = {"reward": rewards}
@@ -352,7 +360,7 @@ def _find_changes(
         change = fmean(values[-few:]) - fmean(values[:few])
         changes[name] = change if abs(change) > 2 * error + ROUNDING else 0.0
     if len(validations) > 1:
-        comparison = compare_validations(config, run_dir, validations[0], validations[-1])
+        comparison = compare_validations(scores, run_dir, validations[0], validations[-1])
         changes |= dict.fromkeys(VALIDATION_MEASURES, comparison.sign)
     rose = frozenset(name for name, change in changes.items() if change > 0)
     return rose, frozenset(name for name, change in changes.items() if change < 0)
@@ -457,12 +465,12 @@ def _validation_means(lines: Lines) -> dict[str, float]:
     return statistics
 
 
-def find_lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
+def find_lr_jumps(actor: Optim, critic: Optim, checkpoint: Path, total_steps: int) -> list[str]:
     """Return notes on jumps of the learning rate if a run of `total_steps` resumes a checkpoint."""
     name = STEP_NAME.match(checkpoint.name)
     lines = read_metrics(checkpoint.parents[1]) if name else []
     last = next((line for line in lines if name and line["step"] == int(name[1])), None)
-    return [] if last is None else [*describe_lr_jumps(config, last, total_steps)]
+    return [] if last is None else [*describe_lr_jumps(actor, critic, last, total_steps)]
 
 
 def _list_next_steps(
@@ -486,7 +494,8 @@ def _list_next_steps(
             steps.append(("your own reward", ppo("train --reward_function FILE.py")))
     elif resume_command and not doubtful:
         total = 2 * int(history[-1]["step"]) if history else 0
-        jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
+        optims = config.actor.optim, config.critic.optim
+        jumps = [*describe_lr_jumps(*optims, history[-1], total)] if history else []
         longer = replace_flag(resume_command, "--max_steps", str(total))
         steps += [("go on from here", longer), *(("", jump) for jump in jumps)]
     best = run_dir / "checkpoints" / "best"

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
-from ppo_cli.config.schema.run import Config, Data
+from ppo_cli.config.schema.run import Data, Rollout
 from ppo_cli.estimates import LEVEL, Estimate, estimate_best, estimate_mean
 from ppo_cli.planning.batches import val_rows
 from ppo_cli.run_folder.lines import file_state, read_lines, rollout_file
@@ -67,8 +67,13 @@ def estimate_score(run_dir: Path, line: Line) -> Estimate:
     return Estimate(value, interval.low, interval.high)
 
 
-def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) -> Comparison:
-    """Return the change between two validations of a run.
+def count_scores(data: Data, rollout: Rollout) -> int:
+    """Return how many scores a validation has; 0 if its rows cannot be counted."""
+    return (val_rows(data) or 0) * rollout.val_kwargs.n
+
+
+def compare_validations(count: int, run_dir: Path, first: Line, last: Line) -> Comparison:
+    """Return the change between two validations of a run, of `count` scores each; 0: unknown.
 
     The interval pairs the responses to the same prompt. If they are not on the disk, it follows
     from the spread of the scores in the two lines.
@@ -78,7 +83,6 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     if both:
         return _compare_prompts([[after[uid] - before[uid] for uid in both]])
     difference = float(last["val/reward_mean"]) - float(first["val/reward_mean"])
-    count = (val_rows(config.data) or 0) * config.rollout.val_kwargs.n
     if not count:
         return Comparison(Estimate(difference), "")
     spread = math.hypot(*(float(line.get("val/score/std") or 0.0) for line in (first, last)))
@@ -89,7 +93,7 @@ def compare_validations(config: Config, run_dir: Path, first: Line, last: Line) 
     )
 
 
-def compare_best(config: Config, run_dir: Path, validations: Sequence[Line]) -> Comparison:
+def compare_best(count: int, run_dir: Path, validations: Sequence[Line]) -> Comparison:
     """Return the change from the first validation to the best one, without the luck of choosing it.
 
     `estimate_best` corrects it with the responses on the disk; without those it is not corrected,
@@ -100,7 +104,7 @@ def compare_best(config: Config, run_dir: Path, validations: Sequence[Line]) -> 
     if both:
         return _compare_prompts([[s[uid] - scores[0][uid] for uid in both] for s in scores[1:]])
     best = find_best(validations)
-    comparison = compare_validations(config, run_dir, validations[0], best)
+    comparison = compare_validations(count, run_dir, validations[0], best)
     if len(validations) == 2:
         return comparison
     luck = f", the luck of the best of {len(validations) - 1} included"
@@ -171,9 +175,7 @@ def describe_choice(
     return f"{text}not saved, the nearest checkpoint is step_{nearest:06d}"
 
 
-def describe_gain(
-    validations: Sequence[Line], run_dir: Path, config: Config, *, doubtful: bool
-) -> str:
+def describe_gain(validations: Sequence[Line], run_dir: Path, count: int, *, doubtful: bool) -> str:
     """Return in words whether the step to keep is better than the first by more than chance.
 
     The best of several is corrected for having been chosen. If the first validation is the best,
@@ -184,9 +186,9 @@ def describe_gain(
     first, best = validations[0], find_best(validations)
     last = validations[-1] if best is first else best
     comparison = (
-        compare_validations(config, run_dir, first, last)
+        compare_validations(count, run_dir, first, last)
         if best is first
-        else compare_best(config, run_dir, validations)
+        else compare_best(count, run_dir, validations)
     )
     verdicts = {1: "yes", -1: "no, it fell", 0: "it may be chance"}
     verdict = verdicts[comparison.sign]

@@ -360,8 +360,8 @@ class Cluster(Protocol):
 
 def train(plan: RunPlan, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run a training from the first check to the summary."""
-    run_dir = user_path(plan.settings.trainer.output_dir)
-    with send_alerts(plan.settings, run_dir, screen) as screen:
+    trainer, reward = plan.settings.trainer, plan.settings.reward
+    with send_alerts(trainer.alert, reward, user_path(trainer.output_dir), screen) as screen:
         # A run that went back is resumed as after a kill, so that it is the same to the bit.
         while _goes_back(plan, screen, cluster):
             if plan.settings.trainer.resume_mode != "auto":
@@ -427,7 +427,16 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     render_all = checkpoint is not None and not is_by_files(checkpoint)
     prompts, val_prompts = load_prompt_sets(config, tokenizer, screen, render_all=render_all)
-    order = _build_order(config, prompts)
+    mini = config.actor.ppo_mini_batch_size
+    if problem := describe_missing_rows(config.data, mini, len(prompts)):
+        raise DataError(problem)
+    order = PromptOrder(
+        len(prompts),
+        config.data.gen_batch_size,
+        config.trainer.seed,
+        config.data.shuffle,
+        fingerprint=fingerprint_of(prompts),
+    )
     identity = run_identity(config, prompts, val_prompts)
     command, changed = _resume_command(plan.resolved), ""
     # A run that went back to its start has no checkpoint.
@@ -438,7 +447,9 @@ def prepare(folder: RunFolder, plan: RunPlan, screen: Screen) -> Start:
         )
         same = run_identity(kept.settings, prompts, val_prompts)
         bound = {key: value for key, value in same.items() if key not in free}
-        changed = find_changes(checkpoint, kept.settings, bound, command)
+        changed = find_changes(
+            checkpoint, kept.settings.trainer, kept.settings.pretrain_steps, bound, command
+        )
         if not changed:
             if checkpoint:
                 require_resumable(checkpoint, command)
@@ -669,7 +680,8 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
         return state
-    jumps = find_lr_jumps(job.config, resume_from, job.total_steps)
+    optims = job.config.actor.optim, job.config.critic.optim
+    jumps = find_lr_jumps(*optims, resume_from, job.total_steps)
     screen.note("; ".join([f"Going on after step {state.step}, from {resume_from}", *jumps]))
     return state
 
@@ -718,21 +730,6 @@ def prompt_settings(data: Data) -> dict[str, Any]:
         "apply_chat_template": data.apply_chat_template,
         "template_arguments": data.apply_chat_template_kwargs,
     }
-
-
-def _build_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
-    """Return the order in which prompts are drawn; raises DataError if there are too few."""
-    if problem := describe_missing_rows(
-        config.data, config.actor.ppo_mini_batch_size, len(prompts)
-    ):
-        raise DataError(problem)
-    return PromptOrder(
-        len(prompts),
-        config.data.gen_batch_size,
-        config.trainer.seed,
-        config.data.shuffle,
-        fingerprint=fingerprint_of(prompts),
-    )
 
 
 def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.weight_files import read_json
+from ppo_cli.config.schema.environment import Environment
 from ppo_cli.config.schema.run import Config, Data
 from ppo_cli.data_sets.files import count_episodes
 from ppo_cli.engine.pretrained import load_config, load_tokenizer
@@ -41,8 +42,12 @@ def start_episodes(
     path = model_folder(config.model.path)
     model_config = load_config(path, "--model", config.model.trust_remote_code)
     end_ids = run_end_ids(read_stop_token_ids(path, model_config, tokenizer), config, tokenizer)
-    chat = _make_chat(config, tokenizer, pool.tools, end_ids)
-    return Episodes(pool, chat, config, partial(decode_text, tokenizer, end_ids=end_ids))
+    arguments = config.data.apply_chat_template_kwargs
+    chat = _make_chat(config.environment, arguments, tokenizer, pool.tools, end_ids)
+    longest = config.data.max_prompt_length
+    return Episodes(
+        pool, chat, config.environment, longest, partial(decode_text, tokenizer, end_ids=end_ids)
+    )
 
 
 def check_episodes(config: Config) -> None:
@@ -55,7 +60,9 @@ def check_episodes(config: Config) -> None:
     if folder.is_dir():
         trust = config.model.trust_remote_code
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
-        _make_chat(config, tokenizer, tools, _read_end_ids(folder, tokenizer))
+        arguments = config.data.apply_chat_template_kwargs
+        end_ids = _read_end_ids(folder, tokenizer)
+        _make_chat(config.environment, arguments, tokenizer, tools, end_ids)
 
 
 def _opens_episodes(data: Data) -> bool:
@@ -73,13 +80,17 @@ def _read_end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
 
 
 def _make_chat(
-    config: Config, tokenizer: Any, tools: Sequence[Schema], end_ids: frozenset[int]
-) -> Chat:
-    """Return the chat format; UserError if its template would rewrite what was sampled."""
-    chat = Chat(tokenizer, config.data.apply_chat_template_kwargs, tools, end_ids)
+    environment: Environment, arguments: Mapping[str, Any], tokenizer: Any,
+    tools: Sequence[Schema], end_ids: frozenset[int],
+) -> Chat:  # fmt: skip
+    """Return the chat format; UserError if its template would rewrite what was sampled.
+
+    `arguments` are those of the template.
+    """
+    chat = Chat(tokenizer, arguments, tools, end_ids)
     # Functions and MCP servers answer with results alone, after which Qwen3 keeps its thoughts.
-    roles = ("tool", "user") if config.environment.path else ("tool",)
-    rewritten = chat.rewrites_history(roles) if config.environment.history == "refuse" else ""
+    roles = ("tool", "user") if environment.path else ("tool",)
+    rewritten = chat.rewrites_history(roles) if environment.history == "refuse" else ""
     if rewritten:
         raise UserError(
             f"The chat template changes earlier turns: {rewritten}. Set environment.history=split, "

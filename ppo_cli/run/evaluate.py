@@ -27,6 +27,7 @@ from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema.keys import value_of, with_settings
 from ppo_cli.config.schema.reward import Composite, Reward, Shaping
 from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Rollout as RolloutSettings
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.row_sets import RowSet
@@ -66,24 +67,26 @@ DEFAULT_PLACE = "evals"
 LM_EVAL_ROWS = 16  # batch size of lm-eval
 
 
-def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bool) -> Sampling:
+def eval_sampling(
+    rollout: RolloutSettings, max_tokens: int, n: int | None, *, greedy: bool, as_trained: bool
+) -> Sampling:
     """Return the sampling of an eval: that of a run's validation, or of its training.
 
     Training's if `as_trained`, or if several responses are wanted and the validation is greedy,
     which would give the same response n times.
     """
-    train, validation = config.rollout, config.rollout.val_kwargs
+    validation = rollout.val_kwargs
     # Greedy sampling would return n equal responses.
     n = n or validation.n
-    drawn = train if as_trained or (n > 1 and not validation.temperature) else validation
+    drawn = rollout if as_trained or (n > 1 and not validation.temperature) else validation
     return Sampling(
         temperature=0.0 if greedy else drawn.temperature,
         top_p=drawn.top_p,
         top_k=drawn.top_k,
         n=n,
-        max_tokens=config.data.max_response_length,
-        seed=stream_seed(config.rollout.seed, VALIDATION, 0),
-        stop=train.stop,
+        max_tokens=max_tokens,
+        seed=stream_seed(rollout.seed, VALIDATION, 0),
+        stop=rollout.stop,
     )
 
 

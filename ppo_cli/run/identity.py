@@ -30,7 +30,7 @@ from ppo_cli.config.mixture import (
 )
 from ppo_cli.config.schema.keys import keys_of, table, value_of
 from ppo_cli.config.schema.reward import ApiReward, ModelReward, Reward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.data_sets.table import BY_FILES, PromptTable, fingerprint_of
 from ppo_cli.digests import NAMED_IN, digest_text, require_resumable
 from ppo_cli.errors import ConfigError, UserError
@@ -244,21 +244,22 @@ def find_differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bo
 
 
 def find_changes(
-    checkpoint: Path | None, config: Config, identity: Mapping[str, Any], command: str
-) -> str:
-    """Describe how the run of a checkpoint differs from this one; empty if `config` resumes it.
+    checkpoint: Path | None, trainer: Trainer, pretrain_steps: int, identity: Mapping[str, Any],
+    command: str,
+) -> str:  # fmt: skip
+    """Describe how the run of a checkpoint differs from this one; empty if this one resumes it.
 
     Without a checkpoint it is the run that went back to its start in the same folder. A plan's
     `identity` lacks the rows, so they are not compared there. Raises UserError for a damaged
     checkpoint, with `command` in its advice, and for one of another run that --resume names.
     """
     if checkpoint is None:
-        restraint = read_restraints(user_path(config.trainer.output_dir))[-1]
+        restraint = read_restraints(user_path(trainer.output_dir))[-1]
         return describe_changes(restraint.fingerprint, identity)
     # The identity decides whether this is the same run: it has to be intact.
     require_resumable(checkpoint, command, NAMED_IN)
     # A named checkpoint may have other settings, if it can be loaded with them.
-    by_name = config.trainer.resume_mode != "auto"
+    by_name = trainer.resume_mode != "auto"
     other = find_differences(checkpoint, identity, bound=by_name)
     if other and by_name:
         raise UserError(
@@ -266,7 +267,7 @@ def find_changes(
             "run then starts, and the earlier one is kept."
         )
     if not other:
-        refuse_late_pretraining(config.pretrain_steps, checkpoint)
+        refuse_late_pretraining(pretrain_steps, checkpoint)
     return other
 
 

@@ -224,7 +224,9 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
         run = checkpoint.parents[1] if checkpoint else folder
         kept, free, kept_notes = keep_decisions(plan, run, step_of(checkpoint))
         identity = {k: v for k, v in setting_values(kept.settings).items() if k not in free}
-        if other := find_changes(checkpoint, kept.settings, identity, command):
+        now = kept.settings
+        other = find_changes(checkpoint, now.trainer, now.pretrain_steps, identity, command)
+        if other:
             notes.append(describe_new_run(other, run, checkpoint, identity))
             return
         notes.extend(kept_notes)
@@ -243,7 +245,8 @@ def plan_resume(plan: RunPlan, command: str) -> tuple[list[str], list[str]]:
                 "--output_dir."
             )
             return
-        jumps = find_lr_jumps(config, checkpoint, total) if total else []
+        optims = config.actor.optim, config.critic.optim
+        jumps = find_lr_jumps(*optims, checkpoint, total) if total else []
         notes.append("; ".join([f"The run resumes after step {step}, from {checkpoint}", *jumps]))
 
     problems = [*store_problems, *collect_problems([check])]

@@ -10,11 +10,15 @@ from ppo_cli.config.schema.run import Config
 COSINE = {"lr": 1e-3, "lr_scheduler_type": "cosine"}
 
 
+def lr_jumps(config: Config, line: dict[str, float], total: int) -> list[str]:
+    return [*describe_lr_jumps(config.actor.optim, config.critic.optim, line, total)]
+
+
 def jumps(optim: dict[str, object], planned: int, done: int, total: int) -> list[str]:
     """The sentences of a run over `planned` steps that goes on after `done` with `total`."""
     config = Config.model_validate({"actor": {"optim": optim}, "critic": {"optim": optim}})
     rate = config.actor.optim.lr * lr_factor(done - 1, planned, config.actor.optim)
-    return [*describe_lr_jumps(config, {"step": done, "actor/lr": rate, "critic/lr": rate}, total)]
+    return lr_jumps(config, {"step": done, "actor/lr": rate, "critic/lr": rate}, total)
 
 
 def test_a_cosine_over_more_steps_is_announced_for_each_model() -> None:
@@ -56,4 +60,4 @@ def test_a_schedule_that_stays_is_not_mentioned(
 
 def test_a_model_that_did_not_train_in_the_last_step_has_no_rate() -> None:
     config = Config.model_validate({"actor": {"optim": COSINE}})
-    assert [*describe_lr_jumps(config, {"step": 4}, 8)] == []
+    assert lr_jumps(config, {"step": 4}, 8) == []

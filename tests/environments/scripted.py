@@ -127,7 +127,8 @@ def prompts(count: int = 4) -> list[Prompt]:
 def make_engine(environments: Scripted, settings: Config, inner: Any = None) -> EpisodeEngine:
     inner = inner or LocalEngine(settings, tokenizer(), total_steps=4)
     decode = partial(decode_text, tokenizer())
-    return EpisodeEngine(inner, Episodes(environments, make_chat(), settings, decode))
+    environment, longest = settings.environment, settings.data.max_prompt_length
+    return EpisodeEngine(inner, Episodes(environments, make_chat(), environment, longest, decode))
 
 
 def by_key(rollouts: Sequence[Rollout]) -> dict[tuple[str, int], Rollout]:

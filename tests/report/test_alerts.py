@@ -79,7 +79,7 @@ def test_warnings_budget_and_end_are_posted(
         "reward.composite.parts.facts.judge": "{budget_usd: null, budget_tokens: 1000}",
     })  # fmt: skip
     done = Summary(4, (("reward", 0.1, 0.5),), (), None, tmp_path, 1.0, verdict="Learned")
-    with send_alerts(config, tmp_path, Notes()) as screen:
+    with send_alerts(config.trainer.alert, config.reward, tmp_path, Notes()) as screen:
         # The budget of each judge is its own, and is told of once.
         screen.step(2, 9, {"judge/tokens_total": 5e3, "judge_facts/cost_usd_total": 5.0})
         for step, usd in ((3, 0.9), (4, 0.95)):
@@ -98,7 +98,9 @@ def test_warnings_budget_and_end_are_posted(
 
 
 def test_how_a_run_stopped_is_posted(hook: Hook, tmp_path: Path) -> None:
-    with pytest.raises(UserError), send_alerts(hook.settings(), tmp_path, Screen()):
+    config = hook.settings()
+    alerts = send_alerts(config.trainer.alert, config.reward, tmp_path, Screen())
+    with pytest.raises(UserError), alerts:
         raise UserError("The disk is full.\nFree some space.")
     (body,) = hook.bodies
     assert body["event"] == "stopped" and "The disk is full" in body["text"]
@@ -111,7 +113,7 @@ def test_what_is_not_delivered_is_said_once(
     monkeypatch.setenv("HOOK", f"{hook.url}\r/lost")
     hook.status, screen = 404, Notes()
     config = hook.settings(**({"trainer.alert": address} if address else {}))
-    with send_alerts(config, tmp_path, screen) as alerts:
+    with send_alerts(config.trainer.alert, config.reward, tmp_path, screen) as alerts:
         alerts.health("one")
         alerts.health("two")
     assert len(screen.notes) == 1 and "not delivered" in screen.notes[0]

@@ -19,7 +19,7 @@ from ppo_cli.cli.screen import format_summary
 from ppo_cli.report.critic import pool_steps
 from ppo_cli.report.metrics import DOUBTFUL, summarise
 from ppo_cli.report.page.run_data import answer_questions, describe_verdict
-from ppo_cli.report.validation import compare_validations, list_validations
+from ppo_cli.report.validation import compare_validations, count_scores, list_validations
 from ppo_cli.run_folder.lines import replace_lines, rollout_file
 from tests.settings import complete
 
@@ -142,8 +142,9 @@ def test_cards_and_summary_say_what_their_numbers_say(
             begin, end = map(int, re.search(r"from step (\d+) to (\d+)", gain).groups())  # type: ignore[union-attr]
             assert abs(scores[end] - scores[begin] - change) <= 0.06 * abs(change) + 1e-9, gain
             interval = re.search(r"interval ([+-]\S+) to ([+-]\S+?),", gain)
-            sign = compare_validations(config, run, validations[0], next(
-                v for v in validations if v["step"] == end)).sign  # fmt: skip
+            count = count_scores(config.data, config.rollout)
+            last = next(v for v in validations if v["step"] == end)
+            sign = compare_validations(count, run, validations[0], last).sign
             answer = {1: ("yes", "doubtful"), -1: ("no, it fell",), 0: ("it may be chance",)}[sign]
             assert gain.startswith(answer) and (sign == 0 or interval), gain
             if interval and sign:

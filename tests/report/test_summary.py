@@ -171,7 +171,9 @@ def test_a_learning_rate_is_compared_with_that_of_the_checkpoints_step(tmp_path:
     lines = [{"step": step, "actor/lr": step * 1e-3} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     config = complete({"actor": {"optim": {"lr": 1e-2}}})
-    (jump,) = find_lr_jumps(config, tmp_path / "checkpoints" / "step_000002", 4)
+    (jump,) = find_lr_jumps(
+        config.actor.optim, config.critic.optim, tmp_path / "checkpoints" / "step_000002", 4
+    )
     assert "rises from 0.002 at step 2 to 0.01 at step 3" in jump
 
 

@@ -30,7 +30,13 @@ from ppo_cli.report.metrics import (
     summarise,
 )
 from ppo_cli.report.tracker import Summary
-from ppo_cli.report.validation import ROUNDING, describe_choice, describe_gain, list_validations
+from ppo_cli.report.validation import (
+    ROUNDING,
+    count_scores,
+    describe_choice,
+    describe_gain,
+    list_validations,
+)
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_folder.folder import (
     SPENT,
@@ -269,9 +275,10 @@ def answer_questions(
     """Return (question, answer, metric that shows it): which step to keep, is the gain real."""
     folder, doubtful = summary.run_dir, summary.verdict == DOUBTFUL
     key = _card_key("validation", validations)
+    scores = count_scores(config.data, config.rollout)
     return [
         ("step to keep", describe_choice(validations, folder, config.data, saved), key),
-        ("is the gain real?", describe_gain(validations, folder, config, doubtful=doubtful), key),
+        ("is the gain real?", describe_gain(validations, folder, scores, doubtful=doubtful), key),
     ]
 
 
