@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Pretraining
 from ppo_cli.errors import Interrupted, format_duration, plural
 from ppo_cli.report.catalogue import PHASES
 from ppo_cli.report.judge_card import Spent, format_dollars, list_spent
@@ -162,13 +162,13 @@ def format_step(
 
 
 def format_pretraining(
-    config: Config, lines: Sequence[Mapping[str, float]], width: int | None = None
+    limits: Pretraining, lines: Sequence[Mapping[str, float]], width: int | None = None
 ) -> str:
     """Return the last step of critic pretraining as one line.
 
     With a `width` in characters the time left is not shown, and as few fields as fit.
     """
-    max_steps, until, last = config.pretrain_steps, config.critic.pretrain_until, lines[-1]
+    (max_steps, until), last = limits, lines[-1]
     fields = [
         f"critic pretraining {len(lines):>{len(str(max_steps))}}/{max_steps}",
         f"explained {format_explained(last.get('explained_variance'))}"
@@ -176,8 +176,8 @@ def format_pretraining(
         f"{last['time/step_s']:.1f} s",
         *(f"{COLUMNS[key]} {format_metric(last[key])}" for key in PRETRAINED if key in last),
     ]
-    if not width and not is_pretrained(config, lines):
-        time_left = format_duration(_pretraining_seconds_left(config.pretrain_steps, lines))
+    if not width and not is_pretrained(limits, lines):
+        time_left = format_duration(_pretraining_seconds_left(max_steps, lines))
         fields.append(f"{time_left} left{'' if until is None else ' at most'}")
     while width and len("  ".join(fields)) > width and len(fields) > 1:
         fields.pop()
@@ -311,9 +311,9 @@ class PlainScreen(Screen):
         """Print the line of a step."""
         self.note(format_step(step, total_steps, metrics))
 
-    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+    def pretraining(self, limits: Pretraining, lines: Sequence[Mapping[str, float]]) -> None:
         """Print the line of a step of critic pretraining."""
-        self.note(format_pretraining(config, lines))
+        self.note(format_pretraining(limits, lines))
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -468,13 +468,13 @@ class TerminalScreen(Screen):
         self._read_lines()
         self._print(format_step(step, total_steps, metrics, self._console.width))
 
-    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+    def pretraining(self, limits: Pretraining, lines: Sequence[Mapping[str, float]]) -> None:
         """Print the line of a step of critic pretraining, and show how far it is."""
         self._pretraining = self._ends = None
-        if not is_pretrained(config, lines):
-            self._pretraining = len(lines), config.pretrain_steps
-            self._ends = time.monotonic() + _pretraining_seconds_left(config.pretrain_steps, lines)
-        self._print(format_pretraining(config, lines, self._console.width))
+        if not is_pretrained(limits, lines):
+            self._pretraining = len(lines), limits.max_steps
+            self._ends = time.monotonic() + _pretraining_seconds_left(limits.max_steps, lines)
+        self._print(format_pretraining(limits, lines, self._console.width))
 
     def _read_lines(self) -> None:
         """Update curves and status from the metrics of the finished steps."""

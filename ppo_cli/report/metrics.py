@@ -15,9 +15,9 @@ from typing import Any
 
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.schedule import describe_lr_jumps
-from ppo_cli.config.schema.algorithm import Critic, Optim
+from ppo_cli.config.schema.algorithm import Optim
 from ppo_cli.config.schema.keys import table
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Pretraining
 from ppo_cli.errors import ExhaustedBudget, Interrupted, RewardError, plural, ppo, replace_flag
 from ppo_cli.planning.batches import batch_arithmetic
 from ppo_cli.records import Scored
@@ -213,14 +213,13 @@ def mixture_part_means(metrics: Mapping[str, Any], prefix: str = "") -> dict[str
     return {name: float(value) for name, value in means.items() if value is not None}
 
 
-def is_pretrained(config: Config, lines: Lines) -> bool:
+def is_pretrained(limits: Pretraining, lines: Lines) -> bool:
     """Whether critic pretraining is over after these steps: at its target, or at its last step."""
-    return len(lines) >= config.pretrain_steps or has_reached_target(config.critic, lines)
+    return len(lines) >= limits.max_steps or has_reached_target(limits.target, lines)
 
 
-def has_reached_target(critic: Critic, lines: Lines) -> bool:
+def has_reached_target(target: float | None, lines: Lines) -> bool:
     """Whether the last of these steps of critic pretraining is at its target."""
-    target = critic.pretrain_until
     explained = lines[-1].get("explained_variance") if lines else None
     return target is not None and explained is not None and bool(explained >= target)
 
@@ -230,20 +229,20 @@ def read_pretraining(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / PRETRAINING_FILE)
 
 
-def describe_pretraining(config: Config, lines: Lines) -> str:
+def describe_pretraining(limits: Pretraining, lines: Lines) -> str:
     """Return a sentence on critic pretraining; empty if there were no steps of it."""
     if not lines:
         return ""
     first, last = (format_explained(lines[i].get("explained_variance")) for i in (0, -1))
     text = f"explained variance {first} -> {last}"
-    target, max_steps = config.critic.pretrain_until, config.pretrain_steps
-    if not is_pretrained(config, lines):
+    max_steps, target = limits
+    if not is_pretrained(limits, lines):
         goal = "" if target is None else f" (target {target:g})"
         return f"critic pretraining: step {len(lines)} of {max_steps}, {text}{goal}"
     text = f"critic pretrained in {plural(len(lines), 'step')}: {text}"
     if target is None:
         return text
-    if has_reached_target(config.critic, lines):
+    if has_reached_target(target, lines):
         return f"{text} (target {target:g})"
     return f"{text}, below the target {target:g} (more steps: --critic_pretrain_steps)"
 
@@ -317,7 +316,7 @@ def summarise(
         judge=tuple(describe_judges(run_dir, config.reward, history)),
         episodes=tuple(describe_episodes(run_dir, history)),
         critic=f"explained variance {format_explained(fmean(explained))}" if explained else "",
-        pretraining=describe_pretraining(config, read_pretraining(run_dir)),
+        pretraining=describe_pretraining(config.pretraining, read_pretraining(run_dir)),
         restrained=describe_restraints(run_dir),
         declined=fell,
         verdict=DOUBTFUL if doubtful else _judge_change(rose, fell, len(validations) > 1),

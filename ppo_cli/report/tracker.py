@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.run import Config, Pretraining
 from ppo_cli.errors import Interrupted, UserError
 from ppo_cli.records import Rollout, Scored
 from ppo_cli.report.drift import measure_judge_drift, read_opinions
@@ -106,7 +106,7 @@ class Screen:
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Show one line for a finished step."""
 
-    def pretraining(self, config: Config, lines: Sequence[Mapping[str, float]]) -> None:
+    def pretraining(self, limits: Pretraining, lines: Sequence[Mapping[str, float]]) -> None:
         """Show the last of the steps of critic pretraining so far."""
 
     def responses(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -278,7 +278,7 @@ class Tracker:
         # The phases of these steps are not part of step 1.
         self._seconds = defaultdict(float)
         if self._console:
-            self.screen.pretraining(self._config, lines)
+            self.screen.pretraining(self._config.pretraining, lines)
 
     def _write_pretraining(self, lines: Sequence[Mapping[str, float]]) -> None:
         file = self._run_dir / PRETRAINING_FILE

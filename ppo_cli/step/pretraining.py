@@ -28,7 +28,8 @@ def pretrain_critic(job: Job, state: RunState) -> None:
     variance of their first values, which no update has seen, ends it at critic.pretrain_until. The
     critic's optimizer goes on into step 1 as it is: its moments are those of the same loss.
     """
-    while not is_pretrained(job.config, state.pretraining):
+    limits = job.config.pretraining
+    while not is_pretrained(limits, state.pretraining):
         step, before = len(state.pretraining) + 1, Snapshot.take(job, state)
         try:
             scored, metrics = pretrain_step(job, state, step)
@@ -46,16 +47,16 @@ def pretrain_critic(job: Job, state: RunState) -> None:
         )
         # Saved at the end too, so that other runs can start from the pretrained critic.
         stop_reason = job.stop_requested() or unscored_reason(state)
-        done = is_pretrained(job.config, state.pretraining)
+        done = is_pretrained(limits, state.pretraining)
         if done or stop_reason or is_due(step, job.config.trainer.save_freq):
             save(job, state, last=bool(stop_reason))
         if stop_reason:
             message = f"Stopped after step {step} of critic pretraining ({stop_reason})."
             raise make_resumable(job, state, Interrupted(message))
         if done:
-            text = describe_pretraining(job.config, state.pretraining)
-            reached = has_reached_target(job.config.critic, state.pretraining)
-            short = job.config.critic.pretrain_until is not None and not reached
+            text = describe_pretraining(limits, state.pretraining)
+            reached = has_reached_target(limits.target, state.pretraining)
+            short = limits.target is not None and not reached
             (job.tracker.screen.health if short else job.tracker.screen.note)(text)
 
 

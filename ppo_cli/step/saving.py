@@ -110,7 +110,7 @@ def make_resumable(job: Job, state: RunState, stop: Interrupted) -> Interrupted:
     """Wait for the checkpoint; return the error with what is saved and how to resume."""
     wait_for_save(job)
     saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
-    if state.step == 0 and not is_pretrained(job.config, state.pretraining):
+    if state.step == 0 and not is_pretrained(job.config.pretraining, state.pretraining):
         saved = f"{plural(len(state.pretraining), 'step')} of critic pretraining are saved."
     if state.unfinished is not None:  # not yet on the screen or in the metrics
         saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."

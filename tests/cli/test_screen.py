@@ -400,7 +400,7 @@ lines = [{"time/step_s": 7.0, "explained_variance": 0.1 * i, "reward_mean": 0.4,
          for i in range(6)]
 screen.begin(config.reward, 40, [])
 for count in (3, 6):
-    screen.pretraining(config, lines[:count])
+    screen.pretraining(config.pretraining, lines[:count])
     with screen.phase("update critic", 1):
         print("ready", file=sys.__stderr__, flush=True)
         sys.stdin.readline()

@@ -6,7 +6,7 @@ The names are verl's without the `actor_rollout_ref.` wrapper. Defaults are decl
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, WithJsonSchema
 
@@ -594,6 +594,13 @@ def _megatron(who: str) -> Conflict:
     )
 
 
+class Pretraining(NamedTuple):
+    """The most steps that train the critic alone, and the explained variance that ends them."""
+
+    max_steps: int
+    target: float | None
+
+
 class Config(Section):
     """Everything that a run depends on."""
 
@@ -617,6 +624,11 @@ class Config(Section):
     def pretrain_steps(self) -> int:
         """How many steps pretrain the critic at most; 0 for none."""
         return self.critic.pretrain_steps if self.uses_critic else 0
+
+    @property
+    def pretraining(self) -> Pretraining:
+        """How long the critic is pretrained."""
+        return Pretraining(self.pretrain_steps, self.critic.pretrain_until)
 
     @property
     def uses_reference(self) -> bool:

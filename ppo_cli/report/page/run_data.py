@@ -232,7 +232,7 @@ def list_facts(
         ("reward", describe_reward(config.reward)),
     ]
     if pretraining:
-        text = describe_pretraining(config, pretraining)
+        text = describe_pretraining(config.pretraining, pretraining)
         facts.append(("critic", text.removeprefix("critic ")))
     if restrained := describe_restraints(folder):
         facts.append(("restrained", restrained))
