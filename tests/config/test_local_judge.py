@@ -85,7 +85,7 @@ def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_judge_that_is_the_trained_model_is_warned_of() -> None:
-    same = resolve(f"{ON}embedded model.path=embedded").config
-    assert "likes its own mistakes" in next(judge_server_remarks(same))
-    other = resolve(f"{ON}Qwen/Qwen3-8B model.path=embedded").config
-    assert not list(judge_server_remarks(other))
+    same = resolve(f"{ON}embedded").config
+    assert "likes its own mistakes" in next(judge_server_remarks(same.reward, "embedded"))
+    other = resolve(f"{ON}Qwen/Qwen3-8B").config
+    assert not list(judge_server_remarks(other.reward, "embedded"))
