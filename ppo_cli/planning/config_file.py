@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -20,11 +20,7 @@ YAML_HEADER = (
 
 def config_yaml(resolved: Resolved, settings: Config, why: Mapping[str, str]) -> str:
     """Return every setting as YAML with its origin as a comment, without secrets."""
-    return YAML_HEADER + "\n".join(_yaml_lines(resolved, settings, why)) + "\n"
-
-
-def _yaml_lines(resolved: Resolved, settings: Config, why: Mapping[str, str]) -> Iterator[str]:
-    """Yield config.yaml line by line: groups, values and their origins."""
+    lines: list[str] = []
     opened: set[str] = set()
     for key, origin in resolved.origins.items():
         *groups, leaf = key.split(".")
@@ -32,12 +28,13 @@ def _yaml_lines(resolved: Resolved, settings: Config, why: Mapping[str, str]) ->
         for depth, group in enumerate(groups):
             if (name := ".".join(groups[: depth + 1])) not in opened:
                 opened.add(name)
-                yield f"{'  ' * depth}{group}:"
+                lines.append(f"{'  ' * depth}{group}:")
         value = as_yaml(mask_secrets(value_of(resolved.requested, key)))
         decision = ""
         if key in why:
             decision = f"{HOLDS}{as_yaml(value_of(settings, key))} ({why[key]})"
-        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin + decision)}"
+        lines.append(f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin + decision)}")
+    return YAML_HEADER + "\n".join(lines) + "\n"
 
 
 class _OnOneLine(yaml.SafeDumper):

@@ -27,7 +27,12 @@ def format_plan(
         (key for key, (_, origin) in plan.values.items() if every or is_chosen(origin)),
         key=lambda key: (not is_chosen(plan.values[key][1]), plan.values[key][1] == DEFAULT),
     )
-    rows = [(key, _format_value(plan.values[key][0]), _explain_origin(plan, key)) for key in shown]
+    rows = []
+    for key in shown:
+        value, origin = plan.values[key]
+        # The reason of a rule that decided it.
+        why = f": {plan.why[key]}" if origin == DEFAULT and key in plan.why else ""
+        rows.append((key, _format_value(value), origin + why))
     lines = ["Settings", *_format_settings(rows)]
     if hidden := len(plan.values) - len(rows):
         fork = any(origin == INHERITED for _, origin in plan.values.values())
@@ -48,12 +53,6 @@ def format_plan(
         block = [f"  {s}" for s in sentences if s not in left_out]
         lines += ["", title, *block] if block else []
     return lines
-
-
-def _explain_origin(plan: RunPlan, key: str) -> str:
-    """Return where a value is from, with the reason of a rule that decided it."""
-    origin = plan.values[key][1]
-    return f"{origin}: {plan.why[key]}" if origin == DEFAULT and key in plan.why else origin
 
 
 def _format_settings(rows: list[tuple[str, str, str]]) -> list[str]:

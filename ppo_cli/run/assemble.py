@@ -554,7 +554,13 @@ def _open_job(
         start = replace(start, plan=start.plan.amend(used, "the planned way failed at the start"))
         config = engines.config = start.config
     # Everything has started: from here on the run folder belongs to this run.
-    details = _describe_machine_use(start.plan)
+    planned = start.plan
+    cpu = cpu_plan(
+        planned.resolved.requested.model, config.model, config.trainer, jemalloc=has_jemalloc()
+    )
+    # How this machine computes: for config.yaml, and for the screen with --debug.
+    details = [f"Memory: {line}" for line in planned.memory.facts.get("choices", ())]
+    details += [f"CPU: {line}" for line in cpu]
     screen.note_all(details if screen.debug else ())
     _claim_folder(start, screen, details)
     # Not before: the spending of the earlier run has just been set aside with it.
@@ -582,16 +588,6 @@ def _open_job(
         resume_command=_resume_command(start.plan.resolved),
         fingerprint=start.identity,
     )
-
-
-def _describe_machine_use(plan: RunPlan) -> list[str]:
-    """Return how this machine computes: for config.yaml, and for the screen with --debug."""
-    cpu = cpu_plan(
-        plan.resolved.requested.model, plan.settings.model, plan.settings.trainer,
-        jemalloc=has_jemalloc(),
-    )  # fmt: skip
-    choices = plan.memory.facts.get("choices", ())
-    return [*(f"Memory: {line}" for line in choices), *(f"CPU: {line}" for line in cpu)]
 
 
 def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from ppo_cli.config.models.shape import FLOAT, Shape
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel
 from ppo_cli.config.schema.run import Config, Trainer
 from ppo_cli.paths import user_path
-from ppo_cli.planning.memory.devices import read_shapes
+from ppo_cli.planning.memory.devices import ModelShapes, read_shapes
 from ppo_cli.planning.memory.model import EIGHT_BITS
 from ppo_cli.planning.memory.plan import format_size
 from ppo_cli.planning.placement import PlanPart
@@ -30,7 +30,12 @@ def plan_disk(config: Config, steps: int | None) -> PlanPart:
     free = shutil.disk_usage(existing).free
     validates, pretrains = bool(config.data.val_files), config.pretrain_steps > 0
     at_most = _count_checkpoints(config.trainer, steps, validates, pretrains)
-    size = _checkpoint_bytes(config)
+    # Weights and moments of all trained models, if their shapes are known.
+    shapes, size = read_shapes(config), None
+    if isinstance(shapes, ModelShapes):
+        size = _model_bytes(shapes.actor, config.model, config.actor, head=True)
+        if config.uses_critic:
+            size += _model_bytes(shapes.critic, config.critic.model, config.critic, head=False)
     facts = {"checkpoint_bytes": size, "checkpoints_at_most": at_most, "free_bytes": free}
     if size is None:
         return PlanPart(("checkpoints: of unknown size",), facts)
@@ -55,17 +60,6 @@ def find_disk_shortage(disk: PlanPart, folder: str) -> list[str]:
         f"may take {format_size(need)} more: lower trainer.max_ckpt_to_keep, or choose another "
         "--output_dir."
     ]
-
-
-def _checkpoint_bytes(config: Config) -> int | None:
-    """Return the bytes of weights and moments of all trained models; None if a size is unknown."""
-    shapes = read_shapes(config)
-    if isinstance(shapes, tuple):
-        return None
-    size = _model_bytes(shapes.actor, config.model, config.actor, head=True)
-    if config.uses_critic:
-        size += _model_bytes(shapes.critic, config.critic.model, config.critic, head=False)
-    return size
 
 
 def _model_bytes(shape: Shape, model: Any, part: Actor | Critic, *, head: bool) -> int:

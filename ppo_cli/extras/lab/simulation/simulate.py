@@ -206,12 +206,12 @@ def run_simulation(
         planned, place = needs.learner_phases(), needs.devices()[0]
         beside = place.phases["annotation"] - planned["annotation"] + place.asleep
         left_free = place.left_free
-    measured = asyncio.run(_run_simulation(config, report))
+    measured = asyncio.run(_run_simulation(config.model_dump_json().encode(), report))
     kinds = tuple(dict.fromkeys(gpu.name for gpu in machine.gpus)) or USUAL_GPUS
     return Simulation(measured, planned, beside, memory, left_free, gpus, kinds)
 
 
-async def _run_simulation(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+async def _run_simulation(settings: bytes, report: Callable[[str], None]) -> dict[str, Any]:
     """Run the simulated steps in a separate process without GPUs; return its measurements.
 
     Passes progress lines to `report`. Raises UserError for a problem that the process names, and
@@ -224,8 +224,7 @@ async def _run_simulation(config: Config, report: Callable[[str], None]) -> dict
             environ={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, log=log,
         )  # fmt: skip
         try:
-            data = config.model_dump_json().encode()
-            answer = await child.request(data, math.inf, lambda part: report(part.decode()))
+            answer = await child.request(settings, math.inf, lambda part: report(part.decode()))
         except ChildEnded as end:
             printed = log.read_text() if log.exists() else ""
             raise RuntimeError(f"{end}\n{printed}") from None

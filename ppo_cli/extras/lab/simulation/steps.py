@@ -111,7 +111,9 @@ def simulate(config: Config, report: Callable[[str], None] = lambda text: None) 
         rest, by_maker = device.total_bytes, _positive(device.by_maker)
         host_rest = host.total_bytes
         phases = {
-            name: _measure(simulator, name, budget, work, config, ranks, report)
+            name: _measure(
+                simulator, name, make_batch(config, name, budget), budget, work, ranks, report
+            )
             for name, budget, work in _phases(rank0)
         }
     return Measurements(max(1, size), rest, by_maker, host_rest, phases)
@@ -133,9 +135,9 @@ def _phases(
 def _measure(
     simulator: Simulator,
     name: str,
+    batch: TrainBatch,
     budget: Budget,
     work: Callable[[TrainBatch], object],
-    config: Config,
     ranks: Ranks,
     report: Callable[[str], None],
 ) -> PhaseMeasurement:
@@ -143,7 +145,6 @@ def _measure(
     device, host, collectives = (
         simulator.device_memory, simulator.host_memory, simulator.collectives,
     )  # fmt: skip
-    batch = make_batch(config, name, budget)
     began = time.monotonic()
     report(name)
     gc.collect()
@@ -189,7 +190,8 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
         "update of the critic": config.critic.ppo_mini_batch_size,
     }[phase]
     # Full rows: the longest prompt, and as many response tokens as fit.
-    at_once, length = _choose_rows(config, prompts * n, budget)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    at_once, length = _choose_rows(longest, prompts * n, n, ranks, budget)
     response = max(1, length - config.data.max_prompt_length)
     prompt = length - response
     count = min(prompts * n, TURNS * at_once * ranks)
@@ -219,15 +221,15 @@ def make_batch(config: Config, phase: str, budget: Budget) -> TrainBatch:
     )
 
 
-def _choose_rows(config: Config, row_count: int, budget: Budget) -> tuple[int, int]:
+def _choose_rows(
+    longest: int, row_count: int, n: int, ranks: int, budget: Budget
+) -> tuple[int, int]:
     """Return the number of rows that fill a micro-batch, and their length.
 
     Rows of the longest length fill a budget that is a multiple of it. Otherwise packed rows fill
     it with more and shorter rows, of equal length so that they are distributed evenly.
     """
     # Candidates: number of rows in a micro-batch -> their length.
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    ranks, n = data_ranks(config), config.rollout.n
     full = max(1, min(budget.tokens // longest, budget.rows or budget.tokens))
     step = n if budget.shared and full >= n else 1  # rows of one prompt come together
     choices = {full // step * step: longest}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -206,10 +206,11 @@ def _check_same_run(folder: Path, config: Config) -> None:
     """Raise ConfigError if the folder holds a verl run that was started with other settings."""
     from ppo_cli.run.identity import describe_changes, setting_values
 
-    def values(config: Config) -> dict[str, Any]:
-        return setting_values(config) | {name: value_of(config, name) for name in ROWS}
-
-    if other := describe_changes(values(run_settings(folder)), values(config)):
+    before, now = (
+        setting_values(settings) | {name: value_of(settings, name) for name in ROWS}
+        for settings in (run_settings(folder), config)
+    )
+    if other := describe_changes(before, now):
         raise ConfigError(
             f"{folder} holds a run on verl with another {other}. Name another folder, or start "
             "from scratch in this one with --resume never."
