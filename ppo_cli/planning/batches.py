@@ -145,15 +145,17 @@ def count_micro_batches(config: Config) -> dict[str, int]:
     """Return the micro-batches of one rank if every response has the maximum length."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     counts = {}
-    for who, part in {"actor": config.actor, "critic": config.critic}.items():
+    parts: dict[str, Actor | Critic] = {"actor": config.actor}
+    if config.uses_critic:
+        parts["critic"] = config.critic
+    for who, part in parts.items():
         # Per rank: its share of the responses, in micro-batches of a fixed size or of a budget.
         rows = part.ppo_mini_batch_size * config.rollout.n
         rank_rows = math.ceil(rows / data_ranks(config))
         fits = part.ppo_micro_batch_size_per_gpu or max(
             1, part.ppo_max_token_len_per_gpu // longest
         )
-        if who == "actor" or config.uses_critic:
-            counts[f"{who}_micro_batches_at_most"] = math.ceil(rank_rows / fits)
+        counts[f"{who}_micro_batches_at_most"] = math.ceil(rank_rows / fits)
     return counts
 
 

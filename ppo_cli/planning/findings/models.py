@@ -142,7 +142,7 @@ def _describe_other_tokens(policy_path: str, path: str, flag: str) -> str:
     return vocabulary_problem(path, flag, size, ids, policy_path, policy_size, policy_ids)
 
 
-def damaged_models(training: Mapping[str, str], reward: Reward) -> list[str]:
+def damaged_models(training: dict[str, str], reward: Reward) -> list[str]:
     """Return a sentence for each model from a checkpoint whose files changed since it was saved.
 
     `training` has the models to train, by the settings that name them.

@@ -21,10 +21,10 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.models.known_models import is_url
-from ppo_cli.config.schema.algorithm import Actor, Algorithm, Critic
+from ppo_cli.config.schema.algorithm import Actor, Algorithm, Critic, Ref
 from ppo_cli.config.schema.keys import find_key, offered_choices, table, value_of
 from ppo_cli.config.schema.reward import Reward
-from ppo_cli.config.schema.run import Config, Data, Model, Ref, Rollout, Trainer
+from ppo_cli.config.schema.run import Config, Data, Model, Rollout, Trainer
 from ppo_cli.config.settle import settle
 from ppo_cli.extras.migrate.verl.translations import TRANSLATIONS
 from ppo_cli.extras.migrate.verl.translator import WRAPPER, foreign_names, read_verl_defaults
