@@ -137,6 +137,12 @@ def test_workers_beside_gpus_are_not_started() -> None:
     assert "but 2 GPU(s) are used; leave it out, or hide them" in line
 
 
+def test_a_placement_can_be_read_also_on_the_engine_of_a_package() -> None:
+    for engine in ("ray", "verl"):
+        (line,) = problems(f"trainer.engine={engine}", "trainer.placement=nonsense")
+        assert "comes before any role" in line
+
+
 def test_offloading_needs_a_gpu_or_several_processes() -> None:
     overrides = "actor.fsdp_config.optimizer_offload=true"
     (line,) = remarks(settle(overrides), {})

@@ -172,11 +172,13 @@ SPAN = "rollout.tensor_model_parallel_size"
 def check_devices(scene: Scene) -> Iterator[Finding]:
     """Yield the clashes about nodes, workers, devices and ranks, which this machine decides too.
 
-    The engine of a package checks these settings itself. Checks that need a valid placement are
-    skipped if counts or placement clash.
+    The engine of a package checks these settings itself, but the plan reads its placement. Checks
+    that need a valid placement are skipped if counts or placement clash.
     """
     config, requested = scene.config, scene.requested
+    unreadable = [*_check_placement_text(config.trainer)]
     if runs_elsewhere(config.trainer.engine):
+        yield from unreadable
         return
     # An existing Ray cluster may have nodes that are not known here.
     joined = scene.environ.get("RAY_ADDRESS", "").strip() != ""
@@ -188,11 +190,14 @@ def check_devices(scene: Scene) -> Iterator[Finding]:
     broken = [
         *_check_worker_counts(requested.trainer, scene.machine),
         *_check_local_engine(requested.trainer, requested.rollout),
-        *_check_placement(
-            config.trainer,
-            config.rollout.tensor_model_parallel_size,
-            requested.trainer.num_workers,
-            requested.rollout.num_samplers,
+        *(
+            unreadable
+            or _check_placement(
+                config.trainer,
+                config.rollout.tensor_model_parallel_size,
+                requested.trainer.num_workers,
+                requested.rollout.num_samplers,
+            )
         ),
     ]
     yield from broken
@@ -305,22 +310,26 @@ def _check_quantization(config: Config) -> Iterator[Finding]:
             )
 
 
-def _check_placement(
-    trainer: Trainer, span: int, workers: int | None, samplers: int | None
-) -> Iterator[Finding]:
-    """Yield clashes of --placement: its text, missing roles, and devices that do not fit.
-
-    A sampler has `span` GPUs. `workers` and `samplers` are the numbers of processes that were set.
-    """
-    text = trainer.placement
-    if text is None or trainer.engine == "local":
-        return
+def _check_placement_text(trainer: Trainer) -> Iterator[Finding]:
+    """Yield why --placement cannot be read; one process does not read it."""
     try:
-        roles = read_placement(text)
+        if trainer.engine != "local":
+            read_placement(trainer.placement or "")
     except ValueError as error:
         dot = "" if str(error)[-1] in ".?" else "."
         yield Finding((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
+
+
+def _check_placement(
+    trainer: Trainer, span: int, workers: int | None, samplers: int | None
+) -> Iterator[Finding]:
+    """Yield clashes of a readable --placement: missing roles, and devices that do not fit.
+
+    A sampler has `span` GPUs. `workers` and `samplers` are the numbers of processes that were set.
+    """
+    if trainer.placement is None or trainer.engine == "local":
         return
+    roles = read_placement(trainer.placement)
     # Both main roles need devices; reward and judge are optional.
     for role in ("train", "rollout"):
         if role not in roles:
