@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +26,7 @@ import numpy as np
 from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.row_sets import RowSet, list_notes
 from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
+from ppo_cli.data_sets.words import WordCounts, open_words
 from ppo_cli.errors import DataError, first_line, plural
 from ppo_cli.machine.memory import own_memory
 from ppo_cli.records import Message, Prompt
@@ -156,11 +157,17 @@ class Renderer:
     def measure(self, blocks: Iterable[Sequence[RowPrompt]]) -> Iterator[list[int | RowError]]:
         """Yield the numbers of tokens of blocks of prompts; an error for one that is refused.
 
-        While the texts of a block are tokenised, those of the next are rendered.
+        While the texts of a block are tokenised, those of the next are rendered. Texts whose words
+        are counted do not need the tokenizer's threads.
         """
         counted: Future[list[int | RowError]] | None = None
         for prompts in blocks:
-            texts = self.fill(prompts)
+            texts: list[str | int | RowError] = [*self.fill(prompts)]
+            if words := self.words:
+                texts = [
+                    words.count(text) if isinstance(text, str) and text.isascii() else text
+                    for text in texts
+                ]
             if counted is not None:
                 yield counted.result()
             counted = run_in_thread(partial(self.count_tokens, texts))
@@ -170,11 +177,14 @@ class Renderer:
         if counted is not None:
             yield counted.result()
 
-    def count_tokens(self, texts: Sequence[str | RowError]) -> list[int | RowError]:
-        """Return the number of tokens of each text, or why the model cannot read it."""
+    def count_tokens(self, texts: Sequence[str | int | RowError]) -> list[int | RowError]:
+        """Return the number of tokens of each text, or why the model cannot read it.
+
+        What is not a text is returned as it is.
+        """
         plain = [text for text in texts if isinstance(text, str)]
         counts: list[int | RowError] = []
-        if self.uses_template and self.reads_all_tokens and self.tokenizer.is_fast:
+        if self.counts_only:
             # Without offsets and lists of ids, which take a third of the time.
             self.tokenise(plain[:1])  # neither cuts nor pads texts from now on
             encode = self.tokenizer.backend_tokenizer.encode_batch_fast
@@ -187,7 +197,17 @@ class Renderer:
         following = iter(counts)
         return [next(following) if isinstance(text, str) else text for text in texts]
 
-    @property
+    @cached_property
+    def words(self) -> WordCounts | None:
+        """The tokenizer's numbers of tokens of words, if they add up to those of texts."""
+        return open_words(self.tokenizer.backend_tokenizer) if self.counts_only else None
+
+    @cached_property
+    def counts_only(self) -> bool:
+        """Whether texts can be counted without their token ids."""
+        return self.uses_template and self.reads_all_tokens and self.tokenizer.is_fast
+
+    @cached_property
     def reads_all_tokens(self) -> bool:
         """Whether the model has an embedding for each token of the tokenizer."""
         size = self.vocabulary_size
@@ -270,6 +290,7 @@ class Renderer:
         copies = [[dict(message) for message in messages] for messages in conversations]
         try:
             with limit_template():
+                flatten_globals(self.tokenizer.chat_template)
                 texts = self.tokenizer.apply_chat_template(
                     copies, tokenize=False, add_generation_prompt=True, **self.template_arguments
                 )
@@ -351,6 +372,18 @@ def split_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
         size += len(text)
     if chunk:
         yield chunk
+
+
+def flatten_globals(template: Any) -> None:
+    """Let Jinja copy a template's globals from a dictionary for each text.
+
+    It keeps them as a chain of dictionaries: to copy these takes longer than to render most texts.
+    """
+    with suppress(ImportError):  # it is not part of transformers' interface
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled = _compile_jinja_template(template)  # kept by transformers
+        compiled.globals = dict(compiled.globals)
 
 
 @contextmanager
