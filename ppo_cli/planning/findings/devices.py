@@ -66,8 +66,9 @@ def missing_packages(scene: Scene) -> Iterator[str]:
     if loggers:
         names = sorted(loggers)
         yield (
-            f"--logger {','.join(names)} is not installed. Run `{shlex.quote(sys.executable)} -m "
-            f"pip install {' '.join(names)}`, or leave it out of --logger."
+            f"--logger {','.join(names)} (trainer.logger) is not installed. Run "
+            f"`{shlex.quote(sys.executable)} -m pip install {' '.join(names)}`, or leave it out of "
+            "--logger."
         )
     # The others are always imported.
     unneeded = {name for name, *_ in needs} - {name for name, needed, *_ in needs if needed}

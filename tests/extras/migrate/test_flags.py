@@ -270,7 +270,8 @@ def follow_advice(line: list[str], text: str) -> list[str]:
             values = list(itertools.takewhile(lambda w: w[:2] != "--" and "=" not in w, rest))
             values = values if word.startswith("--") else []
             rest = rest[len(values) :]
-            if word.partition("=")[0].removeprefix("actor_rollout_ref.") not in refused:
+            key = word.partition("=")[0].lstrip("+")
+            if key.removeprefix("actor_rollout_ref.") not in refused:
                 line += [word, *values]
         both = 2 if re.search(r"=\w+, and \w", advice) else 1
         line += re.findall(r"--\w+ [\d.]+|[\w.]+=[a-z\d.]+|--preset \w+", advice)[:both]
@@ -304,6 +305,8 @@ LINES = [
     " actor_rollout_ref.rollout.n=4",
     f"{VERL} algorithm.adv_estimator=grpo distillation.enabled=true distillation.num_workers=8",
     f"{VERL} reward.reward_model.rollout.prompt_length=8 reward.reward_model.enable=false",
+    f"{VERL} trainer.logger=['console','swanlab']",
+    f"{VERL} +trainer.logger=[console,mlflow,clearml]",
 ]
 
 
