@@ -116,16 +116,20 @@ def worker_lost(
     return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {detail}")
 
 
-def no_answer(members: list[WorkerHandle], doing: str, seconds: float) -> WorkerLost:
-    """The error for workers that run and do not answer; it names those that others wait for."""
+def no_answer(
+    members: list[WorkerHandle], doing: str, seconds: float, *, logs_frame: bool = False
+) -> WorkerLost:
+    """The error for workers that run and do not answer; it names those that others wait for.
+
+    `logs_frame` says that a running worker has logged where it is.
+    """
     frames = {member: find_late_frame(member.log, member.pid) for member in members}
     waiting = [member for member in members if COLLECTIVES in frames[member]]
     silent = [member for member in members if member not in waiting] or members
-    # Where each one is. The others had the time to log it.
     names = []
     for member in silent:
         where = f" (at {frames[member]})" if frames[member] else ""
-        if waiting and not where:
+        if logs_frame and not where and member.pid and member.log.exists():
             where = f" (process {member.pid}, which seems to be stopped: it logs nothing any more)"
         names.append(f"{member}{where}")
     verb = "has" if len(silent) == 1 else "have"
@@ -222,7 +226,9 @@ class Waits:
                 return ready[0]
             if time.monotonic() > deadline:
                 calls = list(pending.values())
-                raise no_answer([call.member for call in calls], calls[0].doing, seconds)
+                members = [call.member for call in calls]
+                late = seconds >= self.timeout_s
+                raise no_answer(members, calls[0].doing, seconds, logs_frame=late)
 
     def check(self, *, may_stop: bool = False) -> None:
         """Raise when Ray is gone, or the user wants to stop and may."""
