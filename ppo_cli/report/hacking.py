@@ -29,6 +29,7 @@ UNCONFIRMED = 0.02  # rise of the reward by surface features that a second judge
 UNCONFIRMED_ERRORS = 3.5  # the same in standard errors, as each step is another chance to err
 MORE_FAILURES = 0.1  # rise of the share of responses without a score
 MIN_STEPS = 5  # before an alarm
+BENT_STEPS = 3  # after a bend at least: a third of level series would bend later, by noise
 
 
 def find_hacking(steps: History, limits: Limits) -> str:
@@ -60,8 +61,8 @@ def find_hacking(steps: History, limits: Limits) -> str:
     moved = f"risen by {rise:.2f}" if rise >= 0.005 else f"moved by {rise:+.2f}"
     look = ppo(f"show {limits.run_dir} --step {steps[-1]['step']} --best 5")
     return (
-        f"The model {'exploits' if watched else 'may exploit'} its reward: since step {since} "
-        f"{what} {moved}, {', and '.join(evidence)}. Look at these responses: "
+        f"The model {'exploits' if watched else 'may exploit'} its reward, it seems since step "
+        f"{since}: {what} {moved}, {', and '.join(evidence)}. Look at these responses: "
         f"`{look}`. `{ppo(f'reward audit --config {limits.run_dir}/config.yaml')}` tests the "
         f"reward; {name_checkpoint_before(since, limits)}."
     )
@@ -96,11 +97,12 @@ def find_onset(steps: History, limits: Limits) -> int:
 def find_bend(series: Sequence[tuple[int, float]]) -> int:
     """Return the step after which values that were level before begin to rise, or to fall.
 
-    Least squares over the steps c of value = a + b max(0, step - c).
+    Least squares over the steps c of value = a + b max(0, step - c); the last steps are no c, as
+    noise in the newest value looks like a bend before it.
     """
     mean = fmean(value for _, value in series)
     explained: dict[int, float] = {}
-    for bend, _ in series[:-1]:
+    for bend, _ in series[:-BENT_STEPS]:
         xs = [max(0, step - bend) for step, _ in series]
         middle = fmean(xs)
         covariance = sum((x - middle) * (v - mean) for x, (_, v) in zip(xs, series, strict=True))

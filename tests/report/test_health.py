@@ -12,6 +12,7 @@ from ppo_cli.cli.screen import COLUMNS
 from ppo_cli.config.mixture import Watched
 from ppo_cli.report import health
 from ppo_cli.report.drift import Opinion, measure_judge_drift
+from ppo_cli.report.hacking import find_onset
 from ppo_cli.report.health import (
     CALM_STEPS,
     REPEAT_AFTER,
@@ -252,10 +253,17 @@ def test_labels_of_people_come_before_a_second_judge() -> None:
         findings = find_troubles(history(100), Limits(people=opinions))
         assert ("hacking" in findings) is alarm
     assert (
-        "The model exploits its reward: since step 1 the judge's scores have risen by 0.30, while "
-        "the labels that people gave rose by only 0.00. "
+        "The model exploits its reward, it seems since step 1: the judge's scores have risen by "
+        "0.30, while the labels that people gave rose by only 0.00. "
         in find_troubles(history(100), Limits(people=people(0.3)))["hacking"]
     )
+
+
+@pytest.mark.parametrize("newest", [0.05, 0.35])
+def test_an_exploit_does_not_begin_with_an_unusual_newest_step(newest: float) -> None:
+    gaps = [0.2, 0.21, 0.19, 0.2, 0.22, 0.18, 0.2, 0.2, newest]
+    steps = history(len(gaps), lambda s: watched(0.3 + gaps[s - 1], 0.3))
+    assert find_onset(steps, Limits()) <= 6
 
 
 def falls(step: int, **then: float) -> Change:
