@@ -142,10 +142,7 @@ def importance_weights(
     weights_BT = torch.where(mask_BT, ratio_BT, 0.0)
     if not normalize:
         return weights_BT
-    if level == "token":
-        mean = masked_mean(weights_BT, mask_BT)
-    else:
-        mean = masked_mean(masked_mean(weights_BT, mask_BT, 1), mask_BT.any(1))
+    mean = (masked_mean if level == "token" else mean_kl)(weights_BT, mask_BT)
     # A mean of (nearly) 0 means that nothing counts: leave the zeros as they are.
     return weights_BT / torch.where(mean > 1e-8, mean, 1.0)
 

@@ -111,12 +111,6 @@ def policy_loss(
     loss, as a constant. Raises ValueError as `aggregate` does; ConfigError for an unknown kind, and
     as `_check_loss` does.
     """
-    require_same_shape(
-        new_logprobs_BT=new_logprobs_BT,
-        old_logprobs_BT=old_logprobs_BT,
-        advantages_BT=advantages_BT,
-        mask_BT=mask_BT,
-    )
     # The loss of each token, times its importance weight, then one number.
     declared = POLICY_LOSSES[kind]
     inputs = _mask_inputs(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
@@ -173,8 +167,12 @@ def _mask_inputs(
 ) -> dict[str, Tensor]:
     """Return the inputs of a loss by name, 0 outside the mask (ratio_BT 1).
 
-    ratio = exp(new - old), with the log-ratio clamped to [-20, 20], so that it stays finite.
+    ratio = exp(new - old), with the log-ratio clamped to [-20, 20], so that it stays finite. Raises
+    ValueError for shapes that differ.
     """
+    require_same_shape(
+        new_logprobs_BT=new_BT, old_logprobs_BT=old_BT, advantages_BT=advantages_BT, mask_BT=mask_BT
+    )
     new_BT, old_BT, advantages_BT = (
         torch.where(mask_BT, x, 0.0) for x in (new_BT, old_BT, advantages_BT)
     )
@@ -240,9 +238,8 @@ def dppo_tv(
     """`_dppo` with the total variation of a token, |p - old p|."""
     with torch.no_grad():
         p_BT, old_p_BT = new_logprobs_BT.exp(), old_logprobs_BT.exp()
-        divergence_BT = (p_BT - old_p_BT).abs()
     return _dppo(
-        divergence_BT, p_BT, old_p_BT, new_logprobs_BT, ratio_BT, advantages_BT,
+        (p_BT - old_p_BT).abs(), p_BT, old_p_BT, new_logprobs_BT, ratio_BT, advantages_BT,
         (clip_low, clip_high), dual_clip,
     )  # fmt: skip
 
@@ -442,12 +439,6 @@ def choose_tokens(
     arXiv 2505.22617, eq. 10). The function that the loss declares chooses `share` of all tokens, at
     least one, and gets its inputs by name.
     """
-    require_same_shape(
-        new_logprobs_BT=new_logprobs_BT,
-        old_logprobs_BT=old_logprobs_BT,
-        advantages_BT=advantages_BT,
-        mask_BT=mask_BT,
-    )
     inputs = _mask_inputs(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
     new_BT, advantages_BT = inputs["new_logprobs_BT"], inputs["advantages_BT"]
     cov_BT = (new_BT - masked_mean(new_BT, mask_BT)) * (

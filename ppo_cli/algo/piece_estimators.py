@@ -38,9 +38,8 @@ def piece_group(
     for at in group_rows(mask_BT, group_B):
         mean_K = to_go_BK[at].mean(0) if len(at) > 1 else torch.zeros_like(to_go_BK[0])
         centred_BK[at] = _without_rounding(to_go_BK[at], mean_K)
-    return _spread(centred_BK, mask_BT, piece_BT, norm_by_std), _spread(
-        to_go_BK, mask_BT, piece_BT, False
-    )
+    returns_BT = _spread(to_go_BK, mask_BT, piece_BT, False)
+    return _spread(centred_BK, mask_BT, piece_BT, norm_by_std), returns_BT
 
 
 def piece_batch(
