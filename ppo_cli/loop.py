@@ -111,8 +111,7 @@ def finish(job: Job, state: RunState) -> bool:
         # Report after the validation: both are one line of metrics. A logger may not answer.
         job.tracker.step(state.step, state.unfinished or {})
     state.unfinished = None
-    limit = trainer.max_nonfinite_steps
-    state.stop_after_broken_steps(limit, job.resume_command, job.store.newest())
+    state.stop_after_broken_steps(job)
     # Save, also when the run ends or was asked to stop.
     stop_reason = find_stop_reason(job, state)
     done = last or is_out_of_patience(job, state)

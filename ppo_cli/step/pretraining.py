@@ -42,9 +42,7 @@ def pretrain_critic(job: Job, state: RunState) -> None:
         check_reward(job, state, scored)
         state.pretraining.append(metrics)
         job.tracker.pretraining(state.pretraining)
-        state.stop_after_broken_steps(
-            job.config.trainer.max_nonfinite_steps, job.resume_command, job.store.newest()
-        )
+        state.stop_after_broken_steps(job)
         # Saved at the end too, so that other runs can start from the pretrained critic.
         stop_reason = job.stop_requested() or unscored_reason(state)
         done = is_pretrained(limits, state.pretraining)

@@ -111,9 +111,10 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
         # Keep the groups with a signal, until the batch is full.
         for g, prompt in enumerate(prompts):
             group = slice(g * n, (g + 1) * n)
-            unscored += not any(s.score.judged for s in scored[group])
-            differs = _has_signal(config, scored[group])
-            alike += not differs
+            # Imputed scores and parts without a value are no difference, nor is rounding.
+            judged = [s for s in scored[group] if s.score.judged]
+            differs = Moments.from_values(_filter_value(job, s) for s in judged).varies
+            unscored, alike = unscored + (not judged), alike + (not differs)
             if differs and len(chosen.prompts) < batch_size:
                 chosen.prompts.append(prompt)
                 chosen.rollouts.extend(rollouts[group])
@@ -131,18 +132,9 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
     )
 
 
-def _has_signal(config: Config, group: Sequence[Scored]) -> bool:
-    """Whether the responses to a prompt differ in algorithm.filter_groups.metric.
-
-    Imputed scores and parts without a value do not count.
-    """
-    # A missing value does not count as a difference, nor does rounding.
-    judged = (sample for sample in group if sample.score.judged)
-    return Moments.from_values(_filter_value(config, sample) for sample in judged).varies
-
-
-def _filter_value(config: Config, sample: Scored) -> float | None:
+def _filter_value(job: Job, sample: Scored) -> float | None:
     """Return the value by which dynamic sampling compares responses."""
+    config = job.config
     name = config.algorithm.filter_groups.metric
     # `acc` is a part where the reward returns one, and the score otherwise.
     if name in (None, "score") or (name == "acc" and name not in sample.score.parts):

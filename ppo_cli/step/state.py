@@ -96,21 +96,18 @@ class RunState:
         none = not any(s.score.judged for s in scored)
         self.unscored_steps = self.unscored_steps + 1 if none else 0
 
-    def stop_after_broken_steps(self, limit: int, resume_command: str, newest: Path | None) -> None:
-        """Raise UserError when gradients were not finite in `limit` consecutive steps.
-
-        The advice changes settings, so the command names the `newest` checkpoint explicitly.
-        """
+    def stop_after_broken_steps(self, job: Job) -> None:
+        """Raise UserError when gradients were not finite in too many consecutive steps."""
+        limit = job.config.trainer.max_nonfinite_steps
         if self.broken_steps >= limit:
+            # The advice changes settings, so the command names the newest checkpoint explicitly.
+            command, newest = job.resume_command, job.store.newest()
+            if newest:
+                command = replace_flag(command, "--resume", str(newest))
             raise UserError(
                 f"Gradients were not finite in {limit} steps in a row (the last is step "
                 f"{self.step}); those updates were skipped. Lower --lr and --critic_lr, set "
-                "actor.grad_clip or --dtype float32, then start again: "
-                + (
-                    replace_flag(resume_command, "--resume", str(newest))
-                    if newest
-                    else resume_command
-                )
+                f"actor.grad_clip or --dtype float32, then start again: {command}"
             )
 
     def write(

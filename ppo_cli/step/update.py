@@ -7,10 +7,9 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
-from ppo_cli.config.schema.run import Config
+from ppo_cli.config.schema.algorithm import Actor, Critic
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.records import Scored
 from ppo_cli.report.metrics import StepSums
@@ -95,25 +94,23 @@ def update_critic(
     job: Job, batch: TrainBatch, sums: StepSums, key: tuple[int, int], *, pretraining: bool = False
 ) -> None:
     """Train the critic in epochs of mini-batches; `key` is the random stream and the step."""
-    config = job.config
-    size, epochs = config.critic.ppo_mini_batch_size, config.critic.ppo_epochs
-    with job.tracker.phase("update critic", epochs) as advance:
-        for epoch in range(epochs):
-            for rows in _mini_batches(config, key, epoch, size, batch, "critic"):
-                part = batch.rows(rows)
+    config, settings = job.config, job.config.critic
+    with job.tracker.phase("update critic", settings.ppo_epochs) as advance:
+        for epoch in range(settings.ppo_epochs):
+            seed = stream_seed(config.trainer.seed, *key, epoch, 0)
+            for part in _mini_batches(settings, config.rollout.n, seed, batch):
                 sums.add(job.engine.step(MiniBatch(part, False, True, pretraining)))
             advance(1)
 
 
 def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) -> None:
     """Train the actor in epochs of mini-batches, until target_kl stops it."""
-    settings = job.config.actor
-    size = settings.ppo_mini_batch_size
+    config, settings = job.config, job.config.actor
     with job.tracker.phase("update actor", settings.ppo_epochs) as advance:
         for epoch in range(settings.ppo_epochs):
-            key = MINI_BATCHES, state.step
-            for rows in _mini_batches(job.config, key, epoch, size, batch, "actor"):
-                step = job.engine.step(MiniBatch(batch.rows(rows), actor=True, critic=False))
+            seed = stream_seed(config.trainer.seed, MINI_BATCHES, state.step, epoch, 1)
+            for part in _mini_batches(settings, config.rollout.n, seed, batch):
+                step = job.engine.step(MiniBatch(part, actor=True, critic=False))
                 sums.add(step)
                 # Early stopping: 1.5 times the target, as in OpenAI's Spinning Up.
                 moved, tokens = step.get("actor/approx_kl", (0.0, 1.0))
@@ -124,19 +121,15 @@ def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) 
 
 
 def _mini_batches(
-    config: Config, key: tuple[int, int], epoch: int, prompts: int, batch: TrainBatch, role: str
-) -> Iterator[Tensor]:
-    """Yield row indices of mini-batches of `prompts` times rollout.n rows; the last may be less.
+    settings: Actor | Critic, responses: int, seed: int, batch: TrainBatch
+) -> Iterator[TrainBatch]:
+    """Yield mini-batches with `responses` rows for each prompt; the last may have less.
 
-    Single rows are shuffled if the settings of `role`, actor or critic, say so; `key` is the random
-    stream and the step.
+    Single rows are shuffled if the settings say so. Actor and critic have their own seeds.
     """
-    # Actor and critic have their own orders, each derived from the run's seed.
-    settings = config.actor if role == "actor" else config.critic
     order = np.arange(len(batch))
     if settings.shuffle:
-        seed = stream_seed(config.trainer.seed, *key, epoch, int(role == "actor"))
         order = np.random.default_rng(seed).permutation(order)
-    size = prompts * config.rollout.n
+    size = settings.ppo_mini_batch_size * responses
     for start in range(0, len(order), size):
-        yield torch.from_numpy(order[start : start + size])
+        yield batch.rows(torch.from_numpy(order[start : start + size]))
