@@ -19,7 +19,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ppo_cli.algo.batch import Annotations, Batch
 from ppo_cli.cluster.driver import BEAT
 from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import WorkerFault, WorkerHandle
@@ -36,7 +35,7 @@ from ppo_cli.signals import note_signal
 # Ray must be joined and left in the main thread.
 IN_MAIN_THREAD = ("build", "close")
 # Methods of `ClusterEngine` with the same arguments and results.
-PASSED_ON = ("step", "publish", "load")  # the engine's own
+PASSED_ON = ("annotate", "step", "publish", "load")  # the engine's own
 TELLING = ("build", "generate")  # these may tell something before their end
 
 
@@ -94,16 +93,12 @@ class Service:
         One request at a time.
         """
         self._told_under = number
-        yield from self._built.sample(prompts, sampling, begun)
+        yield from self._built.generate(prompts, sampling, begun)
 
     def stop(self, reason: str) -> None:
         """Stop the build of the engine."""
         self._stop = reason
         note_signal()  # this process gets none itself
-
-    def annotate(self, batch: Batch) -> list[Annotations]:
-        """The annotations of each rank; the run has the batch."""
-        return self._built.annotate_ranks(batch)
 
     def save(self, directory: Path, last: bool) -> Iterator[None]:
         """Yields when the snapshot is taken, and ends when all is on disk."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
+from ppo_cli.algo.batch import Annotations, Batch
 from ppo_cli.cluster.members import (
     USE_MEMORY,
     Call,
@@ -23,7 +23,6 @@ from ppo_cli.cluster.members import (
     no_answer,
 )
 from ppo_cli.cluster.ray_session import node_answers
-from ppo_cli.cluster.serialise import prompts_by_uid, rejoin_prompt
 from ppo_cli.cluster.worker_process import import_code, rendezvous_url
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, describe_halving, merge_sums
@@ -158,7 +157,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class ClusterEngine:
-    """The engine over the workers; it has no model itself. `cluster` may host other objects too.
+    """The workers of `DriverEngine`, which puts their rollouts and annotations together.
+
+    It has no model itself. `cluster` may host other objects too.
 
     The tokenizer stays pickled here, because unpickling it would import transformers.
     """
@@ -177,6 +178,10 @@ class ClusterEngine:
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
         trainer = config.trainer
+        self._config = config
+        self._tokenizer = tokenizer
+        self._total_steps = total_steps
+        self._placement = placement
         self._weight_version = 0
         self.weight_transfer = config.rollout.weight_transfer
         self._insists_on_transfer = insists_on_transfer
@@ -195,20 +200,12 @@ class ClusterEngine:
         try:
             ranks = plural(len(placement.train), "learner rank")
             tell(f"Starting {ranks} and {plural(len(placement.rollout), 'sampler')}")
-            self._start(config, tokenizer, total_steps, placement)
+            self._start()
         except BaseException:
             self.close()
             raise
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
-    ) -> Iterator[Rollout]:
-        """Yield rollouts of all samplers as they finish."""
-        prompt_by_uid = prompts_by_uid(prompts, begun)
-        for sent in self.sample(prompts, sampling, begun):
-            yield from (rejoin_prompt(item, prompt_by_uid) for item in sent)
-
-    def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[list[tuple[str, Rollout]]]:
         """Yield rollouts without their prompts, as many together as came together."""
@@ -232,11 +229,7 @@ class ClusterEngine:
                 self._tell(describe_halving(halved.rows, f"Sampler {halved.sampler}"))
             yield [item for item in sent if not isinstance(item, Halved)]
 
-    def annotate(self, batch: Batch) -> AnnotatedBatch:
-        """Add old and reference log-probs, entropy and values."""
-        return merge_annotations(batch, self.annotate_ranks(batch))
-
-    def annotate_ranks(self, batch: Batch) -> list[Annotations]:
+    def annotate(self, batch: Batch) -> list[Annotations]:
         """The annotations of each rank's rows."""
         self._publisher.sleep()
         return self._call_learners("annotate", self.cluster.share(batch))
@@ -280,18 +273,16 @@ class ClusterEngine:
         samplers, self._samplers = self._samplers, []
         self.cluster.close(samplers)
 
-    def _start(
-        self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
-    ) -> None:
+    def _start(self) -> None:
         """Start all workers; a second time where weights cannot travel the chosen way.
 
         New processes, because the first attempt may hang in a collective.
         """
         while True:
-            self._start_workers(placement)
-            self._build_models(config, tokenizer, total_steps, placement)
+            self._start_workers()
+            self._build_models()
             try:
-                self._send_first_weights(config)
+                self._send_first_weights()
                 return
             except (UserError, WorkerLost) as error:
                 fixed = self._insists_on_transfer or self.weight_transfer == "memory"
@@ -309,10 +300,10 @@ class ClusterEngine:
         nodes = {member.node_id for member in (*self._learners, *self._samplers)}
         return not all(map(node_answers, nodes))
 
-    def _start_workers(self, placement: Placement) -> None:
+    def _start_workers(self) -> None:
         """Start a worker for each learner rank and each sampler of the placement."""
         seat = self.cluster.seat
-        train, rollout = placement.train, placement.rollout
+        train, rollout = self._placement.train, self._placement.rollout
         # Learners first: their index is their rank.
         seats = [
             seat(f"learner rank {rank}", [device], rank, len(train))
@@ -325,29 +316,31 @@ class ClusterEngine:
         self._learners = members[: len(train)]
         self._samplers = members[len(train) :]
 
-    def _build_models(
-        self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
-    ) -> None:
+    def _build_models(self) -> None:
         """Build the models in all workers, and print the remarks of the learners.
 
         Returns when every worker is ready. Raises the first error of one, and Interrupted if the
         user wants to stop meanwhile.
         """
         cluster, collect = self.cluster, self.cluster.waits.collect
-        shared = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
+        config, tokenizer = cluster.share(self._config), cluster.share(self._tokenizer)
         # Samplers load while learners import; only their results are waited for below.
         loading = [
-            cluster.ask(sampler, "start", "build_streaming", SAMPLER, i, *shared, self._profiles)
+            cluster.ask(
+                sampler, "start", "build_streaming", SAMPLER, i, config, tokenizer,
+                self.weight_transfer, self._profiles,
+            )
             for i, sampler in enumerate(self._samplers)
-        ]
+        ]  # fmt: skip
+        sleepers = self._placement.sleepers
         self._publisher = Publisher(
             cluster, self._learners, self._samplers,
-            sleepers=[self._samplers[i] for i in placement.sleepers],
+            sleepers=[self._samplers[i] for i in sleepers],
         )  # fmt: skip
-        if placement.sleepers:
+        if sleepers:
             # Samplers measure the memory that is free, so they come before the learner's models.
-            collect([loading[i] for i in placement.sleepers], may_stop=True)
-            loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
+            collect([loading[i] for i in sleepers], may_stop=True)
+            loading = [c for i, c in enumerate(loading) if i not in sleepers]
             self._publisher.sleep()
         # Learners import their code first, then meet: a slow import is not a lost rank.
         first, size = self._learners[0], len(self._learners)
@@ -363,8 +356,8 @@ class ClusterEngine:
         )
         joining = [
             cluster.ask(
-                learner, "join", "build", LEARNER, *shared[:2], total_steps, self._profiles, size,
-                rank, learner.node, point,
+                learner, "join", "build", LEARNER, config, tokenizer, self._total_steps,
+                self._profiles, size, rank, learner.node, point,
             )
             for rank, learner in enumerate(self._learners)
         ]  # fmt: skip
@@ -372,15 +365,15 @@ class ClusterEngine:
         for remark in self._call_learners("noted")[0]:
             self._tell(remark)
 
-    def _send_first_weights(self, config: Config) -> None:
+    def _send_first_weights(self) -> None:
         """Connect learners and samplers, and send the samplers the learner's weights."""
         if self.weight_transfer != "memory":
-            workers = config.rollout.tensor_model_parallel_size
+            workers = self._config.rollout.tensor_model_parallel_size
             address = LOOPBACK if self._one_node else self._learners[0].node
             self._publisher.connect(
                 ExchangePlan(
                     self.weight_transfer, tuple(self._samplers), workers, address,
-                    config.trainer.worker_timeout,
+                    self._config.trainer.worker_timeout,
                 )
             )  # fmt: skip
         # Weights that are missing in a model's folder are random, and differ between processes.

@@ -342,7 +342,7 @@ def open_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> 
     deadline = time.monotonic() + trainer.node_timeout
     host = socket.gethostname()
     tell("starting Ray on node 0")
-    options = replace(_offer(config, environ, own_address), port=trainer.master_port)
+    options = replace(_offer(config, own_address), port=trainer.master_port)
     ray = RayProcess(options, label=f"node 0 ({host})", environ=environ)
     # From here on a failure must end Ray.
     try:
@@ -375,7 +375,7 @@ def join_cluster(resolved: Resolved, environ: Mapping[str, str], tell: Tell) -> 
     set_token(trainer, environ)
     store, local_address = find_head(trainer, address, tell)
     facts = collect_facts(resolved, environ, socket.gethostname(), address or local_address)
-    options = replace(_offer(config, environ, facts.address), head_address=store.address)
+    options = replace(_offer(config, facts.address), head_address=store.address)
 
     def start_ray() -> RayProcess:
         return RayProcess(options, label=f"node {facts.rank} ({facts.host})", environ=environ)
@@ -625,7 +625,7 @@ def _use_given_cluster(address: str, timeout_s: float, tell: Tell) -> Nodes:
     return Nodes(address, timeout_s, tell)
 
 
-def _offer(config: Config, environ: Mapping[str, str], address: str | None) -> RayOptions:
+def _offer(config: Config, address: str | None) -> RayOptions:
     """Return what this node offers; without GPUs enough logical CPUs for all ranks and samplers."""
     gpus = config.trainer.n_gpus_per_node
     workers = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)

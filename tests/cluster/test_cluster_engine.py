@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.algo.batch import build_batch
 from ppo_cli.cluster.engine import ClusterEngine
-from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
-from tests.engine.packed_steps import scored
+from tests.cluster.whole_engine import WholeEngine, train_step
 from tests.engine.tiny_families import save_model
 from tests.settings import complete
 
@@ -36,7 +35,7 @@ FAMILIES = {
 def engines(
     request: pytest.FixtureRequest, address: str, tokenizer: Any,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[ClusterEngine, LocalEngine]]:  # fmt: skip
+) -> Iterator[tuple[WholeEngine, LocalEngine]]:  # fmt: skip
     """One model in a cluster and in this process. A process drives one cluster at a time."""
     kind, adapter = request.param
     folder = tmp_path_factory.mktemp(kind)
@@ -50,25 +49,13 @@ def engines(
             "trainer": {"worker_timeout": 120, "node_timeout": 120},
         }
     )
-    cluster = ClusterEngine(
+    cluster = WholeEngine(
         config, pickle.dumps(tokenizer), total_steps=8, insists_on_transfer=True,
         logs=folder / "logs", address=address,
         placement=Placement(1, 0, (0, 1), ((2,),), ()),
     )  # fmt: skip
     with closing(cluster):
         yield cluster, LocalEngine(config, tokenizer, total_steps=8)
-
-
-def train_step(
-    engine: ClusterEngine | LocalEngine, prompts: list[Prompt], pad: int
-) -> tuple[Any, ...]:
-    rollouts = sorted(
-        engine.generate(prompts, SAMPLING), key=lambda r: (int(r.key[0][1:]), r.sample)
-    )
-    annotated = engine.annotate(build_batch(rollouts, pad))
-    sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=True))
-    engine.publish()
-    return rollouts, annotated, sums
 
 
 def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...], version: int) -> None:
@@ -87,36 +74,42 @@ def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...], version: int
 
 
 def test_the_verbs_give_what_one_process_gives(
-    engines: tuple[ClusterEngine, LocalEngine], prompts: list[Prompt], tokenizer: Any,
+    engines: tuple[WholeEngine, LocalEngine], prompts: list[Prompt], tokenizer: Any,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     cluster, local = engines
     pad = tokenizer.pad_token_id
     for version in range(2):
-        assert_same(train_step(cluster, prompts, pad), train_step(local, prompts, pad), version)
+        assert_same(
+            train_step(cluster, prompts, SAMPLING, pad),
+            train_step(local, prompts, SAMPLING, pad),
+            version,
+        )
     for name, engine in (("cluster", cluster), ("local", local)):
         (tmp_path / name).mkdir()
         engine.save(tmp_path / name).result(60)
     digests = {".digests-0.json", ".digests-1.json"}  # of each rank, for `digests.json`
     names = {path.name for path in (tmp_path / "cluster").iterdir()}
     assert names == {"actor", "critic", "state"} | digests
-    expected = train_step(local, prompts, pad)
-    assert_same(train_step(cluster, prompts, pad), expected, 2)
+    expected = train_step(local, prompts, SAMPLING, pad)
+    assert_same(train_step(cluster, prompts, SAMPLING, pad), expected, 2)
     # Each reads what the other wrote, and goes on as before.
     cluster.load(tmp_path / "local")
-    assert_same(train_step(cluster, prompts, pad), expected, 2)
+    assert_same(train_step(cluster, prompts, SAMPLING, pad), expected, 2)
     local.load(tmp_path / "cluster")
-    assert_same(train_step(local, prompts, pad), expected, 2)
+    assert_same(train_step(local, prompts, SAMPLING, pad), expected, 2)
 
 
-def test_rollouts_stream(engines: tuple[ClusterEngine, LocalEngine], prompts: list[Prompt]) -> None:
-    pieces = list(engines[0].sample(prompts, Sampling(n=100, max_tokens=24, seed=5)))
+def test_rollouts_stream(engines: tuple[WholeEngine, LocalEngine], prompts: list[Prompt]) -> None:
+    pieces = list(
+        ClusterEngine.generate(engines[0], prompts, Sampling(n=100, max_tokens=24, seed=5))
+    )
     assert sum(len(piece) for piece in pieces) == 12 * 100
     assert len(pieces[0]) == 1 and len(pieces) > 2  # the first did not wait for the others
 
 
 def test_a_mistake_in_a_sampler_and_on_all_ranks_is_reported_and_the_engine_goes_on(
-    engines: tuple[ClusterEngine, LocalEngine], prompts: list[Prompt], tmp_path: Path
+    engines: tuple[WholeEngine, LocalEngine], prompts: list[Prompt], tmp_path: Path
 ) -> None:
     cluster, _ = engines
     with pytest.raises(DataError, match="p99 has no tokens"):

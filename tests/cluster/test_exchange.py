@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, build_batch
-from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.workers import ExchangePlan
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.planning.placement import Placement
 from ppo_cli.records import Prompt
+from tests.cluster.whole_engine import WholeEngine
 from tests.engine.packed_steps import scored
 from tests.settings import complete
 
@@ -83,13 +83,13 @@ ENGINE_CALLS = (
 @pytest.fixture(scope="module")
 def engine(
     address: str, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ClusterEngine]:
+) -> Iterator[WholeEngine]:
     config = settings("gloo")
     logs = tmp_path_factory.mktemp("run") / "logs"
     pickled = pickle.dumps(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ppo_cli.cluster.engine.SAMPLER", start_recording)
-        engine = ClusterEngine(
+        engine = WholeEngine(
             config,
             pickled,
             total_steps=4,
@@ -116,7 +116,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     # Settings that say that there are GPUs, of which one only samples: NCCL is chosen then.
     config = settings("nccl", n_gpus_per_node=2, placement="train:0,rollout:1")
     notes: list[str] = []
-    engine = ClusterEngine(
+    engine = WholeEngine(
         config, pickle.dumps(tokenizer), total_steps=4, insists_on_transfer=False,
         placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=notes.append,
         address=address,
@@ -140,7 +140,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
 
 
 def test_both_samplers_hold_the_learners_weights_after_each_publish(
-    engine: ClusterEngine, prompts: list[Prompt], tokenizer: Any
+    engine: WholeEngine, prompts: list[Prompt], tokenizer: Any
 ) -> None:
     for version in range(3):
         rollouts = list(engine.generate(prompts, SAMPLING))
@@ -153,19 +153,19 @@ def test_both_samplers_hold_the_learners_weights_after_each_publish(
         assert gap(engine.annotate(batch), batch.sampler_logprobs_BT) > 100 * TOLERANCE
 
 
-def test_an_engine_is_built_loaded_and_stepped_in_one_thread(engine: ClusterEngine) -> None:
+def test_an_engine_is_built_loaded_and_stepped_in_one_thread(engine: WholeEngine) -> None:
     for threads in engine.cluster.call(engine._samplers, "engine_threads"):
         assert threads.keys() == {*ENGINE_CALLS}
         assert len(set.union(*threads.values())) == 1, threads
 
 
-def test_a_way_that_does_not_work_here_is_told_at_the_start(engine: ClusterEngine) -> None:
+def test_a_way_that_does_not_work_here_is_told_at_the_start(engine: WholeEngine) -> None:
     plan = ExchangePlan("ipc", tuple(engine._samplers), 1, "127.0.0.1", timeout_s=60)
     with pytest.raises(ConfigError, match=r"do not travel by ipc here \(.*accelerator.*memory\.$"):
         engine._publisher.connect(plan)
 
 
-def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: ClusterEngine) -> None:
+def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: WholeEngine) -> None:
     stopped, killed = engine._learners[1].pid, engine._samplers[1].pid
     # Without the second rank no tensor is ever whole: the exchange stops, the samplers
     # wait for the first rank, and that waits for the second one. Nobody feels the loss by itself.

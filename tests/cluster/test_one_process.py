@@ -14,11 +14,9 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from ppo_cli.algo.batch import build_batch
 from ppo_cli.cluster import driver, driver_process, worker_process, workers
 from ppo_cli.cluster import engine as cluster_engine
 from ppo_cli.cluster.driver import Answer, DriverEngine
-from ppo_cli.cluster.engine import ClusterEngine
 from ppo_cli.cluster.members import (
     Call,
     Cluster,
@@ -31,7 +29,7 @@ from ppo_cli.cluster.serialise import dumps
 from ppo_cli.cluster.worker_process import Outcome, Worker, _failure
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.run import Config
-from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
@@ -39,9 +37,10 @@ from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, WorkerLost, exit_code_
 from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.channel import PART
 from ppo_cli.records import Prompt
-from tests.engine.packed_steps import scored
+from tests.cluster.whole_engine import WholeEngine, train_step
 from tests.settings import complete
 
+SAMPLING = Sampling(n=2, max_tokens=8, seed=5)
 PLACEMENT = Placement(1, 0, (0,), ((1,), (2,)), ())
 TRAINER = {
     "worker_timeout": 33.0, "node_timeout": 44.0, "threads": 3, "seed": 5,
@@ -125,15 +124,6 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     return requests
 
 
-def train(engine: Any, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
-    drawn = engine.generate(prompts, Sampling(n=2, max_tokens=8, seed=5))
-    rollouts = sorted(drawn, key=lambda rollout: rollout.key)
-    annotated = engine.annotate(build_batch(rollouts, pad))
-    sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=True))
-    engine.publish()
-    return rollouts, annotated, sums
-
-
 def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...], version: int) -> None:
     assert [r.token_ids for r in actual[0]] == [r.token_ids for r in expected[0]]
     assert {r.weight_version for r in actual[0]} == {version}
@@ -155,7 +145,7 @@ def test_settings_weights_and_state_reach_every_worker(
         for i, text in enumerate(texts)
     ]
     notes: list[str] = []
-    engine = ClusterEngine(
+    engine = WholeEngine(
         config, pickle.dumps(tokenizer), total_steps=3, insists_on_transfer=True,
         placement=PLACEMENT,
         logs=tmp_path / "logs", address="there", tell=notes.append,
@@ -184,7 +174,11 @@ def test_settings_weights_and_state_reach_every_worker(
     alone = LocalEngine(config, tokenizer, total_steps=3)
     pad = tokenizer.pad_token_id
     for version in range(2):
-        assert_same(train(engine, prompts, pad), train(alone, prompts, pad), version)
+        assert_same(
+            train_step(engine, prompts, SAMPLING, pad),
+            train_step(alone, prompts, SAMPLING, pad),
+            version,
+        )
 
     roles[1]._sampler.capacity.halve(8)
     list(engine.generate(prompts, Sampling(max_tokens=2)))
@@ -193,10 +187,10 @@ def test_settings_weights_and_state_reach_every_worker(
     engine.save(tmp_path / "saved").result(60)
     state = json.loads((tmp_path / "saved" / "state" / "engine.json").read_text())
     assert state["weight_version"] == 2 and state["room"] == [None, 4]
-    expected = train(alone, prompts, pad)
-    assert_same(train(engine, prompts, pad), expected, 2)
+    expected = train_step(alone, prompts, SAMPLING, pad)
+    assert_same(train_step(engine, prompts, SAMPLING, pad), expected, 2)
 
-    fresh = ClusterEngine(
+    fresh = WholeEngine(
         config, pickle.dumps(tokenizer), total_steps=3, insists_on_transfer=True,
         placement=PLACEMENT,
         logs=tmp_path / "logs", address="there",
@@ -204,7 +198,7 @@ def test_settings_weights_and_state_reach_every_worker(
     fresh.load(tmp_path / "saved")
     capacities = [member.handle._object._sampler.capacity for member in fresh._samplers]
     assert [room.rows for room in capacities] == [9, 4] and fresh._room == [None, 4]
-    assert_same(train(fresh, prompts, pad), expected, 2)
+    assert_same(train_step(fresh, prompts, SAMPLING, pad), expected, 2)
     fresh.close()
     engine.close()
 
