@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, extend_rollou
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout
 from tests.engine.packed_steps import annotated
+from tests.waiting import wait_until
 
 BATCH, SAMPLES = 3, 2
 PROMPTS = tuple(
@@ -241,10 +241,3 @@ def fail_with(error: Exception) -> Callable[[], None]:
         raise error
 
     return fail
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)

@@ -15,7 +15,8 @@ import pytest
 from ppo_cli.engine.async_rollout import AheadEngine, Round
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import ModelError, WorkerLost
-from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, fail_with, wait_until
+from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, fail_with
+from tests.waiting import wait_until
 
 Start = Callable[..., Run]
 

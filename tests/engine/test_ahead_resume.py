@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ppo_cli.errors import ModelError, WorkerLost
-from tests.engine.ahead_runs import Run, fail_with, wait_until
+from tests.engine.ahead_runs import Run, fail_with
+from tests.waiting import wait_until
 
 Start = Callable[..., Run]
 

@@ -101,15 +101,20 @@ def wait_for(path: Path, process: Any, seconds: float = 600) -> None:
         time.sleep(0.02)
 
 
-def train_killed_halfway(out: Path, *args: str) -> None:
-    """Run 8 steps: killed with -9 once step 4 is saved, then gone on with to the end."""
+def train_until_killed(out: Path, step: int, *args: str) -> None:
+    """Start a run, which is killed with -9 once this step is saved."""
     process = start(out, *args)
     try:
-        wait_for(out / "checkpoints" / "step_000004", process)
+        wait_for(out / "checkpoints" / f"step_{step:06d}", process)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == -signal.SIGKILL
+
+
+def train_killed_halfway(out: Path, *args: str) -> None:
+    """Run 8 steps: killed once step 4 is saved, then gone on with to the end."""
+    train_until_killed(out, 4, *args)
     assert not (out / "checkpoints" / "step_000008").exists()
     assert "Going on after step" in train(out, *args).stdout
 

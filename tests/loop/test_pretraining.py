@@ -23,6 +23,7 @@ from tests.loop.runs import (
     start,
     stored,
     train,
+    train_until_killed,
     wait_for,
 )
 
@@ -98,13 +99,7 @@ def test_killed_in_pretraining_it_goes_on_as_if_it_was_not(
     pretrained: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
-    process = start(out, *PRETRAINED)
-    try:
-        wait_for(out / "checkpoints" / "step_000000", process)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    train_until_killed(out, 0, *PRETRAINED)
     assert not (out / "checkpoints" / "step_000002").exists()
     assert 2 <= len(pretraining(out)) <= 6
     done = train(out, *PRETRAINED)
@@ -169,12 +164,7 @@ def test_two_ranks_killed_in_pretraining_go_on_as_if_they_were_not(tmp_path: Pat
     )  # fmt: skip
     whole, out = tmp_path / "whole", tmp_path / "killed"
     train(whole, *run)
-    process = start(out, *run)
-    try:
-        wait_for(out / "checkpoints" / "step_000000", process)
-    finally:
-        process.kill()
-        process.communicate()
+    train_until_killed(out, 0, *run)
     done = train(out, *run)
     assert "critic pretraining 6/6" in done.stdout and "pretraining 1/6" not in done.stdout
     assert pretraining(out) == pretraining(whole) and metrics(out) == metrics(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +39,3 @@ class Answering:
 
     def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Any = None) -> Scores:
         return self._answer(ids_BL, mask_BL)
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    for _ in range(12_000):
-        if reached():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen")

@@ -22,11 +22,12 @@ from ppo_cli.rewards.base import Factory, Host, InProcess
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.models.base import LoadedModel, Scores
 from ppo_cli.rewards.models.local import LocalModelReward
-from tests.rewards.models.rounds import rollouts_of, wait_until
+from tests.rewards.models.rounds import rollouts_of
 from tests.rewards.models.spawned import Spawned
 from tests.rewards.models.twins import armorm_twin
 from tests.rewards.scoring import score_all
 from tests.settings import complete_reward_model
+from tests.waiting import wait_until
 
 RewardOf = Callable[..., LocalModelReward]
 
