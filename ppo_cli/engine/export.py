@@ -64,7 +64,8 @@ INDEX = "model.safetensors.index.json"
 REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", ".*")
 # Of an adapter, its card and the state of its training too.
 ADAPTER_FILES = (ADAPTER_CONFIG, "README.md", "*.bin", "*.pt", "*.pth")
-MERGED_TASKS = (None, "CAUSAL_LM", "TOKEN_CLS")  # PEFT's words for a policy and for a critic
+CRITIC_TASK = "TOKEN_CLS"  # PEFT's words for a critic, and for all that is merged
+MERGED_TASKS = (None, "CAUSAL_LM", CRITIC_TASK)
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ def write_model(
     except shutil.Error as error:  # of each file: its path, that of its copy, and the problem
         raise ModelError(f"A file of the model cannot be copied: {error.args[0][0][2]}.") from error
     if is_adapter:
-        name, critic = base or base_name(source), _is_critic_adapter(source)
+        adapter = _read_adapter_config(source)
+        name, critic = base or base_name(source), adapter.get("task_type") == CRITIC_TASK
         adapted, merged = _load_adapted(
-            source, name, quantization, recorded, trust_remote_code=trust_remote_code
+            source, adapter, name, quantization, recorded, trust_remote_code=trust_remote_code
         )
         exact = compute_outputs(adapted)
         model = merge_adapter(adapted)
@@ -173,10 +175,6 @@ def _round(model: Any, dtype: torch.dtype | None, exact: Tensor) -> Tensor:
     return compute_outputs(model)
 
 
-def _is_critic_adapter(source: Path) -> bool:
-    return _read_adapter_config(source).get("task_type") == "TOKEN_CLS"
-
-
 def _is_critic_model(source: Path) -> bool:
     heads = read_config(str(source)).get("architectures") or []
     return source.name == "critic" or any(head.endswith(CRITIC_HEAD) for head in heads)
@@ -201,6 +199,7 @@ def base_name(source: Path) -> str:
 
 def _load_adapted(
     source: Path,
+    adapter: dict[str, Any],
     base: str,
     quantization: str | None,
     of_run: str | None,
@@ -218,16 +217,14 @@ def _load_adapted(
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
-    adapter = _read_adapter_config(source)
     if (task := adapter.get("task_type")) not in MERGED_TASKS:
         raise ModelError(
             f"{source} is an adapter for {task}; ppo export merges those of language models "
             "(CAUSAL_LM) and of critics (TOKEN_CLS)."
         )
-    critic = _is_critic_adapter(source)
     try:
         model = load_whole_model(
-            base, BASE_FLAG, critic=critic, trust_remote_code=trust_remote_code
+            base, BASE_FLAG, critic=task == CRITIC_TASK, trust_remote_code=trust_remote_code
         )
     except ModelError as error:
         raise ModelError(
