@@ -32,9 +32,9 @@ from ppo_cli.engine.base import (
     Sampling,
     Weights,
     build_sampler,
+    explain_out_of_memory,
     explain_transfer_out_of_memory,
 )
-from ppo_cli.engine.batches.micro_batches import explain_out_of_memory
 from ppo_cli.engine.cpu.runtime import keep_freed_memory
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -191,19 +192,25 @@ class SamplerCapacity:
 
 
 @contextmanager
-def explain_transfer_out_of_memory() -> Iterator[None]:
-    """Turn running out of memory during a weight transfer into an error with advice."""
+def explain_out_of_memory(what: str, advise: Callable[[], str]) -> Iterator[None]:
+    """Turn running out of memory into an error with advice."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(
-            "Bringing new weights to the samplers ran out of memory: use "
-            "rollout.weight_transfer=memory, which takes least of the GPUs, keep less there "
-            "(actor.fsdp_config.optimizer_offload=true), or give samplers GPUs of their own "
-            "(--placement)."
-        ) from error
+        raise UserError(f"{what} ran out of memory. {advise()}") from error
+
+
+explain_transfer_out_of_memory = partial(
+    explain_out_of_memory,
+    "Bringing new weights to the samplers",
+    lambda: (
+        "Use rollout.weight_transfer=memory, which takes least of the GPUs, keep less there "
+        "(actor.fsdp_config.optimizer_offload=true), or give samplers GPUs of their own "
+        "(--placement)."
+    ),
+)
 
 
 def describe_halving(rows: int, who: str = "Sampling") -> str:

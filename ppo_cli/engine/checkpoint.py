@@ -319,13 +319,6 @@ class Snapshot:
             thread.shutdown(wait=False)
 
 
-def describe_full_model(
-    name: str, model: Any, optimizer: Optimizer, files: Mapping[str, bytes]
-) -> TrainedModel:
-    """Return what a checkpoint saves of a model without LoRA; `name` is "actor" or "critic"."""
-    return TrainedModel(name, stored_tensors(model), optimizer, files, model)
-
-
 def stored_tensors(model: Any) -> dict[str, Tensor]:
     """Return the live tensors that a model's files contain, without a tied output head."""
     seen: set[int] = set()

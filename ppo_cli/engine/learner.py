@@ -24,10 +24,17 @@ from ppo_cli.config.models.folder import describe_unused_head, full_kl_problem, 
 from ppo_cli.config.models.limits import require_length
 from ppo_cli.config.schema.algorithm import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.schema.run import Config, Model
-from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, describe_halving, merge_sums
+from ppo_cli.engine.base import (
+    MiniBatch,
+    Sampling,
+    Sums,
+    Weights,
+    describe_halving,
+    explain_out_of_memory,
+    merge_sums,
+)
 from ppo_cli.engine.batches.micro_batches import (
     Budget,
-    explain_out_of_memory,
     explain_step_errors,
     run_within_memory,
 )
@@ -41,7 +48,6 @@ from ppo_cli.engine.batches.rows import build_micro_batch, row_lengths, row_prom
 from ppo_cli.engine.checkpoint import (
     TrainedModel,
     convert_layers,
-    describe_full_model,
     restore,
     stored_tensors,
     take_snapshot,
@@ -116,11 +122,14 @@ class Learner:
         self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config.trainer, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
-        self.policy = self._load_policy(
+        self.policy = self._load(
+            load_policy,
             model_folder(config.model.path),
             config.actor.fsdp_config,
+            config.model.enable_gradient_checkpointing,
             adapt(config.model, config.trainer.seed, self.remarks.append),
             trained=True,
+            flag="--model",
         )
         if config.rollout.name == "hf" and plan_cache(self.policy.model) is None:
             self.remarks.append(
@@ -190,7 +199,7 @@ class Learner:
             prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
             run_within_memory(
                 row_lengths(batch), self._annotate_budget, collect, restart, self._ranks, prompts,
-                models,
+                [model.weights_context for model in models],
             )  # fmt: skip
         if not rows:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
@@ -319,7 +328,7 @@ class Learner:
         files = self._files.get(name, {})
         if lora:
             return TrainedModel(name, dict(adapter_tensors(model)), learner.optimizer, files)
-        return describe_full_model(name, model, learner.optimizer, files)
+        return TrainedModel(name, stored_tensors(model), learner.optimizer, files, model)
 
     def published(
         self,
@@ -413,24 +422,6 @@ class Learner:
             annotations["values_BT"] = self._critic.values_BT(micro_batch)
         return annotations
 
-    def _load_policy(
-        self,
-        path: str,
-        sharding: Sharding,
-        adapter: Adapt | None = None,
-        *,
-        trained: bool,
-        flag: str = "--model",
-    ) -> Policy:
-        """Load a causal LM onto all ranks, as actor or (with `trained` False) as reference.
-
-        `adapter` injects LoRA layers; `flag` is the setting that error messages name.
-        """
-        checkpointing = self._config.model.enable_gradient_checkpointing
-        load = partial(load_policy, flag=flag)
-        policy: Policy = self._load(load, path, sharding, checkpointing, adapter, trained=trained)
-        return policy
-
     def _load(
         self,
         load: Callable[..., Loaded],
@@ -440,8 +431,13 @@ class Learner:
         adapter: Adapt | None = None,
         *,
         trained: bool,
+        flag: str,
     ) -> Loaded:
-        """Load a model of the run onto all ranks, in the run mode of its family."""
+        """Load a model of the run onto all ranks, in the run mode of its family.
+
+        `adapter` injects LoRA layers; `flag` is the setting that error messages name. With
+        `trained` False it is the reference.
+        """
         settings = self._config.model
 
         def prepare(loaded: Loaded) -> Loaded:
@@ -458,7 +454,6 @@ class Learner:
             return loaded
 
         # 1. The family decides on attention kernel and packing.
-        flag = CRITIC_FLAG if load is load_value_model else "--model"
         config = run_on_all_ranks(
             self._ranks, partial(load_config, path, flag, settings.trust_remote_code)
         )
@@ -477,6 +472,7 @@ class Learner:
             prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=mode.kernel,
+            flag=flag,
         )
         require_length(loaded.model.config.to_dict(), path, self._config.data)
         self._preparation.prepare_norms(loaded.model, partial(self._probe_states, loaded))
@@ -531,9 +527,10 @@ class Learner:
             return reference_of(self.policy)
         reference_path = model_folder(c.ref.path)
         flag = "--model" if c.ref.path == c.model.path else "--ref_model"
-        reference = self._load_policy(
-            reference_path, c.reference_sharding, trained=False, flag=flag
-        )
+        reference = self._load(
+            load_policy, reference_path, c.reference_sharding,
+            c.model.enable_gradient_checkpointing, trained=False, flag=flag,
+        )  # fmt: skip
         self._require_vocabulary(reference, reference_path, flag)
         size, policy_size = (count_embeddings(m.model) for m in (reference, self.policy))
         if problem := full_kl_problem(reference_path, size, c.model.path, policy_size, c.full_kls):
@@ -547,7 +544,7 @@ class Learner:
         tokens = c.actor.ppo_max_token_len_per_gpu
         return ActorLearner(
             self.policy, self._reference, c.actor, tokens, optimizer, self._compute,
-            c.rollout.temperature, c.data.max_response_length, self._ranks,
+            c.rollout.temperature, self._ranks,
         )  # fmt: skip
 
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
@@ -561,17 +558,15 @@ class Learner:
         if c.critic.model.freeze_attention:
             adapter = freeze_attention
         value_model = self._load(
-            load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
-        )
+            load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True,
+            flag=CRITIC_FLAG,
+        )  # fmt: skip
         self._require_vocabulary(value_model, path, CRITIC_FLAG)
         if remark := describe_unused_head(c.critic.model.path):
             self.remarks.append(remark)
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
         tokens = c.critic.ppo_max_token_len_per_gpu
-        return CriticLearner(
-            value_model, c.critic, tokens, optimizer, self._compute,
-            c.data.max_response_length, self._ranks,
-        )  # fmt: skip
+        return CriticLearner(value_model, c.critic, tokens, optimizer, self._compute, self._ranks)
 
     def _build_optimizer(self, model: Any, settings: Actor | Critic, total_steps: int) -> Optimizer:
         return Optimizer(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ppo_cli.config.schema.algorithm import Optim, Sharding
-from ppo_cli.engine.checkpoint import TrainedModel, describe_full_model, restore, take_snapshot
+from ppo_cli.engine.checkpoint import TrainedModel, restore, stored_tensors, take_snapshot
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model
@@ -42,7 +42,7 @@ def load(folder: Path, ranks: Ranks) -> list[TrainedModel]:
     for name, loader in (("actor", load_policy), ("critic", load_value_model)):
         model = load_sharded(loader, str(folder / "model"), ranks, Sharding(), CPU).model
         optimizer = build_optimizer(model, Optim(lr=0.01), grad_clip=1.0, ranks=ranks)
-        parts.append(describe_full_model(name, model, optimizer, {}))
+        parts.append(TrainedModel(name, stored_tensors(model), optimizer, {}, model))
     return parts
 
 

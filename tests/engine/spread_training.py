@@ -73,7 +73,7 @@ def train(
         total = 0.0
         with model.awake():
             for part, last in ((own_rows[:2], False), (own_rows[2:], True)):
-                model.sync_gradients(last)
+                model.weights_context.sync_gradients(last)
                 with compute.autocast():
                     loss = loss_of(model, part) if len(part) else loss_of(model, own_rows[:1]) * 0
                 if spoilt and ranks.rank == ranks.size - 1:

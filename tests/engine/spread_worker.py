@@ -130,7 +130,7 @@ def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
             block: Any = policy.backbone.layers[1]  # type: ignore[index]
             block.mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
             with policy.awake():
-                policy.sync_gradients(True)
+                policy.weights_context.sync_gradients(True)
                 policy_loss(policy, rows(0, 60)[ranks.data_rank :: ranks.data_size]).backward()
             gradients.append({n: gather_copy(p.grad) for n, p in policy.model.named_parameters()})
             results["passes"].append(len(passes))
@@ -235,7 +235,7 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> CaseReport:
     hidden.register_hook(stop)
     with pytest.raises(MemoryError):
         hidden.sum().backward()
-    policy.reset()
+    policy.weights_context.reset()
     repeated_loss = policy_loss(policy, ids).item()
     alone_loss = policy_loss(load(ALONE, models["untied"]), ids).item()
     return {"gap": abs(repeated_loss - alone_loss)}

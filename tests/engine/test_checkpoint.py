@@ -31,7 +31,6 @@ from ppo_cli.engine.checkpoint import (
     TrainedModel,
     assign_owners,
     build_rank_share,
-    describe_full_model,
     restore,
     stored_tensors,
     take_snapshot,
@@ -79,7 +78,7 @@ def step(model: Any, optimizer: Optimizer) -> None:
 
 def trained(model: Any, optimizer: Optimizer | None = None) -> TrainedModel:
     files = model_files(model, AutoTokenizer.from_pretrained(TIED))
-    return describe_full_model("actor", model, optimizer or train(model), files)
+    return TrainedModel("actor", stored_tensors(model), optimizer or train(model), files, model)
 
 
 def write(folder: Path, *parts: TrainedModel, ranks: int = 1) -> None:

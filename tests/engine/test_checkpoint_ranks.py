@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.engine.checkpoint import describe_full_model, restore
+from ppo_cli.engine.checkpoint import TrainedModel, restore, stored_tensors
 from ppo_cli.engine.models import load_policy
 from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.ranks import ALONE
@@ -99,7 +99,7 @@ def test_one_process_reads_it(desk: Path) -> None:
     saved: dict[str, Tensor] = {}
     for name, model in models.items():
         optimizer = build_optimizer(model)
-        part = describe_full_model(name, model, optimizer, {})
+        part = TrainedModel(name, stored_tensors(model), optimizer, {}, model)
         restore(desk / "written", [part], ALONE)
         for tensors in (part.weights, optimizer.moments()):
             saved |= {f"{name}.{n}": t.detach() for n, t in tensors.items()}

@@ -100,7 +100,7 @@ def take_step(ranks: Ranks, keep_gathered: bool, monkeypatch: pytest.MonkeyPatch
         gradient_checkpointing=True,
     )  # fmt: skip
     optimizer = build_optimizer(policy.model, ranks=ranks)
-    actor = ActorLearner(policy, None, complete({}).actor, 16, optimizer, compute, 1.0, 8, ranks)
+    actor = ActorLearner(policy, None, complete({}).actor, 16, optimizer, compute, 1.0, ranks)
     batch = make_batch(((4, 4),) * (SIZE * 6), 0)
     with collectives:
         actor.step(scored(annotated(batch), 0))

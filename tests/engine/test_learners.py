@@ -44,7 +44,6 @@ from tests.settings import CPU, complete, with_gpus
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
 VOCAB = 97
-LONGEST = 24
 TOKENS = 16384  # of a micro-batch, all rows
 TERMS = 17 * 32 * 2 * 32  # rows, tokens of about a row, layers, width
 
@@ -100,12 +99,12 @@ def learner_of(
     tokens: int = TOKENS, **settings: Any,
 ) -> ActorLearner:  # fmt: skip
     actor, optimizer = complete({"actor": settings}).actor, optimizer or Recorder(policy.model)
-    return ActorLearner(policy, reference, actor, tokens, optimizer, COMPUTE, 0.7, LONGEST)
+    return ActorLearner(policy, reference, actor, tokens, optimizer, COMPUTE, 0.7)
 
 
 def critic_of(value_model: ValueModel, tokens: int = TOKENS, **settings: Any) -> CriticLearner:
     optimizer, critic = Recorder(value_model.model), complete({"critic": settings}).critic
-    return CriticLearner(value_model, critic, tokens, optimizer, COMPUTE, LONGEST)
+    return CriticLearner(value_model, critic, tokens, optimizer, COMPUTE)
 
 
 def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
 from ppo_cli.engine.batches.micro_batches import Budget, plan_rank_micro_batches, run_within_memory
+from ppo_cli.engine.models.policy import WeightsContext
 from ppo_cli.engine.ranks import OutOfMemoryElsewhere, Ranks
 from ppo_cli.errors import UserError, WorkerLost
 
@@ -115,7 +116,7 @@ def second_of_two(*fail: int) -> Flags:
     return ranks
 
 
-class Model:
+class Context(WeightsContext):
     """Notes what it is told."""
 
     def __init__(self) -> None:
@@ -144,7 +145,7 @@ class Model:
 def test_ranks_turn_back_together_and_halve_alike(
     fail: tuple[int, ...], fits: int, failures: list[bool], tried: list[int], rows: int | None
 ) -> None:
-    ranks, model = second_of_two(*fail), Model()
+    ranks, context = second_of_two(*fail), Context()
     budget, seen, restarts = Budget(10_000), [], []
 
     def work(rows: Sequence[int], last: bool) -> None:
@@ -153,10 +154,10 @@ def test_ranks_turn_back_together_and_halve_alike(
             raise NO_MEMORY
 
     # 17 rows: one rank has 9 at first, the other 8; both count what all have.
-    run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks, models=[model])
+    run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks, contexts=[context])
     assert (ranks.rounds, seen, budget.rows) == (failures, tried, rows)
-    assert len(restarts) == model.calls.count("forget") == budget.halvings + failures.count(True)
-    assert model.calls.count("begin") == len(tried) - failures.count(True)
+    assert len(restarts) == context.calls.count("forget") == budget.halvings + failures.count(True)
+    assert context.calls.count("begin") == len(tried) - failures.count(True)
 
 
 NCCL = "NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\n"

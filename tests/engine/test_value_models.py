@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ppo_cli.config.models.bundled import model_folder
 from ppo_cli.config.schema.algorithm import CriticModel
 from ppo_cli.engine.base import MiniBatch
-from ppo_cli.engine.checkpoint import describe_full_model, restore, stored_tensors, take_snapshot
+from ppo_cli.engine.checkpoint import TrainedModel, restore, stored_tensors, take_snapshot
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import ValueModel, pad_token_id
@@ -129,12 +129,14 @@ def test_a_critic_comes_back_exactly(tmp_path: Path, family: str) -> None:
     draw_head(value_model)
     model = value_model.model
     files = model_files(model, AutoTokenizer.from_pretrained(model_folder("embedded")))
-    part = describe_full_model("critic", model, train(model, steps=1), files)
+    part = TrainedModel("critic", stored_tensors(model), train(model, steps=1), files, model)
     take_snapshot([part], {}, ALONE).write(tmp_path)
     expected = values(value_model)
     assert torch.equal(values(load(tmp_path / "critic")), expected)
     resumed = load(tmp_path / "base")
-    part = describe_full_model("critic", resumed.model, train(resumed.model), {})
+    part = TrainedModel(
+        "critic", stored_tensors(resumed.model), train(resumed.model), {}, resumed.model
+    )
     restore(tmp_path, [part], ALONE)
     assert torch.equal(values(resumed), expected)
     if type(model.config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:

@@ -11,11 +11,13 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.distributed import DistError
 
+from ppo_cli.engine.base import explain_out_of_memory
+from ppo_cli.engine.models.policy import WeightsContext
 from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks, explain_collective_errors
 from ppo_cli.errors import UserError, is_out_of_memory
 
@@ -222,17 +224,6 @@ def _group_rows(
 
 
 @contextmanager
-def explain_out_of_memory(what: str, advise: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of memory into an error with advice."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"{what} ran out of memory. {advise()}") from error
-
-
-@contextmanager
 def explain_step_errors(role: str, ranks: Ranks, advise: Callable[[], str]) -> Iterator[None]:
     """Add the model and the rank to errors of an optimizer step: out of memory, or NCCL."""
     where = "" if ranks.alone else f" on learner rank {ranks.rank}"
@@ -254,22 +245,6 @@ def is_gather_error(error: BaseException) -> bool:
 Work = Callable[[Sequence[int], bool], None]
 
 
-class Interruptible(Protocol):
-    """A model that can recover from an interrupted pass; see `WeightsContext`."""
-
-    def begin_micro_batch(self) -> None:
-        """Begin a micro-batch."""
-        ...
-
-    def begin_replay(self) -> None:
-        """Let the next pass replay the interrupted micro-batch."""
-        ...
-
-    def reset(self) -> None:
-        """Clean up after an interrupted pass."""
-        ...
-
-
 def run_within_memory(
     lengths: Sequence[int],
     budget: Budget,
@@ -277,11 +252,12 @@ def run_within_memory(
     restart: Callable[[], None],
     ranks: Ranks = ALONE,
     prompts: Sequence[Hashable] = (),
-    models: Sequence[Interruptible] = (),
+    contexts: Sequence[WeightsContext] = (),
 ) -> None:
     """Do `work` on each micro-batch; when memory runs out, `restart` with half the budget.
 
-    `work` gets the rows (none on an idle rank) and whether they are the last, and runs `models`.
+    `work` gets the rows (none on an idle rank) and whether they are the last, and runs models in
+    these `contexts`.
     After a halving all micro-batches are done again, because an interrupted backward pass may have
     added a part of a gradient.
 
@@ -297,8 +273,8 @@ def run_within_memory(
         try:
             for turn, rows in enumerate(plan):
                 last = turn == len(plan) - 1
-                for model in models:
-                    model.begin_micro_batch()
+                for context in contexts:
+                    context.begin_micro_batch()
                 work(rows, last)
                 ranks.exchange_failures()
             return
@@ -322,30 +298,30 @@ def run_within_memory(
             elsewhere = isinstance(error, OutOfMemoryElsewhere)
             gathering = is_gather_error(error)
         # Outside of the except block: the traceback kept tensors alive until here.
-        _start_over(models, restart)
+        _start_over(contexts, restart)
         if not elsewhere and not ranks.alone:
-            _stand_in(models, work, last, ranks, budget)
+            _stand_in(contexts, work, last, ranks, budget)
             ranks.exchange_failures(failed=True)
-            _start_over(models, restart)
+            _start_over(contexts, restart)
         # All ranks compute the same halving.
         tokens = sum(lengths[i] for i in heaviest)
         budget.halve(max(lengths), most_rows, tokens, gathering=gathering)
 
 
-def _start_over(models: Sequence[Interruptible], restart: Callable[[], None]) -> None:
-    for model in models:
-        model.reset()
+def _start_over(contexts: Sequence[WeightsContext], restart: Callable[[], None]) -> None:
+    for context in contexts:
+        context.reset()
     restart()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _stand_in(
-    models: Sequence[Interruptible], work: Work, last: bool, ranks: Ranks, budget: Budget
+    contexts: Sequence[WeightsContext], work: Work, last: bool, ranks: Ranks, budget: Budget
 ) -> None:
     """Replay the interrupted micro-batch as an idle rank; its results are dropped."""
-    for model in models:
-        model.begin_replay()
+    for context in contexts:
+        context.begin_replay()
     try:
         work((), last)
     except Exception as error:

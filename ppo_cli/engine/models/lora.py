@@ -191,7 +191,10 @@ def adapt(
             task_type="CAUSAL_LM" if head is None else "TOKEN_CLS",
             exclude_modules=None if head is None else [head],
         )
-        with torch.random.fork_rng(devices=[]), _without_pattern_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # PEFT 0.21 says that the rank patterns of experts match nothing; they do match.
+            unmatched = "The following (rank|alpha)_pattern keys did not match"
+            warnings.filterwarnings("ignore", unmatched)
             torch.manual_seed(seed)
             adapted = peft.inject_adapter_in_model(lora, model, ADAPTER)
         if head is not None:
@@ -626,14 +629,6 @@ def _returns_states(module: nn.Module) -> bool:
     size = probe.weight.shape[0 if isinstance(module, Conv1D) else 1]
     with torch.no_grad():
         return isinstance(kind.forward(probe, torch.zeros(1, size)), Tensor)
-
-
-@contextmanager
-def _without_pattern_warnings() -> Iterator[None]:
-    """Hide PEFT 0.21's warning that the rank patterns of experts match nothing; they do match."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
-        yield
 
 
 def _named(word: str, names: Iterable[str]) -> list[str]:

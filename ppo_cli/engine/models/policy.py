@@ -7,11 +7,11 @@ backbone and head together give the model's own logits (`tests/engine/test_model
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,42 +28,58 @@ Work = Callable[..., tuple[Tensor, ...]]
 Adapt = Callable[[Any], Any]
 
 
-class WeightsContext(Protocol):
-    """Makes a model's weights available for work when they are sharded or offloaded."""
+class WeightsContext:
+    """Makes a model's weights available for work. These always are; others are cut or elsewhere."""
+
+    _depth = 0  # of nested uses
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Do the work with all weights available."""
-        ...
+        return work(*tensors)
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Context in which the weights stay on the device."""
-        ...
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Context in which the weights stay on the device, for a whole step or for a sampler."""
+        if self._depth == 0:
+            self._wake()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._rest()
+
+    def _wake(self) -> None:
+        """Bring the weights to the device, before the first of nested uses."""
+
+    def _rest(self) -> None:
+        """Take them back, after the last of nested uses."""
 
     def sync_gradients(self, now: bool) -> None:
-        """Set whether the next backward pass, while awake, reduces the gradients of the ranks."""
-        ...
+        """Set whether the next backward pass, while awake, reduces the gradients of the ranks.
+
+        Called for each micro-batch, with True for the last one.
+        """
 
     def begin_micro_batch(self) -> None:
-        """Start counting the collectives of a micro-batch."""
-        ...
+        """Start counting the collectives of a micro-batch (`micro_batches.run_within_memory`)."""
 
     def begin_replay(self) -> None:
         """Let the next pass join only the collectives that remain of the micro-batch."""
-        ...
 
     def reset(self) -> None:
         """Return to a clean state after an interrupted forward or backward pass."""
-        ...
 
 
 @dataclass(frozen=True)
 class _SplitModel:
-    """A model split into backbone and head, run through its `weights_context` if it has one."""
+    """A model split into backbone and head, run through its `weights_context`."""
 
     model: Any
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
-    weights_context: WeightsContext | None = None
+    weights_context: WeightsContext = field(default_factory=WeightsContext)
     packing: Packing | None = None
     shares_prompts: bool = False  # rows of one prompt compute it once
 
@@ -78,36 +94,13 @@ class _SplitModel:
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` with all weights available; outside of it they may be sharded or offloaded."""
-        return fn(*tensors) if self.weights_context is None else self.weights_context(fn, *tensors)
+    def run(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Do the work with all weights available; outside of it they may be cut or offloaded."""
+        return self.weights_context(work, *tensors)
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context that keeps the weights on the device, for a whole step or for a sampler."""
-        return nullcontext() if self.weights_context is None else self.weights_context.awake()
-
-    def sync_gradients(self, now: bool) -> None:
-        """Set whether the next backward pass, while awake, reduces the gradients of the ranks.
-
-        Call it for each micro-batch, with True for the last one.
-        """
-        if self.weights_context is not None:
-            self.weights_context.sync_gradients(now)
-
-    def begin_micro_batch(self) -> None:
-        """Begin a micro-batch; see `micro_batches.run_within_memory`."""
-        if self.weights_context is not None:
-            self.weights_context.begin_micro_batch()
-
-    def begin_replay(self) -> None:
-        """Let the next pass replay the micro-batch that was interrupted."""
-        if self.weights_context is not None:
-            self.weights_context.begin_replay()
-
-    def reset(self) -> None:
-        """Clean up after an interrupted forward or backward pass."""
-        if self.weights_context is not None:
-            self.weights_context.reset()
+        """Context that keeps the weights on the device."""
+        return self.weights_context.awake()
 
 
 @dataclass(frozen=True)

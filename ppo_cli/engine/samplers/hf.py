@@ -296,7 +296,9 @@ class HFSampler:
         """Run the prompts of these jobs, draw their first tokens, and join the unfinished rows."""
         # Each distinct prompt is run once for all its responses.
         rows = Rows.begin(jobs, sampling)
-        prompt_index, prompts = _distinct_prompts(jobs)
+        places: dict[tuple[int, ...], int] = {}
+        prompt_index = [places.setdefault(job.token_ids, len(places)) for job in jobs]
+        prompts = list(places)
         cache, starts_P, logits_PV = self._prefill(prompts)
         # Responses to one prompt share its logits for the first token.
         index_R = send(torch.tensor(prompt_index), self._model.device)
@@ -489,13 +491,6 @@ def _next_jobs(waiting: list[Job], room: int, *, equal: bool) -> list[Job]:
             tokens += len(prompt)
         jobs.append(waiting.pop())
     return jobs
-
-
-def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return for each job the index of its ids among the distinct prompts, and these prompts."""
-    places: dict[tuple[int, ...], int] = {}
-    index = [places.setdefault(job.token_ids, len(places)) for job in jobs]
-    return index, list(places)
 
 
 def _compact(running: RunningRows | None, *, at_once: bool = False) -> RunningRows | None:

@@ -11,7 +11,6 @@ Uses private parts of FSDP2, tried with torch 2.13: `DefaultAllGather`, `Default
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from ppo_cli.engine.models.policy import Work
+from ppo_cli.engine.models.policy import WeightsContext, Work
 from ppo_cli.engine.ranks import explain_collective_errors
 from ppo_cli.engine.sharding.host_memory import allocate_host
 
@@ -136,7 +135,7 @@ class CountedReduction(DefaultReduceScatter):
         self.all_reduced += 1
 
 
-class ShardedModel:
+class ShardedModel(WeightsContext):
     """Runs work in a sharded model, and leaves the model sharded even after an error.
 
     While awake, a model that `stays_whole` gathers its weights once, and the ranks reduce their
@@ -151,7 +150,6 @@ class ShardedModel:
         self._stays_whole = stays_whole
         self._device = device
         self._inside = False
-        self._depth = 0
         self._homes: list[tuple[Any, Tensor]] = []  # parameters of FSDP2, their pieces there
         if device is not None:
             # The shards' home is host memory, pinned for a GPU.
@@ -181,25 +179,20 @@ class ShardedModel:
             self._inside = False
         return outputs
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Keep gathered weights (`stays_whole`) and shards from host memory until the end."""
-        if self._depth == 0:
-            if self._device is not None:
-                self._place_pieces(self._device)
-            if self._stays_whole:
-                self._root.set_reshard_after_forward(False)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                if self._stays_whole:
-                    self._root.set_reshard_after_forward(True)
-                    for module in sharded_modules(self._root):
-                        module.reshard()
-                self._place_pieces(torch.device("cpu"))
+    def _wake(self) -> None:
+        """Keep gathered weights (`stays_whole`) and shards from host memory."""
+        if self._device is not None:
+            self._place_pieces(self._device)
+        if self._stays_whole:
+            self._root.set_reshard_after_forward(False)
+
+    def _rest(self) -> None:
+        """Free them."""
+        if self._stays_whole:
+            self._root.set_reshard_after_forward(True)
+            for module in sharded_modules(self._root):
+                module.reshard()
+        self._place_pieces(torch.device("cpu"))
 
     def _place_pieces(self, device: torch.device) -> None:
         """Set a frozen model's shards to those in host memory, or to copies on a device."""

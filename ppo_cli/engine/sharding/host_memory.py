@@ -6,14 +6,13 @@ asynchronous and several times as fast, and the host waits once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ppo_cli.engine.models.policy import Work
+from ppo_cli.engine.models.policy import WeightsContext, Work
 
 # Pinned memory is requested in slabs: torch rounds each request up to a power of two.
 SLAB_BYTES = 1 << 30
@@ -63,13 +62,12 @@ class HostCopies:
         return places
 
 
-class OffloadedModel:
+class OffloadedModel(WeightsContext):
     """A model on one device whose weights are in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._depth = 0
         parameters = [*model.parameters()]
         self._places: dict[nn.Parameter, Tensor] = {p: p.detach() for p in parameters}
         if device.type == "cuda":
@@ -82,21 +80,15 @@ class OffloadedModel:
         with self.awake():
             return work(*tensors)
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Move weights and gradients to the device, and back to host memory at the end."""
-        if self._depth == 0:
-            self._model.to(self._device, non_blocking=True)
-        # Nested uses move the weights only once.
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._model._apply(self._take_home)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize()
+    def _wake(self) -> None:
+        """Move weights and gradients to the device."""
+        self._model.to(self._device, non_blocking=True)
+
+    def _rest(self) -> None:
+        """Move weights and gradients back to host memory."""
+        self._model._apply(self._take_home)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _take_home(self, tensor: Tensor) -> Tensor:
         """Copy a trained weight to its host buffer; of a frozen one only drop the device copy."""
@@ -104,16 +96,3 @@ class OffloadedModel:
         if place is None or tensor.device.type == "cpu":  # a buffer, a gradient, a tied weight
             return tensor.to("cpu")
         return place.copy_(tensor, non_blocking=True) if tensor.requires_grad else place
-
-    # The rest of `WeightsContext` concerns ranks, of which there is one.
-    def sync_gradients(self, now: bool) -> None:
-        """Does nothing: there are no other ranks."""
-
-    def begin_micro_batch(self) -> None:
-        """Does nothing: there are no other ranks."""
-
-    def begin_replay(self) -> None:
-        """Does nothing: there are no other ranks."""
-
-    def reset(self) -> None:
-        """Does nothing: an interrupted pass leaves no state."""

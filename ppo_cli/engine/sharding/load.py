@@ -51,7 +51,7 @@ class ExtractedWeights:
     names: dict[Tensor, str] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def distribute(self, module: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    def distribute(self, module: nn.Module, device: torch.device) -> None:
         """Broadcast the first rank's weights into a part of the model; all ranks call."""
         received: dict[Tensor, Tensor] = {}
         for part in module.modules():
@@ -60,10 +60,10 @@ class ExtractedWeights:
                     if tensor is None or tensor not in self.names:
                         continue
                     if tensor not in received:
-                        received[tensor] = self._broadcast_weight(tensor, ranks, device)
+                        received[tensor] = self._broadcast_weight(tensor, device)
                     tensors[name] = received[tensor]  # type: ignore[assignment]
 
-    def _broadcast_weight(self, placeholder: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
+    def _broadcast_weight(self, placeholder: Tensor, device: torch.device) -> Tensor:
         """Return a placeholder's tensor on `device`, broadcast from the first rank; all ranks call.
 
         The first rank then drops its copy of a parameter.
@@ -210,7 +210,7 @@ def _cut(
     )
     precision = _precision(compute)
     for prefix, layer in _layers(loaded):
-        weights.distribute(layer, ranks, compute.device)
+        weights.distribute(layer, compute.device)
         inside = {
             name.removeprefix(f"{prefix}."): style
             for name, style in plan.items()
@@ -222,11 +222,11 @@ def _cut(
     if isinstance(loaded, ValueModel) and embedding.weight.requires_grad:
         # The root module stays gathered during a pass. A policy needs that for its head; a critic
         # does not, so its embedding becomes a separate unit, unless it is frozen.
-        weights.distribute(embedding, ranks, compute.device)
+        weights.distribute(embedding, compute.device)
         shard(embedding, mp_policy=precision)
     # All that is left (norms, heads, the policy's embedding) belongs to the root.
     root: Any = Root(model)
-    weights.distribute(root, ranks, compute.device)
+    weights.distribute(root, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)

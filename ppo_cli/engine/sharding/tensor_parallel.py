@@ -23,16 +23,18 @@ from torch.distributed.tensor.parallel import (
 
 from ppo_cli.errors import ModelError
 
-# Names of transformers' `base_model_tp_plan` -> how the weights are split.
-COLUMNS = ("colwise", "colwise_gather_output")
-
-
-ROWS = ("rowwise", "rowwise_split_input")
-
-
+# Names of transformers' `base_model_tp_plan` -> how the weights are split: by columns or rows.
+COLUMNS: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+}
+ROWS: dict[str, ParallelStyle] = {
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+}
 NORM = "replicated_with_grad_allreduce"
-
-
+# A norm over one head: whole weights, heads on different ranks, so its gradient is summed.
+STYLES = {**COLUMNS, **ROWS, NORM: SequenceParallel(sequence_dim=2, use_local_output=True)}
 KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
 
 
@@ -81,27 +83,13 @@ def _list_parts_to_split(module: nn.Module, style: str) -> list[tuple[nn.Module,
     """
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
-        return [(module, _build_style(style))]
-    parts = [(base, _build_style(style))]
+        return [(module, STYLES[style])]
+    parts = [(base, STYLES[style])]
     # Columns of the layer are columns of B, rows of the layer are rows of A.
     beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     if beside is not None:
-        parts += [(part, _build_style(style)) for part in getattr(module, beside).values()]
+        parts += [(part, STYLES[style]) for part in getattr(module, beside).values()]
     return parts
-
-
-def _build_style(name: str) -> ParallelStyle:
-    """Return torch's parallel style for the name of a style in a plan, such as "colwise"."""
-    if name == "colwise":
-        return ColwiseParallel()
-    if name == "colwise_gather_output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "rowwise":
-        return RowwiseParallel()
-    if name == "rowwise_split_input":
-        return RowwiseParallel(input_layouts=Replicate())
-    # A norm over one head: whole weights, heads on different ranks, so its gradient is summed.
-    return SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -122,7 +110,7 @@ def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size
             )
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     for name, style in plan.items():
-        if style not in (*COLUMNS, *ROWS, NORM):
+        if style not in STYLES:
             raise ModelError(
                 f"--tensor_parallel_size {size}: {_family(config)} splits {name} in a way that "
                 f"is not known here ({style}). Leave it at 1, or take another --model."

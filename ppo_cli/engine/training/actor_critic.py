@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,15 +149,16 @@ class ModelLearner:
         tokens: int,  # of a micro-batch
         optimizer: Optimizer,
         compute: Compute,
-        longest_response: int,
         ranks: Ranks,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._reference = reference
-        self._models = [model] if reference is None else [model, reference]
+        models = [model] if reference is None else [model, reference]
+        self._contexts = [part.weights_context for part in models]
+        self._kept_awake: list[Policy | ValueModel] = [model]  # for a whole step
         # The loss runs both models on one micro-batch, so they share a budget.
-        self.budget = build_budget(tokens, settings.ppo_micro_batch_size_per_gpu, *self._models)
+        self.budget = build_budget(tokens, settings.ppo_micro_batch_size_per_gpu, *models)
         self._aggregation: dict[str, Any] = {
             "mode": settings.loss_agg_mode,
             "scale_factor": settings.loss_scale_factor,
@@ -179,7 +180,7 @@ class ModelLearner:
         def accumulate(rows: Sequence[int], last: bool) -> None:
             micro_batch = self._cut(batch, rows)
             # Gradients are reduced over the ranks once, with the last micro-batch.
-            model.sync_gradients(last)
+            model.weights_context.sync_gradients(last)
             # Metrics stay on the device until the step is over.
             measured.append({})
             loss = self._loss(batch, micro_batch, aggregation, measured[-1])
@@ -190,7 +191,9 @@ class ModelLearner:
             self._start_over()
 
         # Weights stay on the device for the whole step.
-        with model.awake(), self._reference_awake():
+        with ExitStack() as awake:
+            for part in self._kept_awake:
+                awake.enter_context(part.awake())
             self._prepare(batch)
             self._run_micro_batches(batch, accumulate, restart)
             # Clip and step, or skip a gradient that is not finite.
@@ -216,12 +219,8 @@ class ModelLearner:
     ) -> None:
         prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
         run_within_memory(
-            row_lengths(batch), self.budget, work, restart, self._ranks, prompts, self._models
+            row_lengths(batch), self.budget, work, restart, self._ranks, prompts, self._contexts
         )
-
-    def _reference_awake(self) -> AbstractContextManager[None]:
-        """Context that keeps the reference on the device, if the loss needs it in every pass."""
-        return nullcontext()
 
     def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> MicroBatch:
         budget = self.budget
@@ -268,14 +267,15 @@ class ActorLearner(ModelLearner):
         optimizer: Optimizer,
         compute: Compute,
         temperature: float,
-        longest_response: int,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(
-            policy, reference, settings, tokens, optimizer, compute, longest_response, ranks
-        )
+        super().__init__(policy, reference, settings, tokens, optimizer, compute, ranks)
         self._policy = policy
         self._settings = settings
+        self._kl_to: Policy | None = None  # the reference, if the loss needs it in every pass
+        if reference is not None and settings.use_kl_loss and settings.kl_loss_type == "full":
+            self._kl_to = reference
+            self._kept_awake.append(reference)
         self._temperature = temperature
         self._chosen_BT: Tensor | None = None  # of the mini-batch under way
         self._experts = ExpertMonitor(policy.model, policy.backbone)
@@ -283,11 +283,6 @@ class ActorLearner(ModelLearner):
     def _start_over(self) -> None:
         super()._start_over()
         self._experts.reset(self.optimizer.loss_scale.value)
-
-    def _reference_awake(self) -> AbstractContextManager[None]:
-        s = self._settings
-        asks = self._reference is not None and s.use_kl_loss and s.kl_loss_type == "full"
-        return self._reference.awake() if self._reference and asks else nullcontext()
 
     def _observe(self) -> Sums:
         """Return how evenly the tokens of the mini-batch were spread over experts."""
@@ -363,11 +358,10 @@ class ActorLearner(ModelLearner):
         # The surrogate, with the full KL in the same pass if it is needed.
         mask_BT = micro_batch.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
-        full = s.use_kl_loss and s.kl_loss_type == "full"
         with self._experts.recording(micro_batch):
             seen = compute_token_stats(
                 self._policy, micro_batch, self._compute, self._temperature,
-                with_entropy=with_entropy, kl_to=self._reference if full else None,
+                with_entropy=with_entropy, kl_to=self._kl_to,
             )  # fmt: skip
         new_BT = micro_batch.scatter(seen.logprobs_N)
         surrogate = policy_loss(
@@ -447,12 +441,9 @@ class CriticLearner(ModelLearner):
         tokens: int,
         optimizer: Optimizer,
         compute: Compute,
-        longest_response: int,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(
-            value_model, None, settings, tokens, optimizer, compute, longest_response, ranks
-        )
+        super().__init__(value_model, None, settings, tokens, optimizer, compute, ranks)
         self.value_model = value_model
         self._settings = settings
 

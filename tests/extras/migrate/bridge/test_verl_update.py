@@ -18,7 +18,7 @@ from ppo_cli.engine.models.value_models import load_value_model
 from ppo_cli.engine.training.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.migrate.bridge.overrides import build_overrides
-from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
+from tests.engine.test_learners import COMPUTE, TOKENS, make_batch
 from tests.extras.migrate.bridge.settled import settled
 from tests.settings import CPU
 
@@ -57,8 +57,8 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
                          clip_grad_value=None)  # fmt: skip
     of_critic = Optimizer(value_model.model, config.critic.optim, total_steps=1, grad_clip=1.0,
                           clip_grad_value=None)  # fmt: skip
-    actor = ActorLearner(policy, reference, config.actor, TOKENS, of_actor, COMPUTE, 0.7, LONGEST)
-    critic = CriticLearner(value_model, config.critic, TOKENS, of_critic, COMPUTE, LONGEST)
+    actor = ActorLearner(policy, reference, config.actor, TOKENS, of_actor, COMPUTE, 0.7)
+    critic = CriticLearner(value_model, config.critic, TOKENS, of_critic, COMPUTE)
     sums = merge_sums([actor.step(batch), critic.step(batch)])
     actual = {name: total / count for name, (total, count) in sums.items()}
     for custom, name in {
