@@ -262,14 +262,14 @@ def shape_step(
     """
     # Which rows count: those with a score, a baseline and all parts that the estimator needs.
     algorithm = config.algorithm
+    estimator = ESTIMATORS[algorithm.adv_estimator]
     scores_B, valid_B = _score_tensors(scored, baselines)
     parts_BK = None
-    if ESTIMATORS[algorithm.adv_estimator].parts:
+    if estimator.parts:
         parts_BK, found_B = _part_tensors(algorithm.gdpo_reward_keys, scored)
         valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
     # Rewards of tokens: placed rewards, the rest at the last token, weighted, minus the KL penalty.
-    estimator = ESTIMATORS[algorithm.adv_estimator]
     inner_BT = _place_inner_rewards(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
     piece_BT = number_pieces(
@@ -302,7 +302,15 @@ def shape_step(
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),
         parts_BK=parts_BK,
         critic_lam=critic_lam,
-        **_estimator_settings(config),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        lam_alpha=algorithm.lam_alpha,
+        gamma_turn=config.environment.gamma_turn,
+        gamma_piece=algorithm.gamma_piece,
+        lam_piece=algorithm.lam_piece,
+        whiten=algorithm.whiten_advantages,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        weights=algorithm.gdpo_reward_weights or None,
     )
     if compared and kl_BT is not None:
         kl_to_go_BT = sum_to_go(kl_coef * kl_BT, mask_BT)
@@ -318,7 +326,7 @@ def shape_step(
         is_weight_BT=_compute_importance_weights(algorithm.rollout_correction, annotated, mask_BT),
     )
     # Rejected tokens count in rewards and advantages, but not in losses and `_step_metrics`.
-    if limits := config.algorithm.rollout_correction.rejections():
+    if limits := algorithm.rollout_correction.rejections():
         old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
         kept_BT = accepted_tokens(old_BT, sampler_BT, annotated.response_mask_BT, limits)
         rejected = mask_BT & ~kept_BT
@@ -337,22 +345,6 @@ def shape_step(
         columns = (batch.values_BT, batch.returns_BT, batch.loss_mask_BT)
         critic = measure_critic(*(x_BT.gather(1, order_BT).numpy() for x_BT in columns))
     return ShapedStep(batch, metrics | _step_metrics(batch), critic, next_kl_coef)
-
-
-def _estimator_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of estimators, by the names of their parameters."""
-    algorithm = config.algorithm
-    return {
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "lam_alpha": algorithm.lam_alpha,
-        "gamma_turn": config.environment.gamma_turn,
-        "gamma_piece": algorithm.gamma_piece,
-        "lam_piece": algorithm.lam_piece,
-        "whiten": algorithm.whiten_advantages,
-        "norm_by_std": algorithm.norm_adv_by_std_in_grpo,
-        "weights": algorithm.gdpo_reward_weights or None,
-    }
 
 
 def _score_tensors(

@@ -206,9 +206,8 @@ def _score_or_none(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | 
     # Only running out of memory is handled; other errors are the model's.
     except Exception as error:
         if not is_out_of_memory(error):
-            # Outside the `except`, because the traceback would keep the batch's tensors alive until
-            # here.
             raise
+    # Outside the `except`, because the traceback keeps the batch's tensors alive until here.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None

@@ -388,12 +388,16 @@ PLACE = re.compile(r"\{(prompt|response)\}")
 
 
 class LiteralFormat(TextFormat):
-    """A text with {prompt} and {response}; braces in the contents are not replaced."""
+    """A text with {prompt} and {response}; braces in the contents are not replaced.
+
+    `_before` and `_after` are the tokens that the tokenizer adds around any text.
+    """
 
     def __init__(
         self, tokenizer: Any, template: str, settings: ModelReward, max_length: int
     ) -> None:
         self._template = template
+        self._before, self._after = _added_tokens(tokenizer)
         sample = self._fill_template("a", "b")
         super().__init__(PlainText(tokenizer, sample), settings, max_length)
         self.plain.check(sample)
@@ -415,7 +419,6 @@ class StarlingFormat(LiteralFormat):
     """
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
-        self._before, self._after = _added_tokens(tokenizer)
         super().__init__(tokenizer, STARLING, settings, max_length)
         ids = self.plain.encode(self._fill_template("a", "b"))
         if ids[0] != tokenizer.bos_token_id or ids.count(tokenizer.eos_token_id) != 2:
@@ -436,7 +439,6 @@ class TemplateFormat(LiteralFormat):
     """
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
-        self._before, self._after = _added_tokens(tokenizer)
         super().__init__(tokenizer, settings.template or "", settings, max_length)
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
