@@ -122,3 +122,6 @@ def test_a_reference_is_named_by_its_setting(tmp_path: Path) -> None:
     })  # fmt: skip
     with pytest.raises(ModelError, match=r"unexpected tensors: other\).* --ref_model\.$"):
         Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no model_type.* --ref_model\.$"):
+        Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
