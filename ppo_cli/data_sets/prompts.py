@@ -163,7 +163,7 @@ class Renderer:
         counted: Future[list[int | RowError]] | None = None
         for prompts in blocks:
             texts: list[str | int | RowError] = [*self.fill(prompts)]
-            if words := self.words:
+            if (words := self.words) is not None:
                 texts = [
                     words.count(text) if isinstance(text, str) and text.isascii() else text
                     for text in texts

@@ -12,7 +12,11 @@ from tokenizers import Tokenizer
 
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.data_sets import words
+from ppo_cli.data_sets.files import Place
+from ppo_cli.data_sets.prompts import Renderer
+from ppo_cli.data_sets.rows import Row
 from ppo_cli.data_sets.words import open_words
+from ppo_cli.engine.pretrained import load_tokenizer
 
 QWEN, LLAMA = words._EXPRESSIONS
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -82,3 +86,13 @@ def test_so_are_those_that_draw_their_tokens() -> None:
     backend = open_backend()
     backend.model.dropout = 0.1
     assert open_words(backend) is None
+
+
+def test_prompts_are_measured_by_their_words() -> None:
+    renderer = Renderer(load_tokenizer(EMBEDDED))
+    prompts = ["What is 2 + 3?", "数学", "What is 数学?", "<|im_end|> What"]
+    rows = [Row(Place("a", 1), prompt, None, "", {}) for prompt in prompts]
+    expected = [len(item.token_ids) for item in renderer.render(rows)[0]]
+    assert [*renderer.measure([prompts])] == [expected]
+    assert renderer.words is not None and "What" in renderer.words
+    assert not any("数" in word for word in renderer.words)
