@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -372,6 +373,7 @@ def check(
         apply_chat_template=not raw,
         vocabulary_size=vocabulary_size(model or EMBEDDED),
     )
+    gc.freeze()  # loaded modules are not scanned for garbage in every block of rows
     with closing(make_screen(sys.stderr)) as screen:  # stdout is for the result
         report = examine_files(
             named, renderer, max_prompt_length=max_prompt_length, prompt_key=prompt_key,

@@ -93,6 +93,7 @@ def test_a_function_for_another_trainer_gets_what_that_hands_over(
 
 @pytest.mark.oracle
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the trainers' own
 @pytest.mark.parametrize("form", CALLERS)
 def test_the_trainer_itself_calls_the_functions_so(file: Path, form: str) -> None:
     module = import_file(str(file))
