@@ -130,11 +130,12 @@ class Publisher:
         ask = self._cluster.ask
         calls = [ask(learner, "weights") for learner in self._learners]
         self._wake_part("weights")
-        # Only a reference travels: samplers read the object once the first rank has stored it.
+        # A sampler's call begins when the first rank has stored the weights: only then may it be
+        # late. Only a reference travels.
+        self._cluster.waits.collect(calls)
         samplers = [] if self._in_place else self._samplers
         loads = [ask(sampler, "load_weights", "call", calls[0].ref) for sampler in samplers]
-        replies = self._cluster.waits.collect([*calls, *loads])
-        self._in_place = self._in_place or all(replies[len(calls) :])
+        self._in_place = self._in_place or all(self._cluster.waits.collect(loads))
 
     def _wake_part(self, part: str) -> None:
         if part in self._asleep:

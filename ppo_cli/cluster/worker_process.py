@@ -286,8 +286,10 @@ def _failure(error: BaseException) -> Failure:
     return Failure(pickled, text, redact(describe_device_fault(error)))
 
 
-# Lines of a log's end that a message shows, and bytes that are read for them and for tracebacks.
+# Lines of a log's end that a message shows, and bytes that are read for them and for a crash.
 LINES, BYTES = 6, 64_000
+# Bytes that are read for a late call: faulthandler writes up to 100 threads of 100 frames.
+STACKS_BYTES = 2_000_000
 CRASH = "Fatal Python error"
 MARK = "--- process "
 KILLED = "was killed (signal 9; out of memory?)"
@@ -318,13 +320,13 @@ def ignore_signals() -> None:
 def last_lines(path: Path, pid: int = 0) -> list[str]:
     """The last few lines of a log, or of what one process wrote; a crash from its first line on."""
     lines = _read_lines(path, pid)
-    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
+    crash = max((i for i, line in enumerate(lines) if line.startswith(CRASH)), default=None)
     return lines[-LINES:] if crash is None else lines[crash : crash + LINES]
 
 
 def find_late_frame(path: Path, pid: int) -> str:
     """Return the innermost frame of a late call that has not ended; "" if the log has none."""
-    text = "\n".join(_read_lines(path, pid))
+    text = "\n".join(_read_lines(path, pid, STACKS_BYTES))
     threads = text.rpartition(f"\n{LATE}")[2] if LATE in text else ""
     if WENT_ON in threads:
         return ""
@@ -337,14 +339,14 @@ def find_late_frame(path: Path, pid: int) -> str:
     return frames[0].strip().removeprefix("File ") if frames else ""
 
 
-def _read_lines(path: Path, pid: int) -> list[str]:
+def _read_lines(path: Path, pid: int, size: int = BYTES) -> list[str]:
     """The end of a log, or of what one process wrote, without empty lines and secrets.
 
     Empty when the log cannot be read here.
     """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - BYTES))
+            file.seek(max(0, path.stat().st_size - size))
             text = file.read().decode(errors="replace")
     except OSError:
         return []

@@ -290,7 +290,9 @@ class Renderer:
         copies = [[dict(message) for message in messages] for messages in conversations]
         try:
             with limit_template():
-                flatten_globals(self.tokenizer.chat_template)
+                # Several templates by name are taken as they are.
+                if isinstance(self.tokenizer.chat_template, str):
+                    flatten_globals(self.tokenizer.chat_template)
                 texts = self.tokenizer.apply_chat_template(
                     copies, tokenize=False, add_generation_prompt=True, **self.template_arguments
                 )

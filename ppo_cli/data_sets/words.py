@@ -80,7 +80,13 @@ def open_words(backend: Any) -> WordCounts | None:
 
 
 def _read_state(part: Any) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
+    """Return the declaration of a part of a tokenizer; one that Python wrote has none."""
+    if part is None:
+        return {}
+    try:
+        state: dict[str, Any] = json.loads(part.__getstate__())
+    except Exception:  # tokenizers raises no narrower one
+        return {"type": "Custom"}
     return state
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from ppo_cli.config.models.bundled import EMBEDDED, model_folder
 from ppo_cli.data_sets import words
@@ -85,6 +86,19 @@ def test_so_are_those_whose_added_tokens_take_their_neighbours_in(option: str) -
 def test_so_are_those_that_draw_their_tokens() -> None:
     backend = open_backend()
     backend.model.dropout = 0.1
+    assert open_words(backend) is None
+
+
+class Letters:
+    """A pre-tokenizer that Python wrote: it has no declaration."""
+
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(lambda _, piece: [piece])
+
+
+def test_so_are_those_that_are_programs() -> None:
+    backend = open_backend()
+    backend.pre_tokenizer = PreTokenizer.custom(Letters())
     assert open_words(backend) is None
 
 
