@@ -109,8 +109,9 @@ def _describe_judge(judge: Judge, reward: Reward, stage: str, history: Lines) ->
     if place_noise := values(f"{stage}/place_noise"):
         spread, pieces = _root_mean_square(place_noise), sum(values(f"{stage}/place_pieces"))
         text = f"standard deviation {spread:.2g} of repeated scores of a piece ({pieces:,.0f})"
-        repeats = fmean(values(f"{stage}/place_repeats"))
-        yield "places", f"{text}; {repeats:.0%} of what differs within a response repeats"
+        if repeats := values(f"{stage}/place_repeats"):
+            text += f"; {fmean(repeats):.0%} of what differs within a response repeats"
+        yield "places", text
     if (votes := values(f"{stage}/votes")) and judge.settings.asks_on:
         yield "votes", f"{fmean(votes):.2g} a response"
     if escalated := values(f"{stage}/escalated"):

@@ -100,7 +100,9 @@ def test_losses_and_gradients_are_those_of_the_formulas(client: Client, loss: st
         old, advantages = torch.tensor(row["logprobs"]), torch.tensor(row["advantages"])
         hand = hand + formula(new, old, advantages).sum()
     hand.backward()
-    assert total == pytest.approx(hand.item(), rel=1e-5, abs=1e-5)
+    # Processors round the log-prob of a token differently.
+    tokens = sum(len(row["advantages"]) for row in rows)
+    assert total == pytest.approx(hand.item(), abs=1e-5 * tokens)
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model().parameters()))
     assert client.step(name)["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
