@@ -401,6 +401,11 @@ TOOL_LINES = (
     ("RL2.trainer.ppo train_data.path=train@a/b:c", "RL2", "--train_files a/b/c:train"),
     ("open_instruct/grpo.py --num_epochs 9", "open-instruct", "--ppo_epochs 9"),
     ("grpo.py --dataset_mixer_list a/b 1.0 c/d 8", "open-instruct", "--train_files a/b c/d"),
+    (
+        "python3 -m areal.launcher.local a.py --config nothing.yaml gconfig.n_samples=4"
+        " +train_dataset.batch_size=8 actor.path=m", "AReaL", "--rollout_n 4 --batch_size 8",
+    ),
+    ("a.py allocation_mode=sglang:d2 gconfig.max_new_tokens=9", "AReaL", "--max_response_length 9"),
     ("grpo.py --dataset_mixer_list 1.0", "open-instruct", "--model MODEL --train_files FILE"),
 )  # fmt: skip
 
