@@ -269,3 +269,12 @@ def test_what_is_asked_of_whom(
     for verb in verbs.replace("_in_place", "").split():
         getattr(publisher, verb)(*[None] * (verb == "connect"))
     assert [name.replace(".", " ") for name, _, _ in roles.mock_calls] == [*expected]
+
+
+def test_samplers_are_asked_for_weights_that_are_there() -> None:
+    roles, called = Mock(), Called()
+    collect = called.collect
+    called.collect = lambda calls: roles.wait() and collect(calls)  # type: ignore
+    Publisher(called, [roles.learner], [roles.sampler], sleepers=[]).send()  # type: ignore
+    names = [name for name, _, _ in roles.mock_calls]
+    assert names[:3] == ["learner.weights", "wait", "sampler.load_weights"]

@@ -39,18 +39,26 @@ class Unused:
     tuning: bool = False
 
 
-def _all_judges(reward: Reward, holds: Callable[[ApiReward], bool]) -> bool:
-    """Whether some judge scores, and `holds` is true of all of them."""
-    # With several judges, a setting counts if one of them uses it.
-    judges = judges_of(reward)
-    return bool(judges) and all(holds(judge.settings) for judge in judges)
+def _all_judges(holds: Callable[[ApiReward], bool]) -> Callable[[Config], bool]:
+    """Return a condition: some judge scores, and `holds` is true of all of them."""
+
+    def when(config: Config) -> bool:
+        # With several judges, a setting counts if one of them uses it.
+        judges = judges_of(config.reward)
+        return bool(judges) and all(holds(judge.settings) for judge in judges)
+
+    return when
 
 
-def _all_models(reward: Reward, *, served: bool) -> bool:
-    """Whether reward models score, and all are served (or all are local)."""
-    models = models_of(reward)
-    # Served and local models have different settings; with both kinds, each setting has a use.
-    return bool(models) and all(is_url(model.settings.path or "") is served for model in models)
+def _all_models(*, served: bool) -> Callable[[Config], bool]:
+    """Return a condition: reward models score, and all are served (or all are local)."""
+
+    def when(config: Config) -> bool:
+        models = models_of(config.reward)
+        # Served and local models have different settings; with both kinds, each setting has a use.
+        return bool(models) and all(is_url(model.settings.path or "") is served for model in models)
+
+    return when
 
 
 def _run_model_unused(reward: Reward) -> bool:
@@ -97,33 +105,31 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "judge_elsewhere": Unused(
         "the run starts no judge; set --rm_api_type local, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.type != "local"),
+        _all_judges(lambda api: api.type != "local"),
     ),
     "no_monitor": Unused(
         "no second judge is named; set --rm_monitor_model, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.monitor.model is None),
+        _all_judges(lambda api: api.monitor.model is None),
     ),
     "no_cascade": Unused(
         "no cheaper judge is asked first; set --rm_cascade, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.cascade.model is None),
+        _all_judges(lambda api: api.cascade.model is None),
     ),
     "no_panel": Unused(
         "one judge scores alone; name further ones with --rm_panel, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: not api.panel.judges),
+        _all_judges(lambda api: not api.panel.judges),
     ),
     "no_other_judge": Unused(
         "no further judge is asked; name one with --rm_cascade or --rm_panel, or leave it out",
-        lambda c: _all_judges(
-            c.reward, lambda api: api.cascade.model is None and not api.panel.judges
-        ),
+        _all_judges(lambda api: api.cascade.model is None and not api.panel.judges),
     ),
     "no_labels": Unused(
         "no labelled responses are named; set --rm_monitor_labels, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.monitor.labels is None),
+        _all_judges(lambda api: api.monitor.labels is None),
     ),
     "decision_endpoint": Unused(
         "a decision endpoint writes no text (reward.api.mode decision); leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.mode == "decision"),
+        _all_judges(lambda api: api.mode == "decision"),
     ),
     "no_episodes": Unused(
         "each response is a single turn; set --environment or --tools, or leave it out",
@@ -131,35 +137,30 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "no_rubric": Unused(
         "no criteria are given; set --rm_rubric, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.rubric is None),
+        _all_judges(lambda api: api.rubric is None),
     ),
     "none_held_out": Unused(
         "no criteria are held out; set --rm_rubric_held_out, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.rubric_held_out is None),
+        _all_judges(lambda api: api.rubric_held_out is None),
     ),
     "votes_show_noise": Unused(
         "the votes on each response (reward.api.votes) show how much verdicts differ; leave it out",
-        lambda c: _all_judges(c.reward, lambda api: not api.repeats),
+        _all_judges(lambda api: not api.repeats),
     ),
     # Judges that do not read the setting: their kind of answer, prompt or comparison replaces it.
     "fixed_scale": Unused(
         "criteria (reward.api.rubric) and comparisons come to a score from 0 to 1; leave it out",
-        lambda c: _all_judges(
-            c.reward, lambda api: api.mode == "compare" or api.rubric is not None
-        ),
+        _all_judges(lambda api: api.mode == "compare" or api.rubric is not None),
     ),
     "fixed_output": Unused(
         "a decision endpoint writes no text, and criteria, comparisons and places are decided in "
         "JSON; leave it out",
-        lambda c: _all_judges(
-            c.reward, lambda api: api.mode != "text" or bool(api.rubric or api.place)
-        ),
+        _all_judges(lambda api: api.mode != "text" or bool(api.rubric or api.place)),
     ),
     "own_judge_prompt": Unused(
         "the judge has another prompt (reward.api.prompt_file, scoring_prompt, rubric or mode "
         "compare); leave one of them out",
-        lambda c: _all_judges(
-            c.reward,
+        _all_judges(
             lambda api: (
                 (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
                 or api.mode == "compare"
@@ -168,24 +169,20 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "no_comparison": Unused(
         "no responses are compared; set --rm_mode compare, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: api.mode != "compare"),
+        _all_judges(lambda api: api.mode != "compare"),
     ),
     "not_in_pairs": Unused(
         "no responses are compared in pairs; set --rm_mode compare and --rm_compare pairs, or "
         "leave it out",
-        lambda c: _all_judges(
-            c.reward, lambda api: (api.mode, api.compare) != ("compare", "pairs")
-        ),
+        _all_judges(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
     ),
     "own_prices": Unused(
         "reward.api.price_input and price_output say what a token costs; leave one of them out",
-        lambda c: _all_judges(
-            c.reward, lambda api: None not in (api.price_input, api.price_output)
-        ),
+        _all_judges(lambda api: None not in (api.price_input, api.price_output)),
     ),
     "hedge_after_timeout": Unused(
         "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
-        lambda c: _all_judges(c.reward, lambda api: (api.hedge_after or 0) >= api.timeout),
+        _all_judges(lambda api: (api.hedge_after or 0) >= api.timeout),
     ),
     # The run's own rule or model, next to a mixture whose parts all name others.
     "every_rule_its_own": Unused(
@@ -200,11 +197,11 @@ UNUSED: Final[dict[str, Unused]] = {
     ),
     "model_is_served": Unused(
         "the reward model runs at its server, which has its own settings; leave it out",
-        lambda c: _all_models(c.reward, served=True),
+        _all_models(served=True),
     ),
     "model_is_local": Unused(
         "only a served reward model (--reward_model http://HOST) uses it; leave it out",
-        lambda c: _all_models(c.reward, served=False),
+        _all_models(served=False),
     ),
     "mixture_off": Unused(
         "the mixture is off (reward.composite.enable false); leave that out, or this",
