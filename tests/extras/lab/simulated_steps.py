@@ -86,12 +86,11 @@ def peaks_by_torch(config: Config) -> dict[str, int]:
     peaks: dict[str, int] = {}
 
     def track(
-        simulator: Simulator, name: str, budget: Any, work: Any, config: Config, *_: Any
+        simulator: Simulator, name: str, batch: TrainBatch, _budget: Any, work: Any, *_: Any
     ) -> None:
         if name != "update of the actor":
             return
         rank0 = work.func.__closure__[0].cell_contents
-        batch = steps.make_batch(config, name, budget)
         work(batch)
         gc.collect()
         simulator.device_memory.restart()
