@@ -46,7 +46,10 @@ def test_text_becomes_one_user_message_in_the_tokenizers_own_template(tokenizer:
     assert list(item.token_ids) == expected
 
 
-def test_templates_by_name_fill_many_conversations_at_once(tokenizer: Any) -> None:
+def test_templates_by_name_fill_many_conversations_at_once(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    tokenizer = make_tokenizer()
     alone = render(Renderer(tokenizer), "Grüße 🙂")[0].text
     tokenizer.chat_template = {"default": tokenizer.chat_template, "other": "{{ 1 }}"}
     assert Renderer(tokenizer).fill_templates([user("Grüße 🙂")]) == [alone]
