@@ -39,11 +39,12 @@ from ppo_cli.planning.placement import Placement
 from ppo_cli.processes.child import Child, ChildEnded
 from ppo_cli.processes.event_loop import LoopThread
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.signals import shorten_wait, time_left
+from ppo_cli.signals import note_end_of_work, shorten_wait, time_left
 
 STOP = "stop"
 BEAT, BEAT_S = b"", 2.0  # a request that is answered at once, and the pause between two
 GONE = "gone"
+STARTING, SAMPLING = "starting", "sampling"  # what a signal may end before it is done
 # From the end of the connection to that of the process.
 LEAVES_S = 5.0
 UNHEARD_S = 2.0  # after the time for it, a start that goes on in spite of a stop is left
@@ -189,7 +190,7 @@ class DriverEngine:
                 "insists_on_transfer": insists_on_transfer,
             }  # fmt: skip
             self._joins = True
-            self.weight_transfer: Transfer = self._call("build", arguments, may_stop=True)
+            self.weight_transfer: Transfer = self._call("build", arguments, doing=STARTING)
         except BaseException:
             self.close()
             raise
@@ -204,17 +205,15 @@ class DriverEngine:
         new = [light[prompt.uid] for prompt in prompts]
         old = [replace(rollout, prompt=light[rollout.prompt.uid]) for rollout in begun]
         answer = self._ask("generate", new, sampling, old)
-        kind = ""
         try:
             while True:
-                kind, value = self._take(answer)
+                kind, value = self._take(answer, SAMPLING)
                 if kind == "done":
                     return
                 yield from (rejoin_prompt(item, prompt_by_uid) for item in value)
         finally:
-            # The consumer stopped early: the driver need not sample the rest.
-            if kind == "item":
-                answer.drop()
+            # The consumer stopped early, or a signal did: the driver need not sample the rest.
+            answer.drop()
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
@@ -245,7 +244,7 @@ class DriverEngine:
         if self._closed:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         # Starting a worker and what it hosts takes long: a stop is heard meanwhile.
-        number = self._call("host", factory, role, tuple(devices), may_stop=True)
+        number = self._call("host", factory, role, tuple(devices), doing=STARTING)
         return Hosted(self, role, number)
 
     def close(self) -> None:
@@ -281,25 +280,28 @@ class DriverEngine:
                 answer.take(TICK_S)
                 return
 
-    def _call(self, verb: str, *args: Any, may_stop: bool = False) -> Any:
-        return self._finish(self._ask(verb, *args), may_stop)
+    def _call(self, verb: str, *args: Any, doing: str = "") -> Any:
+        return self._finish(self._ask(verb, *args), doing)
 
     def _ask(self, verb: str, *args: Any) -> Answer:
         if self._closed or self._client is None:
             raise WorkerLost("The cluster is closed.")
         return self._client.ask(verb, *args)
 
-    def _finish(self, answer: Answer, may_stop: bool = False) -> Any:
-        return self._take(answer, may_stop)[1]
+    def _finish(self, answer: Answer, doing: str = "") -> Any:
+        return self._take(answer, doing)[1]
 
-    def _take(self, answer: Answer, may_stop: bool = False) -> tuple[str, Any]:
-        """Wait for the next part of an answer; raises the driver's error, or that of Ray."""
+    def _take(self, answer: Answer, doing: str = "") -> tuple[str, Any]:
+        """Wait for the next part of an answer; raises the driver's error, or that of Ray.
+
+        `doing` is STARTING or SAMPLING where a signal ends the wait: it raises Interrupted.
+        """
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
                 kind, value = answer.take(TICK_S)
             except Empty:
-                self._look_up(may_stop)
+                self._look_up(doing)
                 if time.monotonic() > deadline:
                     raise WorkerLost(self._silent(answer.verb)) from None
                 continue
@@ -313,16 +315,19 @@ class DriverEngine:
             else:
                 return kind, value
 
-    def _look_up(self, may_stop: bool) -> None:
+    def _look_up(self, doing: str) -> None:
         if not self._closed and (failure := self._failure()):
             raise WorkerLost(failure)
-        if may_stop and not self._told_to_stop and (reason := self._stop_requested()):
+        if not doing or not (reason := self._stop_requested()):
+            return
+        if doing == STARTING and not self._told_to_stop:
             self._told_to_stop = True
             assert self._client is not None
             self._client.ask(STOP, reason)
-        # The process hears it itself, unless it is inside a call that never ends.
-        if may_stop and time_left() < -UNHEARD_S:
-            raise Interrupted(f"Stopped while starting ({self._stop_requested()}).")
+        # What starts hears it itself, unless it is inside a call that never ends.
+        if time_left() <= (-UNHEARD_S if doing == STARTING else 0):
+            note_end_of_work()
+            raise Interrupted(f"Stopped while {doing} ({reason}).")
 
     def _failure(self) -> str | None:
         return self._ray_process.failure() if self._ray_process is not None else None

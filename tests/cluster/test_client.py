@@ -17,13 +17,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from ppo_cli import signals
 from ppo_cli.cluster import driver as clients
 from ppo_cli.cluster.driver import GONE, Answer, Client, DriverEngine
 from ppo_cli.cluster.driver_process import portable_error
 from ppo_cli.cluster.members import WorkerFault
 from ppo_cli.cluster.ray_process import import_paths
 from ppo_cli.cluster.worker_process import read_tail
-from ppo_cli.errors import ConfigError, WorkerLost
+from ppo_cli.errors import ConfigError, Interrupted, WorkerLost
 from ppo_cli.processes.reaper import descendants
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,6 +116,24 @@ def test_one_that_hangs_sets_those_free_who_send_to_it(
     # More than a socket holds, so that this is stuck until the end.
     assert client.ask("add", bytes(10_000_000)).take(20) == (GONE, None)
     assert client.ending().startswith("said nothing for ")
+
+
+def test_a_signal_ends_the_wait_for_a_sampler_that_hangs(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = object.__new__(DriverEngine)
+    vars(engine).update(
+        _client=client, _closed=False, _ray_process=None, _patience_s=300.0,
+        _stop_requested=lambda: "Ctrl-C",
+    )  # fmt: skip
+    freeze(client)
+    monkeypatch.setattr(signals, "LEAVE_S", 0.5)
+    signals.note_signal()
+    try:
+        with pytest.raises(Interrupted, match="sampling"):
+            next(engine.generate([], Mock()))
+    finally:
+        signals.forget_signals()
 
 
 def test_errors_travel_as_themselves_or_as_text() -> None:

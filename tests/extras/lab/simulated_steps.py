@@ -23,6 +23,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.config.schema.run import Config
 from ppo_cli.engine.training.optimizer import Optimizer
 from ppo_cli.extras.lab.simulation import steps
