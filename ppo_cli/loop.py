@@ -17,7 +17,7 @@ from ppo_cli.step.checks import check_reward
 from ppo_cli.step.pretraining import pretrain_critic
 from ppo_cli.step.sampling import (
     StepSample,
-    leave_step,
+    leave_overdue_step,
     sample_references,
     sample_step,
     validate,
@@ -76,23 +76,26 @@ def learn(job: Job, state: RunState, step_sample: StepSample, before: Snapshot) 
     with undone_on_stop(job, state, before):
         # While the reward scores the responses, the engine annotates them with log-probs and
         # values. The scores become token rewards, and these become advantages.
-        scored, scores, shaped = prepare_batch(job, state, step_sample, config.critic.lam)
-        leave_step(job, "annotating")
-        state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
-        # Train critic and actor in epochs of mini-batches; give the samplers the new weights.
-        sums = update(job, state, shaped.batch)
-        with tracker.phase("publish"):
-            job.engine.publish()
-        job.published.append(state.step)
-        # Collect the metrics of all stages.
-        metrics = score_metrics(scored) | job.reward.pop_metrics() | scores.metrics
-        metrics |= step_sample.metrics | shaped.metrics | sums.means()
-        if config.trainer.async_steps:
-            metrics |= staleness_metrics(scored, state.step - 1)
-        # Write the responses, some token by token (not if responses were split into turns).
-        kept = config.trainer.token_details if len(shaped.batch) == len(scored) else 0
-        details = list_token_details(shaped.batch, step_sample.rollouts, job.decode, kept)
-        tracker.rollouts(state.step, scores.logged, tokens=details, critic=shaped.critic)
+        scored, scores, shaped = prepare_batch(
+            job, state, step_sample, critic_lam=config.critic.lam
+        )
+        leave_overdue_step(job, "annotating")
+    state.kl_coef, state.moments = shaped.next_kl_coef, scores.moments
+    # Train the critic, then the actor, each in epochs of mini-batches. Then the samplers get the
+    # new weights, and the learning rates move on.
+    sums = update(job, state, shaped.batch)
+    with tracker.phase("publish"):
+        job.engine.publish()
+    job.published.append(state.step)
+    # Collect the metrics of all stages.
+    metrics = score_metrics(scored) | job.reward.pop_metrics() | scores.metrics
+    metrics |= step_sample.metrics | shaped.metrics | sums.means()
+    if config.trainer.async_steps:
+        metrics |= staleness_metrics(scored, state.step - 1)
+    # Write the responses, some token by token (not if responses were split into turns).
+    kept = config.trainer.token_details if len(shaped.batch) == len(scored) else 0
+    details = list_token_details(shaped.batch, step_sample.rollouts, job.decode, kept)
+    tracker.rollouts(state.step, scores.logged, tokens=details, critic=shaped.critic)
     seconds = time.perf_counter() - before.started
     tokens = int((shaped.batch.prompt_len_B + shaped.batch.response_len_B).sum())
     tracker.show_profile(state.step)

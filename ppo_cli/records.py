@@ -262,8 +262,8 @@ class Score:
     `value` to positions in the response; the rest belongs to its end. `reason` is the scorer's
     explanation. `imputed` says why there was no verdict if the value is a substitute; `gated`: a
     gate of a mixture skipped the scorer; `reply` is a judge's reply; `mixture` has the scores of
-    the parts. `info` is for people (cached, tokens, latency_s, cost_usd …), JSON-serialisable: no
-    code decides by it.
+    the parts. `info` is for people (cached, tokens, latency_s, cost_usd …) and for the
+    next hand of a judge (its pieces, its spread); JSON-serialisable.
     """
 
     value: float | None

@@ -49,8 +49,7 @@ class Estimator:
     def compares_rewards(self) -> bool:
         """Whether it subtracts or divides by statistics of other responses' rewards.
 
-        There a KL in the rewards is compared too, and divided by its own spread where all scores
-        are equal. By default the KL is in the loss then.
+        By default the KL is in the loss then, as in the recipes of verl and TRL.
         """
         return not (self.critic or self.baseline)
 

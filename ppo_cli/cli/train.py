@@ -138,7 +138,7 @@ def resolve_with_fork(arguments: Arguments) -> Resolved:
     source = find_source_anywhere(word)
     if source.run is None:
         raise ConfigError(f"--fork {word} is not a run with a config.yaml; name one, or RUN@STEP.")
-    # The flags of the line win over the fork's checkpoint and folder.
+    # Flags and overrides of the line win over the fork's checkpoint and folder.
     checkpoint = Path(source.path).parent
     beside = source.run.name if is_address(word) else source.run
     flags = {

@@ -331,22 +331,21 @@ def choose_gamma_piece(settings: Settings) -> Choice:
 def choose_kl_in_loss(settings: Settings) -> Choice:
     """Choose the KL in the loss where responses are compared, unless the KL in the reward is set.
 
-    A KL in the reward would be compared too: where all scores are equal, grpo divides it by its own
-    spread (verl does; TRL and OpenRLHF keep it out).
+    What is compared are scores alone then, whatever an estimator does with the rest of a reward.
     """
     name = settings["algorithm.adv_estimator"]
     if not ESTIMATORS[name].compares_rewards:
         return Choice(False, f"{name} does not compare rewards")
     if settings.is_set("algorithm.use_kl_in_reward"):
         return Choice(False, "algorithm.use_kl_in_reward is set")
-    return Choice(True, f"{name} compares rewards, and a KL in them would be compared too")
+    return Choice(True, f"{name} compares rewards, and the KL is no part of that")
 
 
 def choose_kl_in_reward(settings: Settings) -> Choice:
     """Choose the KL in the reward where responses are not compared, and it is not in the loss."""
     name = settings["algorithm.adv_estimator"]
     if ESTIMATORS[name].compares_rewards:
-        return Choice(False, f"{name} compares rewards, and a KL in them would be compared too")
+        return Choice(False, f"{name} compares rewards, and the KL is no part of that")
     if settings.is_set("actor.use_kl_loss") and settings["actor.use_kl_loss"]:
         return Choice(False, "the KL is in the loss")
     return Choice(True, "no KL is in the loss")

@@ -1,6 +1,7 @@
 """Reads the layers of settings in order, and merges them: the last value of a setting counts.
 
-Layers are a preset, a run folder, settings files, a reward file, variables, flags and overrides.
+Layers are a preset, a run folder, settings files, reward files, variables, flags and overrides;
+`read_layers` has their order.
 All hand over raw values with their origins; planning/resolve turns the merged values into a Config.
 """
 

@@ -121,7 +121,9 @@ class Engine(Protocol):
         ...
 
     def publish(self) -> None:
-        """Send the new weights to the sampler, drop its caches, raise the weight version."""
+        """Send the new weights to the sampler, drop its caches, raise the weight version.
+
+        The learning rates move on with the version."""
         ...
 
     def save(self, directory: Path, *, last: bool = False) -> Future[None]:

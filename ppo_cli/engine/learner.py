@@ -170,7 +170,7 @@ class Learner:
                 (batch.weight_version_B == self.weight_version).all()
             )
         # The actor comes first; the sampler's log-probs replace it.
-        models = self._models()[from_sampler:]
+        models = self._models()[1 if from_sampler else 0 :]
         if not models:
             return Annotations(torch.zeros(0, dtype=torch.int64), {})
 
@@ -211,7 +211,7 @@ class Learner:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
-        # Both models take the same mini-batch, one after the other.
+        # The loop trains one model at a time; self-tests train both.
         advise = partial(advise_memory, self._config, "step")
         if minibatch.actor:
             with self.phase("update actor"), explain_step_errors("actor", self._ranks, advise):

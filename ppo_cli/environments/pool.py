@@ -140,7 +140,9 @@ def _find_file(flag: str, spec: str, form: str) -> tuple[str, list[str]]:
         file, colon, names = spec, "", ""
     path = user_path(file)
     if flag == "--environment" and not names.isidentifier():
-        hint = did_you_mean(spec, entry_points("environments"))
+        hint = did_you_mean(
+            spec, [*entry_points("environments"), *(f"{kind}:" for kind in ADAPTERS)]
+        )
         return spec, [f"{flag} {spec}: write {form}, with the name of the class.{hint}"]
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []

@@ -37,7 +37,8 @@ CLOSE_TIMEOUT_S = 1.0
 MACOS_FILES = 10240  # OPEN_MAX: macOS says that there is no limit, and refuses to set none
 FORK_GRACE_S = 1.0  # tools limit each call themselves; their fork is killed after this
 TURN_S = 0.5  # of calls that share few processes
-# What to do where the package of an adapter is missing.
+# Built-in environments, KIND:NAME, each in a file KIND.py beside this one; and what to do where its
+# package is missing.
 ADAPTERS = {
     "verifiers": "Run scripts/setup_verifiers; add environment.python=.venv-verifiers/bin/python.",
     "gym": "Install gymnasium into it, or name another Python with environment.python=PATH.",

@@ -67,10 +67,11 @@ def resolve(
     machine: Machine | None = None,
     foreign: Mapping[str, tuple[str, str]] | None = None,
 ) -> Resolved:
-    """Merge the layers, decide what is unset, and check the result.
+    """Merge the layers, decide what is unset and has a rule, and check the result.
 
     Raises one ConfigError with every problem. `machine` is this one unless it is given. The
-    settings of a `run` folder are defaults, without those that only people may allow. `origins`
+    settings of a `run` folder come next after a preset's (`read_layers` has the order), without
+    those that only people may allow. `origins`
     names where variables in `environ` really come from, such as SLURM. `foreign` has the defaults
     of the program that the line was written for.
     """

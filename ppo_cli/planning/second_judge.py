@@ -20,8 +20,8 @@ from ppo_cli.errors import ConfigError
 from ppo_cli.planning.resolved import Resolved
 from ppo_cli.planning.run_plan import RunPlan
 
-# Providers that need no more than a key.
-_PUBLIC = ("claude", "openai", "gemini", "dashscope")
+# Providers that need no more than a key, in the order of judges.toml.
+_PUBLIC = [name for name, api in JUDGES.items() if api.keys and api.url and not api.platform]
 # The section of the second judge.
 _MONITOR = "reward.api.monitor"
 

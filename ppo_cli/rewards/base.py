@@ -77,7 +77,10 @@ class Reward(Protocol):
         return None
 
     def submit(self, rollout: Rollout) -> Future[Score]:
-        """Start scoring one rollout without waiting for the score."""
+        """Start scoring one rollout without waiting for the score.
+
+        What a user's code raises is a failed score.
+        """
         ...
 
     def begin_run(self, length: RunLength) -> None:

@@ -388,7 +388,8 @@ class Start:
     """What one start of a run reads before any engine or reward exists.
 
     `checkpoint` is the newest one of the run folder, or that of --resume; `changed` describes how
-    its run differs from this one, and is empty if it does not.
+    its run differs from this one (for that of --resume: in what a checkpoint depends on), and is
+    empty if it does not.
     """
 
     folder: RunFolder
@@ -410,11 +411,11 @@ class Start:
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint to continue from; None for a new run."""
+        """The checkpoint to continue from, if there is one."""
         return None if self.changed else self.checkpoint
 
     @property
-    def is_new_run(self) -> bool:
+    def replaces_run(self) -> bool:
         """Whether an earlier run in the folder is set aside: --resume never, or other settings."""
         return self.config.trainer.resume_mode == "never" or bool(self.changed)
 
@@ -511,15 +512,15 @@ def open_run(
                 episodes=episodes,
             )  # fmt: skip
             closing.callback(engines.close)
-            losses: dict[str, Any] = {
+            restarts: dict[str, Any] = {
                 "max_restarts": config.trainer.max_restarts,
                 "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
                 if cluster
                 else lambda: None,
             }
-            job = _open_job(start, engines, stop, screen, closing, losses, make_reward)
+            job = _open_job(start, engines, stop, screen, closing, restarts, make_reward)
             begin = partial(_load_initial_state, resume_from=start.resume_from, screen=screen)
-            yield job, begin, stop, losses | {"build": engines.renew, "origin": start.resume_from}
+            yield job, begin, stop, restarts | {"build": engines.renew, "origin": start.resume_from}
     except UserError:
         folder.drop_if_empty()
         raise
@@ -529,23 +530,24 @@ def open_run(
 
 def _open_job(
     start: Start, engines: EngineFactory, stop: StopOnSignal, screen: Screen, closing: ExitStack,
-    losses: Mapping[str, Any], make_reward: MakeReward,
+    restarts: Mapping[str, Any], make_reward: MakeReward,
 ) -> Job:  # fmt: skip
     """Start the reward and the engine, then claim the run folder; `closing` ends all of them."""
     config, folder = start.config, start.folder
-    # The reward first: a wrong key or address is cheap to find.
+    # The reward first: a wrong key or address is cheap to find. (A reward model on a worker of the
+    # engine starts the engine as well.)
     all_prompts = join_prompts(start.prompts, start.val_prompts)
     host = engines.host if engines.hosts_rewards() else None
     reward = make_reward(config.reward, all_prompts, host)
     closing.callback(reward.close)
-    if not start.is_new_run:
+    if not start.replaces_run:
         reward.attach(folder.path)  # the budget includes the spending of earlier starts
     wishes = _start_reward(reward, all_prompts, start, screen)
     # A cluster's start handles a first signal itself; while one process loads, Ctrl-C ends it.
     if engines.hosts_rewards():
         closing.enter_context(stop)
     engine = start_engine(
-        engines.get, **losses, patience_s=config.trainer.node_timeout,
+        engines.get, **restarts, patience_s=config.trainer.node_timeout,
         tell=screen.health, resume_command=_resume_command(start.plan.resolved, begun=False),
     )  # fmt: skip
     # The planned way of weights may have failed: a restart does not try it again.
@@ -564,7 +566,7 @@ def _open_job(
     screen.note_all(details if screen.debug else ())
     _claim_folder(start, screen, details)
     # Not before: the spending of the earlier run has just been set aside with it.
-    if start.is_new_run:
+    if start.replaces_run:
         reward.attach(folder.path)
     tracker = Tracker(folder.path, screen, config.trainer.logger, start.total_steps, config, wishes)
     closing.callback(tracker.close)
@@ -594,13 +596,13 @@ def _claim_folder(start: Start, screen: Screen, details: Sequence[str]) -> None:
     """Set an earlier run aside, unless this one continues it; write what describes this one."""
     folder, resume_from = start.folder, start.resume_from
     fork = read_fork(folder.path)
-    resumes = start.config.trainer.resume_mode == "auto" and not start.is_new_run
+    resumes = start.config.trainer.resume_mode == "auto" and not start.replaces_run
     if resumes and (evidence := go_back(folder.path, start.store.delete_after)):
         screen.note(f"The steps that the run went back from are in {evidence}.")
     if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
         # Without a checkpoint, the same command again is the same run: its spending counts.
         lasting = (SPENT,) if resume_from else (SPENT, RESTRAINTS_FILE)
-        earlier = folder.set_aside(spared=() if start.is_new_run else lasting)
+        earlier = folder.set_aside(spared=() if start.replaces_run else lasting)
         if earlier and start.changed:
             checkpoint = start.checkpoint
             moved = earlier / "checkpoints" / checkpoint.name if checkpoint else None
@@ -659,7 +661,7 @@ def _start_reward(
     except (Interrupted, WorkerLost) as stop:
         command = _resume_command(start.plan.resolved, begun=False)
         if isinstance(stop, Interrupted):
-            history = [] if start.is_new_run else read_metrics(start.folder.path)
+            history = [] if start.replaces_run else read_metrics(start.folder.path)
             rows = len(start.val_prompts)
             command = extend_budget(command, stop, config, history, start.total_steps, rows)
         raise Interrupted(f"{stop} Go on with: {command}") from stop
@@ -676,6 +678,8 @@ def _load_initial_state(job: Job, resume_from: Path | None, screen: Screen) -> R
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
         return state
+    # Another --lr is another run. A rate jumps where the run is now longer, or where --resume names
+    # a checkpoint.
     optims = job.config.actor.optim, job.config.critic.optim
     jumps = find_lr_jumps(*optims, resume_from, job.total_steps)
     screen.note("; ".join([f"Going on after step {state.step}, from {resume_from}", *jumps]))
@@ -687,7 +691,8 @@ def load_prompt_sets(
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Read training and validation prompts, and show the notes on them.
 
-    Without `render_all`, many training prompts become a table.
+    Without `render_all`, many training prompts become a table: their rows are checked now, and
+    rendered when a step takes them.
     """
 
     def read(split: DataSplit) -> Sequence[Prompt]:

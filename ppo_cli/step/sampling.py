@@ -38,10 +38,10 @@ def stream_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
 
 
-def train_sampling(config: Config, step: int, turn: int = 0, stream: int = TRAIN) -> Sampling:
-    """Sampling settings of a step; `turn` is the batch number in dynamic sampling."""
+def train_sampling(config: Config, step: int, batch: int = 0, stream: int = TRAIN) -> Sampling:
+    """Sampling settings of a step; `batch` is its number in dynamic sampling."""
     # The first batch of a step has the same seed with and without dynamic sampling.
-    r, batch_key = config.rollout, (turn,) if turn else ()
+    r, batch_key = config.rollout, (batch,) if batch else ()
     return Sampling(
         temperature=r.temperature,
         top_p=r.top_p,
@@ -99,11 +99,11 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
         config.algorithm.filter_groups, len(job.prompts), config.data.gen_batch_size
     )
     chosen, sampled, alike, unscored = StepSample([], [], []), 0, 0, 0
-    for turn in range(max_batches):
+    for batch in range(max_batches):
         # Sample and score a batch; prompts that are in the step already are skipped.
         uids = {prompt.uid for prompt in chosen.prompts}
         prompts = [p for p in pick(job.prompts, job.order.take()) if p.uid not in uids]
-        sampling = train_sampling(config, step, turn)
+        sampling = train_sampling(config, step, batch)
         rollouts, futures = sample_rollouts(job, prompts, sampling, "rollout", "train")
         scored = gather(job, rollouts, futures, "reward_wait")
         raise_if_reward_only_raises(job, scored)
@@ -120,7 +120,7 @@ def _sample_dynamically(job: Job, step: int) -> StepSample:
                 chosen.rollouts.extend(rollouts[group])
                 chosen.futures.extend(futures[group])
         if len(chosen.prompts) == batch_size:
-            chosen.metrics["filter/gen_batches"] = turn + 1.0
+            chosen.metrics["filter/gen_batches"] = batch + 1.0
             chosen.metrics["filter/alike_share"] = alike / sampled
             return chosen
     raise Interrupted(
@@ -171,7 +171,7 @@ def sample_rollouts(
             pairs.append((rollout, future))
             job.in_flight.append(future)
             advance(1)
-            leave_step(job, "sampling")
+            leave_overdue_step(job, "sampling")
     # All responses are submitted: rewards may now compare them with each other.
     if not deferred:
         job.reward.end_round(kind)
@@ -191,7 +191,7 @@ def gather(
     return scored
 
 
-def leave_step(job: Job, doing: str) -> None:
+def leave_overdue_step(job: Job, doing: str) -> None:
     """Raise Interrupted if a signal asked to stop some time ago.
 
     It is called before the weights change: the step is undone, and repeated after the next start.

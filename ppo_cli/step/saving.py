@@ -39,7 +39,9 @@ class Snapshot:
 
 
 def save(job: Job, state: RunState, *, last: bool) -> None:
-    """Start a checkpoint of engine, order, reward and state; it is written in the background.
+    """Start a checkpoint of engine, order, reward and state (with what is sampled ahead).
+
+    It is written in the background.
 
     With `last`, no training follows, so the engine need not copy its weights first.
     """
@@ -86,7 +88,7 @@ def save_last_step(job: Job, state: RunState) -> None:
 def undone_on_stop(job: Job, state: RunState, before: Snapshot) -> Iterator[None]:
     """Undo the step and save the run if the block is interrupted (judge down, budget used up).
 
-    Only sampling and waiting for scores raise Interrupted, before the weights change.
+    The block ends before the weights change.
     """
     try:
         yield

@@ -99,7 +99,11 @@ def update_critic(
         for epoch in range(settings.ppo_epochs):
             seed = stream_seed(config.trainer.seed, *key, epoch, 0)
             for part in _mini_batches(settings, config.rollout.n, seed, batch):
-                sums.add(job.engine.step(MiniBatch(part, False, True, pretraining)))
+                sums.add(
+                    job.engine.step(
+                        MiniBatch(part, actor=False, critic=True, pretraining=pretraining)
+                    )
+                )
             advance(1)
 
 

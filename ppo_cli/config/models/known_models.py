@@ -33,8 +33,8 @@ class JudgeApi:
 
     keys: tuple[str, ...]
     url: str
-    url_variables: tuple[str, ...]
     example: str
+    url_variables: tuple[str, ...] = ()
     decides: str | None = None
     default: str | None = None
     keyless: bool = False
@@ -51,7 +51,7 @@ def _judges() -> dict[str, JudgeApi]:
     text = Path(__file__).with_name("judges.toml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = tomllib.loads(text)
     for row in rows.values():
-        row |= {name: tuple(row[name]) for name in ("keys", "url_variables")}
+        row |= {name: tuple(row.get(name, ())) for name in ("keys", "url_variables")}
     return {name: JudgeApi(**row) for name, row in rows.items()}
 
 

@@ -165,7 +165,7 @@ class JudgeAsker:
 
         `first` is the request for the first vote, if it is there already.
         """
-        # One request per vote; then further ones, while the verdicts differ.
+        # One request per vote; then further ones, until one verdict has a majority.
         votes, seen = self._api.votes, self._visible(rollout)
         questions = [
             (None if vote else first) or self.question(rollout.prompt, seen, vote)

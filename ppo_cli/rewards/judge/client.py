@@ -264,11 +264,11 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
 
     # --- attempts -------------------------------------------------------------------------------
 
-    def _pause_after(self, call: _JudgeCall, error: RemoteError) -> float:
+    def _prepare_retry(self, call: _JudgeCall, error: RemoteError) -> float:
         """Return the seconds to wait before the next attempt; raises the error if it is final.
 
         After an unreadable reply that is 0, and the next question has a reminder of the answer
-        format, MAX_REMINDERS times at most.
+        format, MAX_REMINDERS times at most; an unreadable reply after the last one is final.
         """
         if error.kind is Failure.UNPARSED and call.reminders < MAX_REMINDERS[call.original.output]:
             # Ask again with a reminder of the form, and with more room if the answer was cut.
@@ -282,7 +282,7 @@ class JudgeClient(RemoteClient[_JudgeCall, Verdict]):
             call.slot.tokens = self._expected_tokens(call.question)
             pause = 0.0
         else:
-            pause = super()._pause_after(call, error)
+            pause = super()._prepare_retry(call, error)
         self._counts.retried += 1
         return pause
 

@@ -1,7 +1,8 @@
 """The reward that asks an LLM judge: rollouts in, scores in [0, 1] out.
 
 `start` shows with a few calls that key, model and reply format are right. `submit` asks at once on
-a background event loop; `end_round` asks again for what failed, before any update (`rounds`).
+a background event loop; where too many failed, `end_round` asks for them again before any update
+(`rounds`). `asker` has the votes on a response, and their mean in [0, 1]; `client` has the calls.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class JudgeReward(JudgeAsker, Reward):
         return entry.future
 
     def end_round(self, kind: RoundKind = "train") -> None:
-        """Close the step: failed verdicts are asked for again, then masked, or stop the run."""
+        """Close the step: failed verdicts are masked, or asked for again, or stop the run."""
         self._validating = kind == "validation"
         # Responses submitted from now on belong to the next round.
         ended, self._round = self._round, self._new_round()
@@ -179,7 +180,7 @@ class JudgeReward(JudgeAsker, Reward):
         self._noise.attach(folder / f"judge_repeats{suffix}.jsonl")
 
     def close(self) -> None:
-        """Let calls in flight finish, then free connections and the thread."""
+        """Let calls in flight finish (in seconds after a signal), then free what they use."""
         if self._closed:
             return
         self._closed = True

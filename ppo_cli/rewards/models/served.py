@@ -160,13 +160,13 @@ class ServedModelClient(RemoteClient[_ServedCall, list[Row]]):
         first, second = await asyncio.gather(*halves)
         return first + second
 
-    def _pause_after(self, call: _ServedCall, error: RemoteError) -> float:
+    def _prepare_retry(self, call: _ServedCall, error: RemoteError) -> float:
         """Return the pause before the next attempt; raises the error if there is none."""
         # A malformed reply is tried again at once, without the pauses of an outage.
         if error.kind is Failure.UNPARSED and call.attempts < ATTEMPTS_OF_FORM:
             pause = 0.0
         else:
-            pause = super()._pause_after(call, error)
+            pause = super()._prepare_retry(call, error)
         self.counters.retries += 1
         return pause
 

@@ -109,11 +109,11 @@ class RemoteClient(ABC, Generic[Call, Result]):
                     call.first_sent = call.slot.sent_at
                 return await self._send(call)
             except RemoteError as error:
-                pause = self._pause_after(call, error)
+                pause = self._prepare_retry(call, error)
             if pause > 0.0:
                 await self._admission.back_off(pause)
 
-    def _pause_after(self, call: Call, error: RemoteError) -> float:
+    def _prepare_retry(self, call: Call, error: RemoteError) -> float:
         """Return the seconds to wait before the next attempt; raises the error if it is final.
 
         Refused and unparsed are final. So is the last of MAX_FATAL_ANSWERS fatal ones, that of

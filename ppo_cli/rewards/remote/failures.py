@@ -22,7 +22,7 @@ from ppo_cli.secrets.redact import redact
 class Failure(Enum):
     """The four ways in which a call fails."""
 
-    FATAL = "fatal"  # no later call will succeed: key, model, account, address
+    FATAL = "fatal"  # by its words no later call will succeed: key, model, account, address
     RETRYABLE = "retryable"  # network, overload, limits: the same call may succeed later
     REFUSED = "refused"  # the service does not accept this text
     UNPARSED = "unparsed"  # it answered, but no score can be read
