@@ -54,6 +54,6 @@ def describe_lr_jumps(
             verb = "rises" if after > rate else "falls"
             yield (
                 f"the {name}'s learning rate {verb} from {rates[0]} at step {step} to {rates[1]} "
-                f"at step {step + 1}, by the settings of now ({optim.lr_scheduler_type}, at most "
-                f"{optim.lr:.2g}, {total_steps} steps)"
+                f"at step {step + 1}, as its schedule is {optim.lr_scheduler_type} with at most "
+                f"{optim.lr:.2g}, over {total_steps} steps"
             )

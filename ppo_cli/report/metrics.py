@@ -487,10 +487,14 @@ def _list_next_steps(
     ]
     # After the example run: own model and reward. After others: train longer, if that may help.
     if config.model.path == "embedded":
-        train_own_model = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
-        steps.append(("your model, your data", train_own_model))
-        if not any(rule.function for rule in rules_of(config.reward)):
-            steps.append(("your own reward", ppo("train --reward_function FILE.py")))
+        if config.environment.path is not None:  # an environment opens the episodes, and rewards
+            own = ppo("train --model PATH_OR_HUB_NAME --environment FILE.py:CLASS")
+            steps.append(("your model, your environment", own))
+        else:
+            own = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
+            steps.append(("your model, your data", own))
+            if not any(rule.function for rule in rules_of(config.reward)):
+                steps.append(("your own reward", ppo("train --reward_function FILE.py")))
     elif resume_command and not doubtful:
         total = 2 * int(history[-1]["step"]) if history else 0
         optims = config.actor.optim, config.critic.optim

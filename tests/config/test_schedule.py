@@ -23,8 +23,8 @@ def jumps(optim: dict[str, object], planned: int, done: int, total: int) -> list
 
 def test_a_cosine_over_more_steps_is_announced_for_each_model() -> None:
     assert jumps(COSINE, 4, 4, 8) == [
-        f"the {name}'s learning rate rises from 0.00015 at step 4 to 0.0005 at step 5, by the "
-        "settings of now (cosine, at most 0.001, 8 steps)"
+        f"the {name}'s learning rate rises from 0.00015 at step 4 to 0.0005 at step 5, as its "
+        "schedule is cosine with at most 0.001, over 8 steps"
         for name in ("actor", "critic")
     ]
 
