@@ -60,7 +60,11 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampling", [("--episodes", "36", "--val_episodes", "4"), ("--async_steps", "1")]
+    "sampling",
+    [
+        ("--episodes", "36", "--val_episodes", "4"),
+        pytest.param(("--async_steps", "1"), marks=pytest.mark.weekly),
+    ],
 )
 def test_killed_and_resumed_equals_uninterrupted(
     episodes: tuple[str, ...], sampling: tuple[str, ...], tmp_path: Path

@@ -138,7 +138,10 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("kind", "begin", "fragment"),
-    [("learner-0", start, "Learner rank 0 on node"), ("raylet", Orphan, "lost its raylet")],
+    [
+        ("learner-0", start, "Learner rank 0 on node"),
+        pytest.param("raylet", Orphan, "lost its raylet", marks=pytest.mark.weekly),
+    ],
 )
 def test_a_killed_worker_costs_some_time_and_nothing_else(
     calm: Path, tmp_path: Path, kind: str, begin: Begin, fragment: str

@@ -154,6 +154,7 @@ def test_one_start_trains_on_two_nodes_that_ray_has(pair: Pair) -> None:
     pair.end()  # Ray stays until it is ended
 
 
+@pytest.mark.weekly
 def test_two_nodes_of_one_machine_find_each_other_on_its_loopback(tmp_path: Path) -> None:
     port = str(addresses.free_port("127.0.0.1"))
     environ = environment() | {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
