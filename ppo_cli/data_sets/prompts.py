@@ -164,10 +164,8 @@ class Renderer:
         for prompts in blocks:
             texts: list[str | int | RowError] = [*self.fill(prompts)]
             if (words := self.words) is not None:
-                texts = [
-                    words.count(text) if isinstance(text, str) and text.isascii() else text
-                    for text in texts
-                ]
+                counts = [words.count(t) if isinstance(t, str) else None for t in texts]
+                texts = [t if n is None else n for t, n in zip(texts, counts, strict=True)]
             if counted is not None:
                 yield counted.result()
             counted = run_in_thread(partial(self.count_tokens, texts))

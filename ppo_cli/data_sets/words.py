@@ -1,15 +1,17 @@
-"""Counts the tokens of ASCII texts from those of their words.
+"""Counts the tokens of texts from those of their words.
 
 A byte-level BPE cuts a text into words by a regular expression, and turns each word into tokens by
 itself. The words of a large set repeat: their numbers of tokens are kept, which takes about an
 eighth of the time of the tokenizer. Only for ASCII do Python's expressions certainly find the same
-words.
+words. Other texts are cut before spaces, where a word always begins, and the tokenizer counts the
+parts that are not ASCII.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
 from typing import Any
 
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -25,8 +27,11 @@ _EXPRESSIONS = {
 }
 # That of GPT-2, which is not in the files of its tokenizers.
 _GPT2 = rf"{_CONTRACTIONS}| ?[a-zA-Z]+| ?[0-9]+| ?[^\sa-zA-Z0-9]+|\s+(?!\S)|\s+"
-# Each leaves ASCII as it is.
-_NORMALISERS = ("NFC", "NFD", "NFKC", "NFKD")
+# Each leaves ASCII as it is. The first neither make nor remove white space.
+_CANONICAL = (None, "NFC", "NFD")
+_NORMALISERS = (*_CANONICAL, "NFKC", "NFKD")
+# A word of each expression begins at a space that is followed by anything but white space.
+_CUT = re.compile(r"(?= \S)")
 # Byte-level tokenizers write bytes that do not print as other characters.
 _BYTES = {**{byte: 256 + byte for byte in range(33)}, 127: 289}
 # Words whose counts are kept, and the longest of them.
@@ -36,28 +41,45 @@ MAX_WORDS, MAX_LETTERS = 1 << 18, 64
 class WordCounts(dict[str, int]):
     """The numbers of tokens of words, of a tokenizer that `open_words` accepts."""
 
-    def __init__(self, expression: str, added_tokens: list[str], model: Any) -> None:
+    def __init__(self, expression: str, added_tokens: list[str], backend: Any) -> None:
         self._find = re.compile(expression, re.ASCII).findall
         # The longest first, as tokenizers prefer it.
         literals = map(re.escape, sorted(added_tokens, key=len, reverse=True))
         self._split = re.compile(f"({'|'.join(literals) or '(?!)'})").split
-        self._model = model
+        self._model, self._normaliser = backend.model, backend.normalizer
+        self._pre_tokenizer = backend.pre_tokenizer
+        self._cuts = _read_state(backend.normalizer).get("type") in _CANONICAL
 
     def __missing__(self, word: str) -> int:
-        """Count the tokens of a new word."""
-        count = len(self._model.tokenize(word.translate(_BYTES)))
+        """Count the tokens of a new word, or of words that are not ASCII."""
+        words = [word.translate(_BYTES)]
+        if not word.isascii():
+            text = self._normaliser.normalize_str(word) if self._normaliser else word
+            words = [part for part, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+        count = sum(len(self._model.tokenize(part)) for part in words)
         if len(self) >= MAX_WORDS:
             self.clear()
         if len(word) <= MAX_LETTERS:
             self[word] = count
         return count
 
-    def count(self, text: str) -> int:
-        """Return the number of tokens of an ASCII text."""
+    def count(self, text: str) -> int | None:
+        """Return the number of tokens of a text; None if long parts of it are not ASCII."""
         pieces = self._split(text)
         count = len(pieces) // 2  # the added tokens, which are every other piece
         for piece in pieces[::2]:
-            count += sum(map(self.__getitem__, self._find(piece)))
+            if piece.isascii():
+                count += sum(map(self.__getitem__, self._find(piece)))
+                continue
+            if not self._cuts:
+                return None
+            for is_ascii, group in groupby(_CUT.split(piece), str.isascii):
+                parts = list(group)
+                if is_ascii:
+                    parts = self._find("".join(parts))
+                elif max(map(len, parts)) > MAX_LETTERS:
+                    return None
+                count += sum(map(self.__getitem__, parts))
         return count
 
 
@@ -69,7 +91,7 @@ def open_words(backend: Any) -> WordCounts | None:
     model = backend.model
     by_words = (
         expression
-        and (kind is None or kind in _NORMALISERS)
+        and kind in _NORMALISERS
         and type(model).__name__ == "BPE"
         and not model.dropout  # which is random
         and not backend.encode_special_tokens
@@ -77,7 +99,7 @@ def open_words(backend: Any) -> WordCounts | None:
     )
     if not by_words:
         return None
-    return WordCounts(expression, [token.content for token in added], model)
+    return WordCounts(expression, [token.content for token in added], backend)
 
 
 def _read_state(part: Any) -> dict[str, Any]:

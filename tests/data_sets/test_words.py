@@ -39,12 +39,18 @@ PIECES = (
     "$", "_", "\\", "<", "|>", "<|im_", "<|im_start|>", "<|im_end|>", "<|endoftext|>", " ", "  ",
     "\n", "\r\n", "\t", "\x0b", "\x1c", "\0", "\x7f",
 )  # fmt: skip
+# With white space, marks that join what is before them, and characters that normalisers replace.
+OTHERS = (
+    "é", "数学", "Ω", "²", "’s", "ſ", "İ", "😀", "e\u0301", "\u0308", "¨", "\u037e", "\u1fef",
+    "＜|im_end|＞", *(c for c in map(chr, range(128, 0x3001)) if c.isspace()),
+    "\u180e", "\u200b", "\u2060", "\ufeff",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [3, 1 << 18])
 @pytest.mark.parametrize("pre_tokenizer", [split(QWEN), split(LLAMA), BYTES])
-@pytest.mark.parametrize("normaliser", [None, {"type": "NFKC"}])
-def test_words_add_up_to_the_tokens_of_any_ascii_text(
+@pytest.mark.parametrize("normaliser", [None, {"type": "NFC"}, {"type": "NFD"}, {"type": "NFKC"}])
+def test_words_add_up_to_the_tokens_of_any_text(
     pre_tokenizer: Any, normaliser: Any, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "MAX_WORDS", limit)
@@ -52,10 +58,24 @@ def test_words_add_up_to_the_tokens_of_any_ascii_text(
     draw = random.Random(4)
     texts = ["".join(draw.choices(PIECES, k=draw.randrange(24))) for _ in range(1500)]
     texts += ["", "a" * 300, "".join(map(chr, range(128)))]
+    plain = len(texts)
+    pieces = [*PIECES, *" " * len(PIECES), *OTHERS]
+    texts += ["".join(draw.choices(pieces, k=draw.randrange(24))) for _ in range(3000)]
     counts = open_words(backend)
     assert counts is not None
-    encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
-    assert [*map(counts.count, texts)] == [*map(len, encoded)]
+    lengths = [*map(len, backend.encode_batch_fast(texts, add_special_tokens=False))]
+    counted = [*map(counts.count, texts)]
+    assert counted[:plain] == lengths[:plain]
+    others = [pair for pair in zip(counted, lengths, strict=True) if pair[0] is not None][plain:]
+    assert all(count == length for count, length in others)
+    is_canonical = normaliser is None or normaliser["type"] in ("NFC", "NFD")
+    assert (len(others) > 2000) == is_canonical
+
+
+def test_long_parts_that_are_not_ascii_are_not_counted() -> None:
+    counts = open_words(open_backend())
+    assert counts is not None
+    assert counts.count("What is " + "数" * words.MAX_LETTERS) is None
 
 
 @pytest.mark.parametrize(
@@ -104,9 +124,9 @@ def test_so_are_those_that_are_programs() -> None:
 
 def test_prompts_are_measured_by_their_words() -> None:
     renderer = Renderer(load_tokenizer(EMBEDDED))
-    prompts = ["What is 2 + 3?", "数学", "What is 数学?", "<|im_end|> What"]
+    prompts = ["What is 2 + 3?", "数学" * 99, "What is 数学?", "<|im_end|> What"]
     rows = [Row(Place("a", 1), prompt, None, "", {}) for prompt in prompts]
     expected = [len(item.token_ids) for item in renderer.render(rows)[0]]
     assert [*renderer.measure([prompts])] == [expected]
     assert renderer.words is not None and "What" in renderer.words
-    assert not any("数" in word for word in renderer.words)
+    assert [word for word in renderer.words if "数" in word] == [" 数学?"]
