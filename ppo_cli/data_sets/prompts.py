@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ppo_cli.data_sets.files import Place, RowError, RowProblem, raise_problems
+from ppo_cli.data_sets.frames import find_frame, keeps_contents
 from ppo_cli.data_sets.row_sets import RowSet, list_notes
 from ppo_cli.data_sets.rows import Row, RowPrompt, prompt_of
 from ppo_cli.data_sets.words import WordCounts, open_words
@@ -35,6 +36,7 @@ from ppo_cli.waits import run_in_thread
 
 CHUNK = 1024  # texts that are tokenised at once
 CHUNK_CHARACTERS = 1 << 20  # of them; a token takes a hundred times the memory of a character
+MAX_FRAMES = 500  # that are kept
 TEMPLATE_S = 10.0  # limit for one prompt or a chunk; templates usually take milliseconds
 TEMPLATE_BYTES = 2**30  # limit of additional memory for one prompt
 
@@ -142,6 +144,9 @@ class Renderer:
         """Return the texts that the model continues; an error for what the template refuses."""
         texts: list[str | RowError] = []
         for start in range(0, len(prompts), CHUNK):
+            if framed := self.fill_frames(prompts[start : start + CHUNK]):
+                texts += framed
+                continue
             chunk = [(p, self.messages_of(p)) for p in prompts[start : start + CHUNK]]
             opened = all(prompt for prompt, _ in chunk)  # not by an environment
             if opened and (together := self.fill_templates([m for _, m in chunk])):
@@ -153,6 +158,47 @@ class Renderer:
                 except RowError as error:
                     texts.append(error)
         return texts
+
+    def fill_frames(self, prompts: Sequence[RowPrompt]) -> list[str]:
+        """Put prompts into the frames of their roles; nothing if the template has none for one."""
+        texts: list[str] = []
+        for prompt in prompts if self.keeps_contents else ():
+            roles, contents = ("user",), (prompt,)
+            if not isinstance(prompt, str):
+                # Other keys than the role and the content have values of the row.
+                if any(len(message) > 2 for message in prompt):
+                    return []
+                roles = tuple([message["role"] for message in prompt])
+                contents = tuple([message["content"] for message in prompt])
+            if roles and roles not in self.frames and len(self.frames) < MAX_FRAMES:
+                self.frames[roles] = find_frame(
+                    lambda messages: self.fill_template(self.messages_of(tuple(messages))), roles
+                )
+            frame = self.frames.get(roles)
+            if frame is None or not prompt:
+                return []
+            texts.append(frame % contents)
+        return texts
+
+    @cached_property
+    def frames(self) -> dict[tuple[str, ...], str | None]:
+        """What the template puts around contents, by the roles of messages."""
+        return {}
+
+    @cached_property
+    def keeps_contents(self) -> bool:
+        """Whether trials show what the template does with any content."""
+        template = self.tokenizer.chat_template if self.uses_template else None
+        module = getattr(self.tokenizer.apply_chat_template, "__module__", "")
+        if not isinstance(template, str) or module != "transformers.tokenization_utils_base":
+            return False
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            with limit_template():
+                return keeps_contents(_compile_jinja_template(template).environment.parse(template))
+        except Exception:  # which `fill_template` explains
+            return False
 
     def measure(self, blocks: Iterable[Sequence[RowPrompt]]) -> Iterator[list[int | RowError]]:
         """Yield the numbers of tokens of blocks of prompts; an error for one that is refused.
