@@ -209,8 +209,8 @@ class Renderer:
         counted: Future[list[int | RowError]] | None = None
         for prompts in blocks:
             texts: list[str | int | RowError] = [*self.fill(prompts)]
-            if (words := self.words) is not None:
-                counts = [words.count(t) if isinstance(t, str) else None for t in texts]
+            if (word_counts := self.words) is not None:
+                counts = [word_counts.count(t) if isinstance(t, str) else None for t in texts]
                 texts = [t if n is None else n for t, n in zip(texts, counts, strict=True)]
             if counted is not None:
                 yield counted.result()
@@ -342,8 +342,8 @@ class Renderer:
                 )
         except Exception:
             return ()
-        whole = isinstance(texts, list) and len(texts) == len(copies)
-        return texts if whole and all(isinstance(t, str) and t.strip() for t in texts) else ()
+        complete = isinstance(texts, list) and len(texts) == len(copies)
+        return texts if complete and all(isinstance(t, str) and t.strip() for t in texts) else ()
 
     def fill_template(self, messages: Sequence[Message], *, continued: bool = True) -> str:
         """Apply the chat template; a refusal (roles, order) is a RowError.

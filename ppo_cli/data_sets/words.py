@@ -52,11 +52,11 @@ class WordCounts(dict[str, int]):
 
     def __missing__(self, word: str) -> int:
         """Count the tokens of a new word, or of words that are not ASCII."""
-        words = [word.translate(_BYTES)]
+        pieces = [word.translate(_BYTES)]
         if not word.isascii():
             text = self._normaliser.normalize_str(word) if self._normaliser else word
-            words = [part for part, _ in self._pre_tokenizer.pre_tokenize_str(text)]
-        count = sum(len(self._model.tokenize(part)) for part in words)
+            pieces = [part for part, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+        count = sum(len(self._model.tokenize(part)) for part in pieces)
         if len(self) >= MAX_WORDS:
             self.clear()
         if len(word) <= MAX_LETTERS:
