@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ppo_cli.algo.critic_fit import explained_variance
 from ppo_cli.records import Part, Score, Scored
-from ppo_cli.report.metrics import StepSums, recent_statistics, score_metrics
+from ppo_cli.report.metrics import StepSums, recent_statistics, score_metrics, staleness_metrics
 from tests.loop.scripted import scored
 
 
@@ -35,6 +36,17 @@ def test_recent_looks_at_the_last_hundred_steps_and_at_main_metrics() -> None:
     assert result["kl_mean"] == 3.0 and result["kl_std"] == 0.0
     assert set(result) == {"loss_mean", "loss_std", "kl_mean", "kl_std"}
     assert recent_statistics(lines[:1]) == {}
+
+
+def test_ages_and_carried_responses_are_counted() -> None:
+    rows = [
+        Scored(replace(row.rollout, weight_version=version, carried=carried), row.score)
+        for version, carried in ((5, 0), (4, 2), (2, 1), (5, 0))
+        for row in [scored(1.0)]
+    ]
+    assert staleness_metrics(rows, 5) == {
+        "rollout/staleness_mean": 1.0, "rollout/staleness_max": 3.0, "rollout/carried_share": 0.5,
+    }  # fmt: skip
 
 
 def test_nothing_scored_gives_no_reward_at_all() -> None:

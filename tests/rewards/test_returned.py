@@ -53,13 +53,15 @@ def test_a_dict_gives_parts_info_and_reason() -> None:
     value = {
         "score": 0.5, "acc": True, "length": np.int32(7), "bad": float("nan"), 5: 1.5,
         "reason": "half right", "answer": "72", "found": None, "steps": [1, (2, 3), {"a": {4}}],
+        "gaps": [np.float32(0), np.float32(0.5)],
     }  # fmt: skip
     returned = read_returned(value)
     assert {name: part.raw for name, part in returned.parts.items()} == {
         "acc": 1.0, "length": 7.0, "bad": None, "5": 1.5
     }  # fmt: skip
     assert returned.reason == "half right"
-    assert returned.info == {"answer": "72", "found": None, "steps": [1, [2, 3], {"a": [4]}]}
+    steps = [1, [2, 3], {"a": [4]}]
+    assert returned.info == {"answer": "72", "found": None, "steps": steps, "gaps": [0.0, 0.5]}
     json.dumps(returned.info)
 
 

@@ -247,6 +247,12 @@ def test_the_noise_of_a_panel_is_that_of_its_robust_mean(
     strict.begin_step(1)
     score_all(strict, [sum_rollout(1)])
     assert strict.pop_metrics()["judge/noise_failed"] == 2
+    # Votes are of one judge: they do not show the noise of a panel.
+    server.score = lambda system, user: 5
+    voting = make(noise_responses=1, votes=2, cache="off")
+    voting.begin_step(1)
+    score_all(voting, [sum_rollout(1)])
+    assert voting.pop_metrics()["judge/noise_responses"] == 1
 
 
 def test_criteria_come_in_another_order_for_each_row_and_judge(

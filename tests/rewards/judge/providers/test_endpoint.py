@@ -82,6 +82,11 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     for typed, address in ((None, "http://gateway/v1"), ("http://mine/v1", "http://mine/v1")):
         assert build_provider(judge_api("openai", "m", typed), environ=environ).base_url == address
+    usual, blank = (
+        build_provider(judge_api("openai", "m"), environ=environ).base_url
+        for environ in (KEYS, KEYS | {"OPENAI_BASE_URL": " "})
+    )
+    assert blank == usual
 
 
 @pytest.mark.parametrize(
