@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 from importlib import metadata
@@ -165,6 +166,17 @@ def test_expandable_segments_are_proven_first() -> None:
     both = state(PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=on)
     assert both == ("ok", "PYTORCH_ALLOC_CONF=max_split_size_mb:64")
     assert state("expandable_segments", PYTORCH_ALLOC_CONF=on)[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("hard", "advised"), [(3000, "3000"), (10**6, "65536"), (resource.RLIM_INFINITY, "unlimited")]
+)
+def test_no_more_open_files_are_advised_than_the_hard_limit_allows(
+    hard: int, advised: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, hard))
+    ((state, _, fix),) = check("open files")
+    assert (state, fix) == ("warn", f"ulimit -n {advised}")
 
 
 def test_nodes_need_the_folders_and_ports() -> None:

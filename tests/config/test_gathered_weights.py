@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.models.shape import Shape
+from ppo_cli.config.models.shape import Device, Shape
 from ppo_cli.config.schema.run import Config
 from ppo_cli.config.settle import settle
 from ppo_cli.machine.device_record import Feature
 from ppo_cli.planning.memory.devices import ModelShapes, RunNeeds
+from ppo_cli.planning.memory.model import ModelOnRank
 from ppo_cli.planning.memory.plan import (
     Estimate,
     estimate_memory,
@@ -110,6 +111,17 @@ def test_without_a_self_test_nothing_is_kept_and_the_plan_says_so() -> None:
     assert not lines(settings(model=model, gpus=1))
     (line,) = lines(settings(model=model), KEEPING)
     assert "once a step" in line and "self-test" not in line
+
+
+def test_the_embedding_of_a_critic_is_gathered_while_its_first_layer_computes() -> None:
+    config = choose(settings(), QWEN_7B, 80).config
+    ranks = Device(half=True, gpu=True, shards=8, tensor=1, packed=True, keeps_freed=False)
+    critic = ModelOnRank(config, ranks, QWEN_7B, config.critic, 256, config.critic.fsdp_config)
+    peaks = critic.update_peaks()
+    embedding, layer = 152064 * 3584, 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
+    # All activations are freed by then; the last layer is a neighbour of the head.
+    ahead = peaks["the first layer"] - peaks["the last layer"] + critic.activations
+    assert ahead == 2 * (embedding - layer) > 0
 
 
 def test_a_reference_in_host_memory_is_on_the_device_for_an_annotation_alone() -> None:

@@ -1,4 +1,4 @@
-"""What a transfer of weights takes, worked out by hand for Qwen2.5-7B and Mixtral-8x7B."""
+"""What a transfer of weights takes, worked out by hand for three models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.settings import complete, with_gpus
 
 QWEN_7B = Shape(3584, 18944, 28, 28, 3584, 512, 152064, tied=False)
 MIXTRAL = Shape(4096, 28672, 32, 32, 4096, 1024, 32000, tied=False, experts=8, expert_width=114688)
+LLAMA_70B = Shape(8192, 28672, 80, 64, 8192, 1024, 32000, tied=False)
 EMBEDDING = 2 * 152064 * 3584  # bytes in bfloat16
 LAYER = 2 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
 WHOLE = 2 * EMBEDDING + 28 * LAYER
@@ -52,6 +53,10 @@ def test_a_sampler_of_two_gpus_loads_half_of_a_module_on_each() -> None:
     assert publish_bytes(*settings("memory", 2), QWEN_7B, ALONE) == PublishBytes(
         EMBEDDING, EMBEDDING // 2, 2 * WHOLE
     )
+
+
+def test_gate_and_up_projection_are_loaded_as_one_module() -> None:
+    assert publish_bytes(*settings("gloo"), LLAMA_70B, ALONE).sampler == 2 * 2 * 8192 * 28672
 
 
 def test_experts_of_a_layer_wait_until_all_are_there() -> None:

@@ -196,6 +196,12 @@ def test_a_large_set_counts_by_the_content_of_its_files(
     assert identify("text.jsonl") != before
 
 
+def test_a_slice_of_stored_records_is_that_of_a_list(sources: Mapping[str, str]) -> None:
+    stored = files.read_file(sources["text.jsonl"]).records
+    assert isinstance(stored, files.StoredRecords)
+    assert stored[1:9:3] == [*stored][1:9:3] and stored[-3:] == [*stored][-3:]
+
+
 def test_a_file_that_changes_during_a_run_is_an_error(
     tokenizer: Any, sources: Mapping[str, str]
 ) -> None:
