@@ -252,8 +252,14 @@ def test_all_that_builds_the_engine_crosses_to_the_other_process(
     assert stop_requested() is None
     service.stop("Ctrl-C")
     assert stop_requested() == "Ctrl-C"
-    arguments.pop("tell")("a line")
+    tell = arguments.pop("tell")
+    tell("a line")
     channel.send.assert_called_once_with(12, dumps(("tell", "a line")), PART)
+    # While it samples, notes go to the request for these responses.
+    build.return_value.generate.return_value = []
+    assert [*service.generate([], Sampling(), [], 13)] == []
+    tell("another")
+    channel.send.assert_called_with(13, dumps(("tell", "another")), PART)
     assert arguments == {
         "config": config, "tokenizer": options["tokenizer"], "total_steps": 7,
         "placement": placement, "logs": tmp_path / "logs", "address": address or "here:1",

@@ -775,6 +775,7 @@ BAD_FILES = {
     '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "args is text, not a list of texts",
     '{"mcpServers": {"a": {"url": "http://x", "headers": {"A": "${NOT_SET}"}}}}': "variable NOT_S",
     '{"mcpServers": {"a": {"command": "x", "env": {"K": "${input:K}"}}}}': "K} is no variable",
+    '{"mcpServers": {"a": {"command": "x", "args": ["${NOT_SET}"]}}}': "variable NOT_SET",
     '{"mcpServers": {"a": {"command": "x", "args": [["y"]]}}}': "args is a list, not",
     '{"mcpServers": {"a": {"command": "x", "env": ["K=y"]}}}': "env is a list, not an object",
     "[" * 100_000: "nested too deep",
