@@ -140,11 +140,18 @@ def test_a_launcher_that_dies_takes_its_own_along_and_is_replaced(start: Start) 
     assert start("").wait(120) == 0
 
 
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("exit 1", "exits at once"), ("printf 'OSError: denied' >&0", "OSError: denied")],
+)
 def test_a_launcher_that_cannot_start_is_told(
-    start: Start, sandlock: Sandbox, monkeypatch: pytest.MonkeyPatch
+    program: str, reason: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OSError, match="exits at once"):
+    file = tmp_path / "launcher"
+    file.write_text(f"#!/bin/sh\n{program}\n")
+    file.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(file))
+    with pytest.raises(OSError, match=reason):
         start("")
     monkeypatch.undo()
     assert start("").wait(120) == 0
