@@ -20,7 +20,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 # As a program: its folder has this file, which would hide the package.
-sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
+_HERE = os.path.realpath(os.path.dirname(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _HERE]
 
 import httpx  # noqa: E402
 import verifiers.v1 as vf  # noqa: E402

@@ -654,7 +654,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # The folder of this file has a module `mcp`, which would hide the package.
-    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
+    here = os.path.realpath(os.path.dirname(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
     # `asyncio.run` would wait for threads of the user's code that do not end.
     code = 1
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.environments import pool as pools
 from ppo_cli.environments import worker
 from ppo_cli.environments.base import EnvironmentFailure, Reply
 from ppo_cli.environments.mcp import LOOK_S, SPARES, Connection, Server, ServerEnded, open_server
@@ -438,6 +439,18 @@ def key() -> str:
 
 server.run("stdio")
 """
+
+
+@pytest.mark.slow
+def test_an_installation_may_be_below_a_link(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp.server")
+    (tmp_path / "link").symlink_to(pools.WORKER.parent)
+    monkeypatch.setattr(pools, "WORKER", tmp_path / "link" / "worker.py")
+    (tmp_path / "server.py").write_text(SERVER)
+    pool = start(mcp=(shlex.join([sys.executable, str(tmp_path / "server.py")]),))
+    assert "add" in [schema["function"]["name"] for schema in pool.tools]
 
 
 @pytest.mark.slow
