@@ -446,8 +446,8 @@ def test_an_installation_may_be_below_a_link(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mcp.server")
-    (tmp_path / "link").symlink_to(pools.WORKER.parent)
-    monkeypatch.setattr(pools, "WORKER", tmp_path / "link" / "worker.py")
+    (tmp_path / "link").symlink_to(pools.WORKER.parents[1])
+    monkeypatch.setattr(pools, "WORKER", tmp_path / "link" / "environments" / "worker.py")
     (tmp_path / "server.py").write_text(SERVER)
     pool = start(mcp=(shlex.join([sys.executable, str(tmp_path / "server.py")]),))
     assert "add" in [schema["function"]["name"] for schema in pool.tools]
