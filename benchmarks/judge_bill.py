@@ -1,10 +1,11 @@
 """What a judge is paid until a policy is good: one score a response, or scores placed in it.
 
-    OMP_NUM_THREADS=1 python benchmarks/judge_bill.py --out DIR [--task letters|trap] [--arms ...]
-        [--seeds 1 2 3] [--noise 0.3] [--loud] [--moved 0.5] [--pieces 4] [--uneven] [--rates ...]
+    OMP_NUM_THREADS=1 python benchmarks/judge_bill.py --out DIR [--task letters|trap|sentences]
+        [--arms ...] [--seeds 1 2 3] [--rates ...] [--model FOLDER]
+        [--noise 0.3] [--loud] [--moved 0.5] [--pieces 4] [--uneven]
 
 A tiny model, trained here from a seed on sloppy answers, learns with 40 steps of 16 responses, so
-that all arms make the same number of judge calls. The judge is the function below: it gives the
+that all arms make the same number of judge calls. The judge is a function below: it gives the
 whole score w, the share of right pieces, and for placed arms a score p of each piece, which gets
 w p / sum(p). Calls are responses that were scored. A request is that of the product for a right
 response, in tokens of Qwen; replies are assumed to have WRITTEN tokens, and WRITTEN_A_PIECE more
@@ -18,10 +19,14 @@ letters  16 letters of 82, each with a digit to be known: `a,b,...` -> `3,1,...`
 trap     the same, but the first piece is a choice, even at first, in place of the digit of the
          first letter: `x` is tempting, earns 1 at once and halves what each later digit earns; `y`
          earns 0.
+sentences  the text model of `--model` (SmolLM2-135M-Instruct) continues an example of four
+         sentences on another subject, in 12 steps: the first has to have a colour, the next a
+         number, a "not" and a feeling; one that is missing is wrong. The judge is asked as any
+         other, with `--rm_place sentence`, through a loopback server.
 
 With `--noise` that share of the scores of pieces is turned over, with `--loud` w is their mean too
 (for all arms); with `--moved` that share of them goes to another piece. Runs that are finished are
-not repeated: the same command continues. Nothing is downloaded.
+not repeated: the same command continues. Nothing is downloaded. Only letters have noise.
 """
 
 from __future__ import annotations
@@ -30,10 +35,13 @@ import argparse
 import json
 import os
 import random
+import re
+import shutil
 import string
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -42,13 +50,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-MODEL_SEED, STEPS, RESPONSES, LENGTH = 17, 40, 16, 16
+MODEL_SEED, RESPONSES, LENGTH = 17, 16, 16
+STEPS = {"letters": 40, "trap": 40, "uneven": 40, "sentences": 12}
 LETTERS = "".join(c for c in string.ascii_letters + string.punctuation if c not in ",<")[:82]
 WRITTEN, WRITTEN_A_PIECE = 60, 9  # tokens of a judge's reply
 PRICE = 0.15, 0.60  # dollars for a million tokens, in and out: gpt-4o-mini's
-TARGET = {"letters": 0.8, "trap": 0.6}
+TARGET = {"letters": 0.8, "trap": 0.6, "sentences": 0.7}
 COLUMNS = ("arm", "rate", "mean", "sd", "end", "sd", "calls", "reached", "tokens", "$",
-           "digits", "at end")  # fmt: skip
+           "pieces", "at end")  # fmt: skip
 
 _DRAW = random.Random(MODEL_SEED)
 DIGITS = {letter: _DRAW.randrange(10) for letter in LETTERS}
@@ -63,6 +72,22 @@ COMMON: dict[str, Any] = {
     "critic.optim.lr": 1e-3, "critic.ppo_epochs": 2, "trainer.save_freq": -1,
     "trainer.test_freq": -1, "trainer.val_before_train": False, "data.val_files": [],
 }  # fmt: skip
+# What is in the sentences, in this order. With the same in all, one score is enough.
+RULES = {
+    "a colour": "red|orange|yellow|green|blue|purple|pink|brown|black|white|grey|gray|gold|silver",
+    "a number": r"\d+|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand",
+    "a not": r"no|not|never|nothing|\w+n[’']t",
+    "a feeling": "loves?|loved|likes?|liked|hates?|hated|fears?|enjoys?|happy|sad|angry|proud",
+}
+SENTENCES = len(RULES)
+EXAMPLE = "Dogs: The dog is brown. It has two ears. Its ball is not red. We love it."
+KINDS = "Old Young Small Big Quiet Strange Wild Lost Happy Broken Heavy New"
+NOUNS = """cats birds horses boats gardens trees houses cars trains shoes fish clouds lamps kings
+    doors hats rivers flowers toys shops"""
+SUBJECTS = [f"{kind} {noun}" for kind, noun in product(KINDS.split(), NOUNS.split())]
+TASK = f"Four short sentences, with {', '.join(RULES)}."
+QUESTION = "{prompt}\n\n{response}\n\nHow many sentences have what the first line says of them?"
+SENTENCE_JUDGE: dict[str, Any] = {"scoring_prompt": QUESTION, "scale": f"0-{SENTENCES}"}
 # Arm -> responses to a prompt, whether scores are placed, learning rate, settings of `algorithm`.
 Arm = tuple[int, bool, float, dict[str, Any]]
 ARMS: dict[str, Arm] = {
@@ -123,7 +148,7 @@ def compute_score(
     solution_str: str, ground_truth: str, *, task: str, placed: bool, pieces: int, seed: int,
     noise: float = 0.0, moved: float = 0.0, loud: bool = False, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Judge a response; the ground truth is the prompt. `true` and `digits` are for the report."""
+    """Judge a response; the ground truth is the prompt. `true` and `count` are for the report."""
     dice = random.Random(f"{seed} {ground_truth} {solution_str}")
     marks, size = mark_pieces(task, ground_truth, solution_str), LENGTH // pieces
     true = sum(marks) / LENGTH
@@ -139,12 +164,59 @@ def compute_score(
             others = [j for j in range(len(scores)) if j != k]
             kept[dice.choice(others) if dice.random() < moved else k] += score
         scores = kept
-    answer: dict[str, Any] = {"score": whole, "true": true, "digits": len(marks)}
+    answer: dict[str, Any] = {"score": whole, "true": true, "count": len(marks)}
     if placed and solution_str:
         total = sum(scores)
         shares = [score / total if total else 1 / len(scores) for score in scores]
         answer["step_rewards"] = [(e, whole * s) for e, s in zip(ends, shares, strict=True)]
     return answer
+
+
+def mark_sentences(text: str) -> list[float]:
+    """Return the true score of each sentence of a response."""
+    from ppo_cli.config.schema.reward import ApiReward
+    from ppo_cli.rewards.judge.placing import show_example
+
+    shown = show_example(text, ApiReward(place="sentence"))
+    return _apply_rules([shown] if isinstance(shown, str) else [piece.text for piece in shown])
+
+
+def _apply_rules(sentences: Sequence[str]) -> list[float]:
+    # A fifth sentence was not asked for.
+    rules = [*RULES.values(), *["(?!)"] * len(sentences)]
+    pairs = zip(rules, sentences, strict=False)
+    return [float(bool(re.search(rf"\b(?:{rule})\b", text, re.I))) for rule, text in pairs]
+
+
+def judge_sentences(_: str, user: str) -> str:
+    """Return the reply to a request about sentences: a score of each piece, if asked, and all."""
+    from tests.judge_server.wire import fenced, verdict_keys
+
+    # At the start it is asked what else the instructions want: 1 is that they do not say.
+    if criteria := verdict_keys(user):
+        return json.dumps({key: {"reason": "Read.", name: 1} for key, name in criteria.items()})
+    response = fenced("response", user) or ""
+    pieces = re.split(r"<piece-\d+-[0-9a-f]+>\n", response)[1:]
+    marks = _apply_rules(pieces) if pieces else mark_sentences(response)
+    low, high = map(int, re.findall(r"from (\d+) \(worst\) to (\d+)", user)[-1])
+    scores = {f"piece_{k}": mark for k, mark in enumerate(marks, start=1)} if pieces else {}
+    scores[re.findall(r'"(score\w*)"', user)[-1]] = sum(marks) / SENTENCES
+    levels = {name: low + round((high - low) * score) for name, score in scores.items()}
+    return json.dumps({"reason": "Counted."} | levels)
+
+
+def write_subjects(folder: Path) -> None:
+    """Write the prompts of the sentences, a subject each, in a drawn order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subjects = random.Random(MODEL_SEED).sample(SUBJECTS, len(SUBJECTS))
+    rows = [{"prompt": ask_sentences(subject)} for subject in subjects]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "train.jsonl").write_text(text, encoding="utf-8")
+
+
+def ask_sentences(subject: str) -> str:
+    """Return the prompt for sentences on a subject, which the model continues."""
+    return f"{TASK}\n{EXAMPLE}\n{subject}:"
 
 
 def build(folder: Path, task: str) -> None:
@@ -157,7 +229,7 @@ def build(folder: Path, task: str) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{MODEL_SEED} letters")
-    prompts = [draw_prompt(rng, task) for _ in range(2 * STEPS * RESPONSES)]
+    prompts = [draw_prompt(rng, task) for _ in range(2 * STEPS[task] * RESPONSES)]
     rows = [{"prompt": p, "ground_truth": p, "data_source": "letters"} for p in prompts]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
@@ -187,34 +259,53 @@ def build(folder: Path, task: str) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
-def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, Any]) -> None:
+def train_run(
+    folder: Path, model: Path, arm: str, rate: float, seed: int, judge: dict[str, Any]
+) -> None:
     """Train one run in a fork of this process, which has loaded torch; its error ends the fork."""
     import ppo_cli
     import ppo_cli.run.assemble
+    from tests.judge_server import JudgeServer
 
     responses, placed, _, algorithm = ARMS[arm]
-    base = folder.parent
+    base, task = folder.parent, folder.parent.name
     if child := os.fork():
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             raise SystemExit(f"{folder.name} failed: see {folder}.log")
         return
     status = 1
     try:
-        with open(f"{folder}.log", "w") as log:
+        server = JudgeServer(judge_sentences, keep_calls=False)
+        with open(f"{folder}.log", "w") as log, server:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             prompts = RESPONSES // responses
-            ppo_cli.train(
-                model=str(base / "model"), train_files=[str(base / "train.jsonl")],
-                reward_function=f"{Path(__file__).resolve()}:compute_score", seed=seed,
-                max_steps=STEPS, output_dir=str(folder), resume="never",
-                overrides=COMMON | {
-                    "data.train_batch_size": prompts, "actor.ppo_mini_batch_size": prompts,
-                    "rollout.n": responses, "actor.optim.lr": rate,
+            overrides = COMMON | {
+                "data.train_batch_size": prompts, "actor.ppo_mini_batch_size": prompts,
+                "rollout.n": responses, "actor.optim.lr": rate,
+                **{f"algorithm.{key}": value for key, value in algorithm.items()},
+            }  # fmt: skip
+            if task == "sentences":
+                overrides |= {
+                    "data.max_response_length": 32, "data.apply_chat_template": False,
+                    "rollout.temperature": 0.7, "reward.api.enable": True,
+                    "reward.api.type": "openai", "reward.api.model": "judge",
+                    "reward.api.base_url": server.url("openai"),
+                    "reward.api.noise_responses": 0,
+                    "reward.api.place": "sentence" if placed else None,
+                    **{f"reward.api.{key}": value for key, value in SENTENCE_JUDGE.items()},
+                }  # fmt: skip
+            else:
+                overrides |= {
+                    "reward.function": f"{Path(__file__).resolve()}:compute_score",
                     "reward.function_kwargs": judge | {"placed": placed, "seed": seed},
-                    **{f"algorithm.{key}": value for key, value in algorithm.items()},
-                },
+                }
+            ppo_cli.train(
+                model=str(model), train_files=[str(base / "train.jsonl")], seed=seed,
+                max_steps=STEPS[task], output_dir=str(folder), resume="never", overrides=overrides,
             )  # fmt: skip
+            # Weights of a text model are half a gigabyte.
+            shutil.rmtree(folder / "checkpoints")
             status = 0
     except BaseException:
         traceback.print_exc()
@@ -225,31 +316,43 @@ def train_run(folder: Path, arm: str, rate: float, seed: int, judge: dict[str, A
 
 
 def read_run(folder: Path) -> tuple[list[float], list[float]]:
-    """Return the mean true quality and the mean number of digits of each step."""
+    """Return the mean true quality and the mean number of pieces of each step."""
     from ppo_cli.run_folder.lines import read_lines, rollout_file
 
-    steps = [read_lines(rollout_file(folder, step, "train")) for step in range(1, STEPS + 1)]
-    curves = [[[row["parts"][name]["raw"] for row in lines] for lines in map(list, steps)]
-              for name in ("true", "digits")]  # fmt: skip
-    true, digits = ([fmean(values) for values in curve] for curve in curves)
-    return true, digits
+    task = folder.parent.name
+    true, counts = list[float](), list[float]()
+    for step in range(1, STEPS[task] + 1):
+        rows = [*read_lines(rollout_file(folder, step, "train"))]
+        if task == "sentences":  # what the judge should have said, whether it was asked or not
+            marks = [mark_sentences(row["response"]) for row in rows]
+            true.append(fmean(sum(each) / SENTENCES for each in marks))
+            counts.append(fmean(map(len, marks)))
+        else:
+            true.append(fmean(row["parts"]["true"]["raw"] for row in rows))
+            counts.append(fmean(row["parts"]["count"]["raw"] for row in rows))
+    return true, counts
 
 
-def price_call(pieces: int) -> tuple[int, int]:
+def price_call(task: str, pieces: int) -> tuple[int, int]:
     """Return the tokens of one call, in and out; `pieces` is 1 for a whole score alone."""
     from dashscope.tokenizers import get_tokenizer
 
     from ppo_cli.config.schema.reward import ApiReward
-    from ppo_cli.rewards.judge.placing import Piece, request_places, show_pieces
+    from ppo_cli.rewards.judge.placing import Piece, request_places, show_example, show_pieces
     from ppo_cli.rewards.judge.prompt import Material, load_template
 
-    prompt = draw_prompt(random.Random(0))
-    text = write_response(prompt, random.Random(0), sloppy=False)
-    size = 2 * LENGTH // pieces
-    cut = [Piece(text[k : k + size], k + size) for k in range(0, len(text), size)]
-    api = ApiReward(place="line")
+    if task == "sentences":
+        prompt, text = ask_sentences(SUBJECTS[0]), EXAMPLE.partition(" ")[2]
+        api = ApiReward(place="sentence", **SENTENCE_JUDGE)
+        shown = show_example(text, api) if pieces > 1 else text
+    else:
+        prompt = draw_prompt(random.Random(0))
+        text = write_response(prompt, random.Random(0), sloppy=False)
+        size = 2 * LENGTH // pieces
+        cut = [Piece(text[k : k + size], k + size) for k in range(0, len(text), size)]
+        api = ApiReward(place="line")
+        shown = show_pieces(cut) if pieces > 1 else text
     template = load_template(api)
-    shown = show_pieces(cut) if pieces > 1 else text
     placing = request_places(shown, api, template.scale)
     question = template.question(Material(prompt, shown), nonce="0123456789abcdef", placing=placing)
     read = len(get_tokenizer("qwen-turbo").encode(f"{question.system}\n{question.user}"))
@@ -280,7 +383,7 @@ def describe(runs: Sequence[tuple[list[float], list[float]]], call: tuple[int, i
         mean = fmean(calls)
         bill = [f"{mean:.0f}", f"{mean * sum(call):.0f}", f"{mean * each:.3f}"]
     figures += [bill[0], f"{len(calls)}/{len(runs)}", *bill[1:]]
-    lengths = [fmean(fmean(digits[part]) for _, digits in runs)
+    lengths = [fmean(fmean(counts[part]) for _, counts in runs)
                for part in (slice(4), slice(-4, None))]  # fmt: skip
     return [*figures, *(f"{length:.2f}" for length in lengths)]
 
@@ -298,11 +401,18 @@ def main() -> None:
     parser.add_argument("--moved", type=float, default=0.0, help="share of credit elsewhere")
     parser.add_argument("--pieces", type=int, default=LENGTH, choices=(16, 8, 4, 2))
     parser.add_argument("--uneven", action="store_true", help="easy and hard prompts")
+    parser.add_argument("--model", type=Path, help="folder of the text model, for sentences")
     parser.add_argument("--target", type=float, help="true quality that is to be reached")
     args = parser.parse_args()
     task = "uneven" if args.uneven else args.task
     base = args.out / task
-    if not (base / "model" / "tokenizer.json").exists():
+    model = base / "model"
+    if task == "sentences":
+        if args.model is None:
+            parser.error("--task sentences needs --model, the folder of a text model")
+        model, args.pieces = args.model.resolve(), SENTENCES
+        write_subjects(base)
+    elif not (model / "tokenizer.json").exists():
         build(base, task)
     judge = {"task": task, "pieces": args.pieces}
     judge |= {"noise": args.noise, "moved": args.moved, "loud": args.loud}
@@ -316,9 +426,9 @@ def main() -> None:
             folders = [base / f"{arm}-{rate:g}-{seed}{marks}" for seed in args.seeds]
             for seed, folder in zip(args.seeds, folders, strict=True):
                 if not (folder / "done").exists():
-                    train_run(folder, arm, rate, seed, judge)
+                    train_run(folder, model, arm, rate, seed, judge)
                     (folder / "done").touch()
-            call = price_call(args.pieces if placed else 1)
+            call = price_call(task, args.pieces if placed else 1)
             figures = describe([*map(read_run, folders)], call, args.target or TARGET[args.task])
             print("".join(f"{word:>13}" for word in (arm, f"{rate:g}", *figures)), flush=True)
 
