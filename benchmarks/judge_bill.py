@@ -50,8 +50,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-MODEL_SEED, RESPONSES, LENGTH = 17, 16, 16
-STEPS = {"letters": 40, "trap": 40, "uneven": 40, "sentences": 12}
+MODEL_SEED, STEPS, RESPONSES, LENGTH = 17, 40, 16, 16
 LETTERS = "".join(c for c in string.ascii_letters + string.punctuation if c not in ",<")[:82]
 WRITTEN, WRITTEN_A_PIECE = 60, 9  # tokens of a judge's reply
 PRICE = 0.15, 0.60  # dollars for a million tokens, in and out: gpt-4o-mini's
@@ -79,7 +78,7 @@ RULES = {
     "a not": r"no|not|never|nothing|\w+n[’']t",
     "a feeling": "loves?|loved|likes?|liked|hates?|hated|fears?|enjoys?|happy|sad|angry|proud",
 }
-SENTENCES = len(RULES)
+SENTENCES, SENTENCE_STEPS = len(RULES), 12
 EXAMPLE = "Dogs: The dog is brown. It has two ears. Its ball is not red. We love it."
 KINDS = "Old Young Small Big Quiet Strange Wild Lost Happy Broken Heavy New"
 NOUNS = """cats birds horses boats gardens trees houses cars trains shoes fish clouds lamps kings
@@ -229,7 +228,7 @@ def build(folder: Path, task: str) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{MODEL_SEED} letters")
-    prompts = [draw_prompt(rng, task) for _ in range(2 * STEPS[task] * RESPONSES)]
+    prompts = [draw_prompt(rng, task) for _ in range(2 * STEPS * RESPONSES)]
     rows = [{"prompt": p, "ground_truth": p, "data_source": "letters"} for p in prompts]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
@@ -287,8 +286,9 @@ def train_run(
             }  # fmt: skip
             if task == "sentences":
                 overrides |= {
+                    "trainer.total_training_steps": SENTENCE_STEPS, "rollout.temperature": 0.7,
                     "data.max_response_length": 32, "data.apply_chat_template": False,
-                    "rollout.temperature": 0.7, "reward.api.enable": True,
+                    "reward.api.enable": True,
                     "reward.api.type": "openai", "reward.api.model": "judge",
                     "reward.api.base_url": server.url("openai"),
                     "reward.api.noise_responses": 0,
@@ -299,10 +299,11 @@ def train_run(
                 overrides |= {
                     "reward.function": f"{Path(__file__).resolve()}:compute_score",
                     "reward.function_kwargs": judge | {"placed": placed, "seed": seed},
+                    "trainer.total_training_steps": STEPS,
                 }
             ppo_cli.train(
                 model=str(model), train_files=[str(base / "train.jsonl")], seed=seed,
-                max_steps=STEPS[task], output_dir=str(folder), resume="never", overrides=overrides,
+                output_dir=str(folder), resume="never", overrides=overrides,
             )  # fmt: skip
             # Weights of a text model are half a gigabyte.
             shutil.rmtree(folder / "checkpoints")
@@ -321,7 +322,7 @@ def read_run(folder: Path) -> tuple[list[float], list[float]]:
 
     task = folder.parent.name
     true, counts = list[float](), list[float]()
-    for step in range(1, STEPS[task] + 1):
+    for step in range(1, 1 + (SENTENCE_STEPS if task == "sentences" else STEPS)):
         rows = [*read_lines(rollout_file(folder, step, "train"))]
         if task == "sentences":  # what the judge should have said, whether it was asked or not
             marks = [mark_sentences(row["response"]) for row in rows]
