@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -69,6 +70,7 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
         def run(job: Any, begin: Any, **options: Any) -> None:
             seen.job, seen.begin, seen.restarts = job, begin, options
+            seen.on_signal = signal.getsignal(signal.SIGTERM)
 
         monkeypatch.setattr(assemble, "load_tokenizer", load_tokenizer)
         monkeypatch.setattr(assemble, "start_engine", start)
@@ -267,6 +269,16 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     assert engines[1].host.mock_calls == [call(dict, role="reward judge", devices=reward_devices)]
     factory.close()
     assert engines[1].close.called
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_a_signal_asks_a_run_to_stop(
+    engine: str, assembled: Callable[..., SimpleNamespace]
+) -> None:
+    seen = assembled(f"trainer.engine={engine}", "trainer.num_workers=1")
+    assert seen.job.stop_requested() is None
+    seen.on_signal(signal.SIGTERM, None)
+    assert seen.job.stop_requested() == "SIGTERM"
 
 
 def test_a_way_of_weights_that_fails_at_the_start_changes_the_plan(

@@ -163,22 +163,28 @@ def test_what_update_takes_and_refuses(desk: Path) -> None:
 @pytest.mark.slow
 def test_what_ends_a_session_early(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ctrl-C is the caller's between steps; other signals end the session after a step.
-    settings = SMALL | {"overrides": FEW}
+    settings = SMALL | {"overrides": FEW, "save_freq": 4}
     with pytest.raises(KeyboardInterrupt):
         drive(desk / "run", settings, lambda step: step and signal.raise_signal(signal.SIGINT))
     assert sorted(os.listdir("run/checkpoints")) == ["latest", "step_000001"]
     with pytest.raises(Interrupted, match=r"Stopped after step 2 .*the same call of session\(\)"):
         drive(desk / "run", settings, lambda _: signal.raise_signal(signal.SIGTERM))
+    with session(**settings, output_dir=desk / "run") as s:
+        batch = s.sample()
+        s.update(batch, [0.5] * len(batch))
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted, match="Stopped after step 3 "):
+            s.sample()
     # A budget that ends while the reward scores: the step is undone and sampled again.
     s = session(**settings, output_dir=desk / "run")
     batch, failed = s.sample(), Future[Score]()
     failed.set_exception(Interrupted("The budget is used up."))
     monkeypatch.setattr(s._job.reward, "submit", lambda _: failed)
-    with pytest.raises(Interrupted, match=r"up\. Everything up to step 2 of 4 is saved\. Go on w"):
+    with pytest.raises(Interrupted, match=r"up\. Everything up to step 3 of 4 is saved\. Go on w"):
         s.reward(batch)
     s.close()
     with session(**settings, output_dir=desk / "run") as s:
-        assert s.step == 2
+        assert s.step == 3
         assert [r.text for r in s.sample()] == [r.text for r in batch]
 
     # A program that ends without closing it frees the folder quietly.
