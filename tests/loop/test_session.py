@@ -46,12 +46,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": digits / 8, "length": len(solution_str)} if solution_str else None
 """
 PROGRAM = """
-import json, os, signal
+import json, os, signal, time
 from ppo_cli import session
 from score import compute_score
 with session(**json.loads(os.environ["SETTINGS"])) as s:
     for batch in s:
         if s.step == 3:
+            while not os.path.isdir("session/checkpoints/step_000002"):  # it is being written
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         s.update(batch, [compute_score("", r.text, r.prompt.ground_truth) for r in batch])
 """
