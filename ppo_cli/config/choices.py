@@ -331,7 +331,7 @@ def choose_gamma_piece(settings: Settings) -> Choice:
 def choose_kl_in_loss(settings: Settings) -> Choice:
     """Choose the KL in the loss where responses are compared, unless the KL in the reward is set.
 
-    What is compared are scores alone then, whatever an estimator does with the rest of a reward.
+    Then only scores are compared, whatever an estimator does with the rest of a reward.
     """
     name = settings["algorithm.adv_estimator"]
     if not ESTIMATORS[name].compares_rewards:
